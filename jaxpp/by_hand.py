@@ -1,0 +1,79 @@
+"""Stages run by hand: explicit stage functions made into a loss, and a cut loss given back as functions.
+
+``compose`` turns stage functions and a loss on their output into one loss function, each stage under a name of its own, so that it
+is cut exactly there. ``by_hand`` goes the other way: it gives each stage of a cut loss as a function one can call in a notebook.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import BatchError
+from jaxpp.runtime.prepare import Preparer, avals_of
+from jaxpp.stages.program import ACCUMULATED, Ref, Role
+
+__all__ = ["by_hand", "compose", "scope"]
+
+
+def scope(stage: int) -> str:
+    """The name under which a hand-written stage is traced."""
+    return f"stage_{stage}__by_hand"
+
+
+def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The loss of a chain of stage functions, over ``params = (params_0, params_1, ...)`` and ``batch = (inputs, targets)``."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise BatchError(
+                "batch", "a pipeline from_stages takes a pair (inputs, targets)", type(batch).__name__, "pass (inputs, targets)"
+            )
+        x, targets = batch
+        for k, (stage, own) in enumerate(zip(stages, params, strict=True)):
+            with jax.named_scope(scope(k)):
+                x = stage(own, x)
+        return loss(x, targets)
+
+    return loss_fn
+
+
+def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
+    """The stages of a cut loss as functions ``(params, x, batch, key) -> x``.
+
+    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage; the last stage returns the loss.
+    """
+
+    def function(stage: int) -> Callable[..., Any]:
+        def run(params: Any, x: Any, batch: Any, key: Any = None) -> Any:
+            return _run(preparer, stage, params, x, batch, key)
+
+        return run
+
+    return tuple(function(stage) for stage in range(preparer.settings.schedule.num_stages))
+
+
+def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
+    cut = preparer.cut_for(preparer.settings.loss_fn, avals_of(batch), key, train=True)
+    code = cut.stages[stage]
+    values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(jax.tree.leaves(params))}
+    values |= {Ref(Role.BATCH, k): leaf for k, leaf in enumerate(jax.tree.leaves(batch))}
+    values |= {Ref(Role.CONSTANT, k): value for k, value in enumerate(code.constants)}
+    values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}
+    values[Ref(Role.SCALE)] = jnp.ones(())
+    if key is not None:
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        values[Ref(Role.KEY)] = jax.random.key_data(key) if typed else key
+    for program in (code.statics, code.forward):
+        totals = {
+            ref: jnp.zeros(aval.shape, aval.dtype)
+            for ref, aval in zip(program.inputs, program.avals, strict=True)
+            if ref.role in ACCUMULATED
+        }
+        results = program.function(*((totals | values)[ref] for ref in program.inputs))
+        values.update(zip(program.outputs, results, strict=True))
+    if Ref(Role.LOSS) in code.forward.outputs:
+        return values[Ref(Role.LOSS)]
+    later = [k for k, peers in enumerate(cut.consumers) if max(peers) > stage >= cut.producer[k]]
+    return {k: values[Ref(Role.ACTIVATION, k)] for k in later}

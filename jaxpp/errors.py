@@ -1,0 +1,92 @@
+"""What can go wrong, and the one template every message follows.
+
+A message says where (as the user wrote it), the rule in one sentence, what was got, and what to do::
+
+    ScheduleError: make('1f1b', num_ranks=0): a schedule needs at least one rank.
+      Got: num_ranks=0.
+      Fix: pass num_ranks=1 or more.
+
+Every class is a ``ValueError``, so ``except ValueError`` catches all of them. An exception raised inside the user's own model is
+never wrapped: it comes out unchanged, with a note (``add_note``) that says what jaxpp was doing.
+"""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ArgumentError",
+    "BatchError",
+    "CutError",
+    "InitError",
+    "JaxppError",
+    "LossError",
+    "OptimizerError",
+    "ParamsError",
+    "PullbackError",
+    "ScheduleError",
+    "StateError",
+    "VerifyError",
+]
+
+
+class JaxppError(ValueError):
+    """Base of all jaxpp errors; formats the template from its parts.
+
+    Args:
+        where: the place, as the user wrote it.
+        rule: the rule that was broken, one sentence without its full stop.
+        got: names and numbers; several violations are several lines.
+        fix: what to do, imperative.
+        picture: a table or listing with the bad cell marked; shown last.
+    """
+
+    def __init__(self, where: str, rule: str, got: str | Sequence[str], fix: str, picture: str = ""):
+        lines = [got] if isinstance(got, str) else list(got)
+        body = "\n       ".join(lines)
+        text = f"{where}: {rule}.\n  Got: {body}.\n  Fix: {fix}."
+        if picture:
+            text += "\n\n" + "\n".join("  " + line for line in picture.splitlines())
+        super().__init__(text)
+
+
+class ScheduleError(JaxppError):
+    """An unknown, incomplete, misplaced or deadlocked schedule."""
+
+
+class ArgumentError(JaxppError):
+    """A count or option outside what the function accepts."""
+
+
+class CutError(JaxppError):
+    """The loss cannot be cut as asked: too many stages, or an unknown or misplaced cut."""
+
+
+class LossError(JaxppError):
+    """The loss function is not one: its result is no scalar float, or it ignores its parameters."""
+
+
+class BatchError(JaxppError):
+    """The batch cannot be split into the microbatches asked for."""
+
+
+class ParamsError(JaxppError):
+    """The parameters cannot be differentiated, or are not the tree the pipeline was made for."""
+
+
+class InitError(JaxppError):
+    """The init function cannot be traced."""
+
+
+class OptimizerError(JaxppError):
+    """The optimizer cannot run where the parameters live."""
+
+
+class StateError(JaxppError):
+    """A state that was consumed by an earlier step, or belongs to another pipeline."""
+
+
+class PullbackError(JaxppError):
+    """A pullback was called a second time."""
+
+
+class VerifyError(JaxppError):
+    """The pipelined step differs from the single-device step."""

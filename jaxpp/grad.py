@@ -1,0 +1,107 @@
+"""``jaxpp.value_and_grad``: the drop-in for ``jax.value_and_grad`` that runs on several devices."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.prepare import avals_of
+from jaxpp.runtime.transfer import bring
+from jaxpp.schedule.base import Schedule
+from jaxpp.types import Batch, LossFn
+
+__all__ = ["value_and_grad"]
+
+
+def value_and_grad(
+    loss_fn: LossFn,
+    *,
+    num_stages: int,
+    num_microbatches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    has_aux: bool = False,
+    weight: Callable[[Batch], Any] | None = None,
+    cuts: Sequence[str] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Callable[..., Any]:
+    """A function that returns the loss and its gradient, computed as a pipeline.
+
+    It differs from ``jax.value_and_grad`` in two ways: the batch is split into microbatches and the result is their weighted
+    mean, and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. Traced, never run whole.
+        num_stages: stages to cut it into; each gets a device.
+        num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
+        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``.
+        has_aux: whether the loss returns ``(loss, aux)``.
+        weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
+        cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
+        devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
+
+    Returns:
+        ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
+        are where the caller's parameters are. Microbatch i uses ``jax.random.fold_in(key, i)``.
+
+    Raises:
+        JaxppError: a ``ValueError`` for every option or input that cannot be run.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((jnp.tanh(batch @ params["w1"]) @ params["w2"]) ** 2)
+        >>> params = {"w1": jnp.ones((4, 8)), "w2": jnp.ones((8, 2))}
+        >>> grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=4)
+        >>> loss, grads = grad_fn(params, jnp.ones((8, 4)))
+        >>> grads["w1"].shape
+        (4, 8)
+    """
+    engine = Engine(
+        settings(
+            loss_fn,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            has_aux=has_aux,
+            weight=weight,
+            cuts=cuts,
+            devices=devices,
+        )
+    )
+
+    @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
+    def grad_fn(params: Any, batch: Any, key: Any = None) -> Any:
+        leaves, tree = jax.tree.flatten(params)
+        _refuse_tracers((params, batch, key))
+        layout = engine.preparer.layout
+        if layout is None or not _same(layout.params, params):
+            engine.settle(params, batch, key)
+        engine.plan("grads", batch, key)
+        outcome = engine.run("grads", bring(leaves, engine.devices), batch, key)
+        homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
+        grads = tree.unflatten(bring(outcome.leaves, homes))
+        return ((outcome.loss, outcome.aux) if has_aux else outcome.loss), grads
+
+    return grad_fn
+
+
+def _same(known: Any, params: Any) -> bool:
+    try:
+        return jax.tree.structure(known) == jax.tree.structure(params) and jax.tree.leaves(known) == jax.tree.leaves(
+            avals_of(params)
+        )
+    except AttributeError:
+        return False
+
+
+def _refuse_tracers(tree: Any) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise ArgumentError(
+            "grad_fn(params, batch, key)",
+            "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap",
+            "a traced argument",
+            "call grad_fn outside of jax.jit, and jit what comes after it",
+        )

@@ -1,0 +1,362 @@
+"""The public face for training: check, split, execute, merge."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpp.by_hand import by_hand, compose, scope
+from jaxpp.errors import ArgumentError, StateError
+from jaxpp.runtime.birth import trace_init
+from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.prepare import avals_of
+from jaxpp.runtime.transfer import bring, gather, put
+from jaxpp.schedule.base import Schedule
+from jaxpp.stages.loss import check_floating, describe
+from jaxpp.stages.table import Stages, tabulate
+from jaxpp.types import Array, Batch, Key, LossFn, Params
+from jaxpp.verify import compare, oracle
+
+__all__ = ["Metrics", "Pipeline", "State"]
+
+
+class State(NamedTuple):
+    """What training changes: two ordinary trees whose leaves live on the stages that own them.
+
+    Attributes:
+        params: the user's parameter tree.
+        opt_state: the optax state for the whole of it.
+    """
+
+    params: Any
+    opt_state: Any
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=True)
+class Metrics:
+    """What a step reports, as device scalars; reading one waits for it. ``metrics.loss`` and ``metrics["loss"]`` are the same.
+
+    Attributes:
+        loss: the weighted mean over microbatches.
+        aux: the loss's aux: scalars averaged like the loss, arrays with one row an example joined; ``()`` without ``has_aux``.
+        grad_norm: the global norm of the gradient before the optimizer; None from ``evaluate``.
+    """
+
+    loss: Array
+    aux: Any = ()
+    grad_norm: Any = None
+
+
+class Pipeline:
+    """Trains a loss over several devices, the model unedited.
+
+    ``init`` traces the loss once, cuts it into stages, and makes every parameter on the device of the stage that uses it; ``step``
+    runs the schedule and the optimizer. A step means exactly what the single-device loop over microbatches means, whatever the
+    number of stages, the schedule or the cuts (``verify`` checks that).
+
+    Args:
+        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``.
+        optimizer: any optax transformation that treats parameters one by one, or through norms and other scalars.
+        num_stages: stages to cut the loss into.
+        num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
+        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``.
+        has_aux: whether the loss returns ``(loss, aux)``.
+        weight: weight of a microbatch in the mean, from its part of the batch (the number of real tokens, say, for a loss that is
+            a mean over them); the number of examples unless given.
+        cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
+        devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
+
+    Raises:
+        JaxppError: a ``ValueError`` for every option that cannot be run.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp, optax
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((jnp.tanh(batch @ params["w1"]) @ params["w2"]) ** 2)
+        >>> def init(key):
+        ...     return {"w1": jax.random.normal(key, (4, 8)), "w2": jax.random.normal(key, (8, 2))}
+        >>> pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=4)
+        >>> batch = jnp.ones((8, 4))
+        >>> state = pipe.init(init, jax.random.key(0), batch)
+        >>> state, metrics = pipe.step(state, batch)
+        >>> later, metrics_later = pipe.step(state, batch)
+        >>> bool(metrics_later.loss < metrics.loss)
+        True
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        *,
+        num_stages: int,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        has_aux: bool = False,
+        weight: Callable[[Batch], Any] | None = None,
+        cuts: Sequence[str] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise ArgumentError(
+                "Pipeline(loss_fn, optimizer, ...)",
+                "the optimizer is an optax transformation, with init and update",
+                repr(optimizer),
+                "pass for example optax.adamw(3e-4)",
+            )
+        options = settings(
+            loss_fn,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            has_aux=has_aux,
+            weight=weight,
+            cuts=cuts,
+            devices=devices,
+        )
+        self._engine = Engine(options, optimizer)
+        self._functions: tuple[Callable[..., Any], ...] = ()
+        self._trees: Any = None
+        self._stages: Stages | None = None
+        self._last: Any = None
+
+    @classmethod
+    def from_stages(
+        cls,
+        stages: Sequence[Callable[[Any, Any], Any]],
+        *,
+        loss: Callable[[Any, Any], Any],
+        optimizer: optax.GradientTransformation,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        weight: Callable[[Batch], Any] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> "Pipeline":
+        """A pipeline from explicit stage functions, for teaching and debugging.
+
+        Args:
+            stages: ``stage_k(params_k, x) -> x``, one a stage; their widths may differ.
+            loss: ``loss(output, targets) -> scalar``; runs on the last stage.
+            optimizer: any optax transformation.
+            num_microbatches: as for ``Pipeline``.
+            schedule: as for ``Pipeline``.
+            weight: as for ``Pipeline``.
+            devices: as for ``Pipeline``.
+
+        Returns:
+            a pipeline whose parameters are a sequence of one tree a stage, and whose batch is a pair ``(inputs, targets)``.
+        """
+        functions = tuple(stages)
+        pipe = cls(
+            compose(functions, loss),
+            optimizer,
+            num_stages=len(functions),
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            weight=weight,
+            cuts=[scope(k) for k in range(1, len(functions))],
+            devices=devices,
+        )
+        pipe._functions = functions
+        return pipe
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table of actions."""
+        return self._engine.settings.schedule
+
+    @property
+    def stages(self) -> Stages:
+        """The table of stages; after ``init``.
+
+        Raises:
+            StateError: before ``init``, when nothing is cut yet.
+        """
+        if self._stages is None:
+            raise _not_ready("pipe.stages")
+        return self._stages
+
+    def init(self, init_or_params: Any, *args: Any) -> State:
+        """Cut the loss, place the stages, and make the first state.
+
+        ``init(init_fn, key, batch)`` makes the parameters: every leaf is born on its owner, with the bits of
+        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies parameters one has (a
+        checkpoint, a pretrained model) to their owners.
+
+        Args:
+            init_or_params: ``init_fn(key) -> params``, or the parameters.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+
+        Raises:
+            CutError: too many stages, or cuts that the model does not have.
+            InitError: ``init_fn`` cannot be traced.
+            JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
+        """
+        if callable(init_or_params):
+            if len(args) != 2:
+                raise _init_usage(f"a function and {len(args)} more arguments")
+            key, batch = args
+            graph, shapes = trace_init(init_or_params, key)
+            self._settle(shapes, batch, key)
+            leaves = self._engine.birth(graph, key)
+        else:
+            if len(args) != 1:
+                raise _init_usage(f"parameters and {len(args)} more arguments")
+            (batch,) = args
+            check_floating(jax.tree_util.tree_leaves_with_path(init_or_params))
+            self._settle(init_or_params, batch, jax.eval_shape(lambda: jax.random.key(0)))
+            leaves = [
+                put(leaf, device) for leaf, device in zip(jax.tree.leaves(init_or_params), self._engine.devices, strict=False)
+            ]
+        return self._state([*leaves, *self._engine.opt_birth(leaves)])
+
+    def _settle(self, params: Any, batch: Any, key: Any) -> None:
+        engine = self._engine
+        key = key if engine.preparer.takes_key() else None
+        engine.settle(params, batch, key)
+        layout, update = engine.preparer.layout, engine.update
+        assert layout is not None and update is not None
+        self._trees = jax.tree.structure(layout.params), update.tree
+        cut = engine.preparer.job(batch, key).cuts[0]
+        functions = self._functions or by_hand(engine.preparer)
+        self._stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions)
+
+    def _state(self, leaves: list[Any]) -> State:
+        params, opt = self._trees
+        self._last = weakref.ref(leaves[0])
+        return State(params.unflatten(leaves[: params.num_leaves]), opt.unflatten(leaves[params.num_leaves :]))
+
+    def step(self, state: State, batch: Batch, key: Key | None = None, *, donate: bool = True) -> tuple[State, Metrics]:
+        """One training step.
+
+        Args:
+            state: from ``init`` or the step before. Its buffers are reused; it is consumed, but only if the step succeeds up to
+                the optimizer.
+            batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one.
+            key: for the loss, if it takes one; microbatch i gets ``jax.random.fold_in(key, i)``.
+            donate: False keeps the old state alive, at the price of a second copy.
+
+        Returns:
+            the new state and the metrics. Nothing is waited for: reading a metric does that.
+
+        Raises:
+            StateError: the state was consumed before, or is another pipeline's.
+            BatchError: the batch cannot be split.
+            Exception: what the user's loss raises at a new batch shape, unchanged, with a note.
+        """
+        outcome = self._engine.run("update", self._leaves(state), batch, key, donate=donate)
+        return self._state(outcome.leaves), Metrics(loss=outcome.loss, aux=outcome.aux, grad_norm=outcome.grad_norm)
+
+    def evaluate(self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None) -> Metrics:
+        """The loss and aux of a batch, forward only; the state is left as it is.
+
+        Args:
+            state: from ``init`` or ``step``.
+            batch: as for ``step``.
+            key: as for ``step``.
+            loss_fn: another loss over the same parameters (one without dropout, say). Keep one function and pass it again: each
+                new function object is traced and compiled.
+
+        Raises:
+            StateError: the state was consumed.
+            BatchError: the batch cannot be split.
+        """
+        leaves = self._leaves(state)[: self._trees[0].num_leaves]
+        outcome = self._engine.run("forward", leaves, batch, key, loss_fn=loss_fn)
+        return Metrics(loss=outcome.loss, aux=outcome.aux)
+
+    def verify(self, state: State, batch: Batch, key: Key | None = None) -> None:
+        """Check that a step equals the plain single-device step, leaf by leaf; the state is left as it is.
+
+        Loss, aux and every gradient are compared with the oracle's; then the updated parameters and optimizer state with what
+        plain optax makes of the pipeline's gradients. The whole model must fit on the first device.
+
+        Raises:
+            VerifyError: naming the first leaf that differs, with both values.
+        """
+        engine, config = self._engine, self._engine.settings
+        leaves, count = self._leaves(state), self._trees[0].num_leaves
+        found = engine.run("grads", leaves[:count], batch, key)
+        layout = engine.preparer.layout
+        assert layout is not None
+        params, opt_state, batch = gather((state.params, state.opt_state, batch))
+        options = {"has_aux": config.has_aux, "weight": config.weight, "rows": layout.rows}
+        loss, aux, grads = oracle(config.loss_fn, params, batch, key, self.schedule.num_microbatches, **options)
+        spread = self._trees[0].unflatten(found.leaves)
+        compare("loss", found.loss, loss)
+        compare("aux", found.aux, aux)
+        compare("grads", spread, grads)
+        stepped, _ = self.step(state, batch, key, donate=False)
+        compare("", stepped, State(*_plain_update(engine.optimizer, gather(spread), opt_state, params, gather(found.loss))))
+
+    def _leaves(self, state: State) -> list[Any]:
+        """The state's leaves, each on its owner.
+
+        Raises:
+            StateError: before ``init``, or a state that is consumed or has other leaves than this pipeline's.
+        """
+        if self._trees is None:
+            raise _not_ready("pipe.step / pipe.evaluate")
+        leaves = jax.tree.leaves(state)
+        if self._last is not None and leaves and self._last() is leaves[0] and not any(leaf.is_deleted() for leaf in leaves):
+            return leaves
+        self._check_state(state, leaves)
+        return bring(leaves, self._engine.devices)
+
+    def _check_state(self, state: Any, leaves: list[Any]) -> None:
+        where = "state"
+        if not isinstance(state, State) or tuple(map(jax.tree.structure, state)) != self._trees:
+            raise StateError(
+                where,
+                "a state has the parameter tree and the optimizer tree this pipeline was initialised with",
+                type(state).__name__ if not isinstance(state, State) else "other tree structures",
+                "pass the state that init or step returned",
+            )
+        gone = [path for path, leaf in jax.tree_util.tree_leaves_with_path(state) if getattr(leaf, "is_deleted", bool)()]
+        if gone:
+            raise StateError(
+                where,
+                "step reuses the buffers of the state it is given, so that state cannot be used again",
+                f"a state consumed by an earlier step ({len(gone)} of {len(leaves)} leaves are gone)",
+                "go on with the state that step returned, or call step(..., donate=False) to keep the old one",
+            )
+        layout, update = self._engine.preparer.layout, self._engine.update
+        assert layout is not None and update is not None
+        expected = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs)]
+        wrong = [
+            f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
+            for (path, leaf), aval in zip(jax.tree_util.tree_leaves_with_path(avals_of(state)), expected, strict=True)
+            if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
+        ]
+        if wrong:
+            raise StateError(
+                where, "a state's leaves keep their shapes and types", wrong, "pass the state that init or step returned"
+            )
+
+
+def _plain_update(optimizer: Any, grads: Any, opt_state: Any, params: Params, loss: Array) -> tuple[Any, Any]:
+    @jax.jit
+    def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+        updates, new = optax.with_extra_args_support(optimizer).update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), new
+
+    return update(grads, opt_state, params, loss.astype(jnp.float32))
+
+
+def _not_ready(where: str) -> StateError:
+    return StateError(
+        where, "a pipeline is cut by init, when it first sees shapes", "no call of init yet", "call state = pipe.init(...) first"
+    )
+
+
+def _init_usage(got: str) -> ArgumentError:
+    return ArgumentError(
+        "pipe.init",
+        "init takes a function, a key and a batch, or parameters and a batch",
+        got,
+        "call pipe.init(init_fn, key, batch) or pipe.init(params, batch)",
+    )

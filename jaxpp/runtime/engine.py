@@ -1,0 +1,217 @@
+"""One pipeline at work: its preparer, its placed optimizer, and a plan for each batch shape it has met.
+
+``Pipeline`` and ``value_and_grad`` are two faces of an engine. It speaks in flat lists of leaves; the faces speak in the user's
+trees.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime.birth import draft_params
+from jaxpp.runtime.execute import Observer, execute
+from jaxpp.runtime.lower import HOST, Job, Name, forward_actions, grad_name, lower, param_name
+from jaxpp.runtime.optimizer import Update, draft_birth, draft_update, opt_name, plan_update
+from jaxpp.runtime.placement import place
+from jaxpp.runtime.plan import Plan
+from jaxpp.runtime.prepare import Preparer, Settings
+from jaxpp.runtime.transfer import private
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.registry import make
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.program import Ref, Role
+from jaxpp.types import LossFn
+
+__all__ = ["Engine", "Outcome", "settings"]
+
+Kind = Literal["update", "grads", "forward"]
+
+
+def settings(
+    loss_fn: LossFn,
+    *,
+    num_stages: int,
+    num_microbatches: int | None,
+    schedule: str | Schedule,
+    has_aux: bool,
+    weight: Callable[[Any], Any] | None,
+    cuts: Sequence[str] | None,
+    devices: Sequence[jax.Device] | None,
+) -> Settings:
+    """Check the options and settle the schedule and the devices.
+
+    Raises:
+        ArgumentError: counts below 1, a schedule of other sizes, or a wrong number of cuts.
+        ScheduleError: an unknown schedule.
+    """
+    num_microbatches = num_stages if num_microbatches is None else num_microbatches
+    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    low = [
+        f"{name}={value!r}" for name, value in counts.items() if isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ]
+    if low:
+        raise ArgumentError(
+            "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"
+        )
+    if not callable(loss_fn):
+        raise ArgumentError(
+            "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
+        )
+    made = schedule if isinstance(schedule, Schedule) else make(schedule, num_ranks=num_stages, num_microbatches=num_microbatches)
+    if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
+        raise ArgumentError(
+            f"schedule={made.name!r}",
+            "a schedule must be made for the pipeline's numbers of stages and microbatches",
+            [
+                f"schedule: {made.num_stages} stages, {made.num_microbatches} microbatches",
+                f"pipeline: {num_stages}, {num_microbatches}",
+            ],
+            f"pass num_stages={made.num_stages}, num_microbatches={made.num_microbatches}, or another schedule",
+        )
+    if cuts is not None and len(cuts) != num_stages - 1:
+        raise ArgumentError(
+            f"cuts={list(cuts)!r}",
+            "n stages have n - 1 cuts between them",
+            f"{len(cuts)} cuts and num_stages={num_stages}",
+            f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
+        )
+    return Settings(loss_fn, made, place(made, devices), has_aux, weight, None if cuts is None else tuple(cuts))
+
+
+class Outcome(NamedTuple):
+    """What a plan returns, flat.
+
+    Attributes:
+        loss: float scalar, on the last stage.
+        aux: the aux leaves.
+        leaves: new parameters and optimizer leaves for ``update``, gradients for ``grads``, nothing for ``forward``.
+        grad_norm: for ``update``.
+    """
+
+    loss: Any
+    aux: list[Any]
+    leaves: list[Any]
+    grad_norm: Any
+
+
+class Engine:
+    """Runs the steps of one pipeline."""
+
+    def __init__(self, settings: Settings, optimizer: optax.GradientTransformation | None = None):
+        self.settings = settings
+        self.preparer = Preparer(settings)
+        self.optimizer = optimizer
+        self.update: Update | None = None
+        self._plans: dict[Any, tuple[Plan, int, Any]] = {}
+
+    @property
+    def owner(self) -> tuple[int, ...]:
+        """The stage of each parameter leaf."""
+        assert self.preparer.layout is not None
+        return self.preparer.layout.owner
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The device of each parameter leaf, then of each optimizer leaf."""
+        stages = [*self.owner, *(self.update.opt_owner if self.update else ())]
+        return [self.settings.placement[stage] for stage in stages]
+
+    def settle(self, params: Any, batch: Any, key: Any) -> None:
+        """Decide the layout at these shapes, and place the optimizer."""
+        layout = self.preparer.settle(params, batch, key)
+        self._plans.clear()
+        if self.optimizer is not None:
+            loss_stage = self.preparer.job(batch, key).loss_stage
+            scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            self.update = plan_update(self.optimizer, layout.params, layout.owner, loss_stage, scalar)
+
+    def birth(self, graph: Graph, key: Any) -> list[Any]:
+        """Make the parameters from the traced init, each on its owner."""
+        draft = draft_params(graph, self.owner, self.settings.placement)
+        names = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        return execute(draft.finish(self.preparer.programs, [Name(HOST, Ref(Role.KEY))], names), [key])
+
+    def opt_birth(self, params: Sequence[Any]) -> list[Any]:
+        """Make the optimizer state, each leaf on its owner."""
+        assert self.update is not None
+        draft = draft_birth(self.update, self.settings.placement)
+        inputs = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        outputs = [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]
+        return execute(draft.finish(self.preparer.programs, inputs, outputs), params)
+
+    def plan(
+        self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True
+    ) -> tuple[Plan, int, Any]:
+        """The plan for a batch of these shapes, how many aux leaves it returns, and their tree; made at the first call."""
+        leaves, tree = jax.tree.flatten(batch)
+        shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+        cache_key = (kind, loss_fn, donate, tree, shapes, None if key is None else (key.shape, key.dtype))
+        found = self._plans.get(cache_key)
+        if found is None:
+            found = self._plans[cache_key] = self._lower(kind, batch, key, loss_fn, donate)
+        return found
+
+    def _lower(self, kind: Kind, batch: Any, key: Any, loss_fn: LossFn | None, donate: bool) -> tuple[Plan, int, Any]:
+        schedule, placement = self.settings.schedule, self.settings.placement
+        train = kind != "forward"
+        job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
+        actions = schedule.order if train else forward_actions(schedule.num_stages, schedule.num_microbatches)
+        draft = lower(job, actions, schedule if train else None)
+        loss = Name(job.loss_stage, Ref(Role.LOSS))
+        aux = _aux_names(job)
+        inputs = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        results = []
+        if kind == "grads":
+            results = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        elif kind == "update":
+            assert self.update is not None
+            inputs += [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]
+            results = draft_update(draft, self.update, placement, loss, donate=donate)
+        inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
+        inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
+        plan = draft.finish(self.preparer.programs, inputs, [loss, *aux, *results])
+        return plan, len(aux), job.cuts[0].loss.aux_tree
+
+    def run(
+        self,
+        kind: Kind,
+        leaves: Sequence[Any],
+        batch: Any,
+        key: Any,
+        *,
+        loss_fn: LossFn | None = None,
+        donate: bool = True,
+        observer: Observer | None = None,
+    ) -> Outcome:
+        """Run one step.
+
+        Args:
+            kind: ``update``, ``grads`` or ``forward``.
+            leaves: parameter leaves on their owners, then (for ``update``) optimizer leaves.
+            batch: the whole batch.
+            key: or None.
+            loss_fn: another loss, for ``forward``.
+            donate: whether ``update`` takes over the buffers of ``leaves``.
+            observer: sees every instruction.
+        """
+        plan, num_aux, aux_tree = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate)
+        typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        keys = [] if key is None else [jax.random.key_data(key) if typed else private(key)]
+        arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]
+        loss, *rest = execute(plan, arguments, observer)
+        aux, results = aux_tree.unflatten(rest[:num_aux]), rest[num_aux:]
+        norm = results.pop() if kind == "update" else None
+        return Outcome(loss, aux, results, norm)
+
+
+def _aux_names(job: Job) -> list[Name]:
+    found: dict[int, Name] = {}
+    for stage in range(job.num_stages):
+        for ref in job.codes(stage)[0].forward.outputs:
+            if ref.role in (Role.AUX, Role.ROWS):
+                found[ref.index] = Name(stage, Ref(Role.AUX, ref.index))
+    return [found[k] for k in sorted(found)]

@@ -1,0 +1,33 @@
+"""Where each stage lives: the schedule says which rank, the placement which device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxpp.errors import ArgumentError
+from jaxpp.schedule.base import Schedule
+
+__all__ = ["Placement", "place"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``devices[stage]`` is the device of each stage; several stages may share one."""
+
+    devices: tuple[jax.Device, ...]
+
+    def __getitem__(self, stage: int) -> jax.Device:
+        return self.devices[stage]
+
+
+def place(schedule: Schedule, devices: Sequence[jax.Device] | None = None) -> Placement:
+    """Give each rank a device, in order; fewer devices than ranks are cycled.
+
+    Raises:
+        ArgumentError: an empty list of devices.
+    """
+    found = tuple(jax.devices() if devices is None else devices)
+    if not found:
+        raise ArgumentError("devices=[]", "a pipeline needs at least one device", "an empty list", "leave devices out to use all")
+    return Placement(tuple(found[rank % len(found)] for rank in schedule.stage_to_rank))

@@ -1,0 +1,201 @@
+"""From shapes to plans, each made once.
+
+The first batch decides the *layout*: where the loss is cut and which stage owns each parameter. Everything later (a smaller last
+batch, an evaluation loss) is traced again at its own shapes and cut so that the owners stay. Traces, programs and plans are kept
+by shape, so a shape is compiled once.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import LossError
+from jaxpp.runtime.lower import Job
+from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.plan import Programs
+from jaxpp.schedule.base import Schedule
+from jaxpp.stages.graph import trace, variables
+from jaxpp.stages.loss import TracedLoss, describe, key_implementation, trace_loss
+from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
+from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
+from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.stage import CutLoss, cut
+from jaxpp.types import LossFn
+
+__all__ = ["Layout", "Preparer", "Settings", "avals_of"]
+
+
+def avals_of(tree: Any) -> Any:
+    """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)), tree)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for."""
+
+    loss_fn: LossFn
+    schedule: Schedule
+    placement: Placement
+    has_aux: bool = False
+    weight: Callable[[Any], Any] | None = None
+    cuts: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the first batch decided.
+
+    Attributes:
+        params: tree of parameter shapes.
+        owner: the stage of each parameter leaf.
+        spine: the primitives of the spine it was cut on.
+        cuts: where.
+        rows: the aux leaves that hold one row an example.
+    """
+
+    params: Any
+    owner: tuple[int, ...]
+    spine: tuple[str, ...]
+    cuts: Cuts
+    rows: frozenset[int]
+
+
+class Preparer:
+    """Holds the traces, cuts, programs and layout of one pipeline."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.programs = Programs()
+        self.layout: Layout | None = None
+        self._cuts: dict[Any, CutLoss] = {}
+
+    def takes_key(self) -> bool:
+        """Whether the loss has a third positional argument."""
+        try:
+            parameters = inspect.signature(self.settings.loss_fn).parameters.values()
+        except (TypeError, ValueError):
+            return False
+        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            return True
+        return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 3
+
+    def settle(self, params: Any, batch: Any, key: Any) -> Layout:
+        """Decide the layout at the shapes given.
+
+        Raises:
+            CutError: too many stages for this loss, or cuts that are not there.
+            LossError, ParamsError, BatchError: as for every trace.
+        """
+        settings = self.settings
+        num_stages = settings.schedule.num_stages
+        params, batch = avals_of(params), avals_of(batch)
+        size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
+        loss = self._trace(settings.loss_fn, params, _resized(batch, size), key, settings.has_aux)
+        cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
+        spine = _spine(loss)
+        rows = self._rows(loss, params, batch, size, key)
+        self.layout = Layout(params, owners(loss, cuts), spine, cuts, rows)
+        self._cuts.clear()
+        self._cuts[self._cache_key(settings.loss_fn, _resized(batch, size), key, True)] = cut(loss, cuts, rows=rows)
+        return self.layout
+
+    def _trace(self, loss_fn: LossFn, params: Any, microbatch: Any, key: Any, has_aux: bool, train: bool = True) -> TracedLoss:
+        return trace_loss(loss_fn, params, microbatch, key, has_aux=has_aux, differentiable=train)
+
+    def _rows(self, loss: TracedLoss, params: Any, batch: Any, size: int, key: Any) -> frozenset[int]:
+        """The aux leaves whose first axis follows the size of the microbatch."""
+        shapes = [atom.aval.shape for atom in loss.graph.outputs[1:]]
+        rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
+        if not rows:
+            return frozenset()
+        args = (params, _resized(batch, 2 * size), *([] if key is None else [key]))
+        try:
+            _, aux = jax.eval_shape(self.settings.loss_fn, *args)
+        except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
+            return frozenset(rows)
+        doubled = [leaf.shape for leaf in jax.tree.leaves(aux)]
+        return frozenset(k for k in rows if doubled[k][:1] == (2 * size,))
+
+    @staticmethod
+    def _cache_key(loss_fn: LossFn, microbatch: Any, key: Any, train: bool) -> Any:
+        leaves, tree = jax.tree.flatten(microbatch)
+        kind = None if key is None else (key.shape, key.dtype)
+        return loss_fn, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), kind, train
+
+    def cut_for(self, loss_fn: LossFn, microbatch: Any, key: Any, *, train: bool) -> CutLoss:
+        """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
+        layout, settings = self.layout, self.settings
+        assert layout is not None
+        cache_key = self._cache_key(loss_fn, microbatch, key, train)
+        if cache_key not in self._cuts:
+            loss = self._trace(loss_fn, layout.params, microbatch, key, settings.has_aux, train)
+            same = _spine(loss) == layout.spine
+            cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner)
+            self._cuts[cache_key] = cut(loss, cuts, rows=layout.rows, train=train)
+        return self._cuts[cache_key]
+
+    def job(self, batch: Any, key: Any, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:
+        """What to lower for a batch of these shapes.
+
+        Raises:
+            BatchError: the batch cannot be split.
+            Exception: what the user's loss raises at these shapes.
+        """
+        settings, layout = self.settings, self.layout
+        assert layout is not None
+        batch = avals_of(batch)
+        parts = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)
+        different = tuple(dict.fromkeys(parts))
+        chosen = loss_fn or settings.loss_fn
+        return Job(
+            cuts=tuple(self.cut_for(chosen, _resized(batch, size), key, train=train) for size in different),
+            variants=tuple(different.index(size) for size in parts),
+            sizes=parts,
+            owner=layout.owner,
+            placement=settings.placement,
+            params=tuple(jax.tree.leaves(layout.params)),
+            batch=tuple(jax.tree.leaves(batch)),
+            key=None if key is None else jax.eval_shape(_raw, key),
+            implementation=key_implementation(key),
+            weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts),
+        )
+
+
+def _spine(loss: TracedLoss) -> tuple[str, ...]:
+    return tuple(loss.graph.eqns[i].primitive.name for i in loss.spine)
+
+
+def _resized(batch: Any, size: int) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch)
+
+
+def _raw(key: Any) -> Any:
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def _weigh(weight: Callable[[Any], Any], batch: Any, parts: Sequence[int]) -> Program:
+    """The program that computes every microbatch's share of the total weight, from the batch leaves it needs."""
+    leaves, tree = jax.tree.flatten(batch)
+
+    def scales(*batch_leaves: Any) -> list[Any]:
+        found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in slice_batch(batch_leaves, parts)]
+        if any(value.shape != () for value in found):
+            shape = describe(next(value for value in found if value.shape != ()))
+            raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
+        stacked = jnp.stack(found).astype(scale_dtype())
+        return [stacked / stacked.sum()]
+
+    graph, _ = trace(scales, *leaves)
+    read = set(variables(atom for eqn in graph.eqns for atom in eqn.invars))
+    used = [k for k, var in enumerate(graph.inputs) if var in read]
+    constants = list(graph.constants)
+    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *constants], graph.outputs)
+    refs = tuple(Ref(Role.BATCH, k) for k in used)
+    return Program(
+        lambda *args: run(*args, *graph.constants.values()), refs, (Ref(Role.SCALE),), shapes_of(leaves[k] for k in used)
+    )

@@ -1,0 +1,61 @@
+"""The only file that moves an array between devices.
+
+Everything that crosses goes through ``sender`` (inside a step, where the plan says so) or through one of the three functions for
+the edges: ``put`` (a value gets a copy of its own on a device), ``private`` (a host array that the caller may overwrite) and
+``gather`` (a spread tree brought together).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp.types import Array
+
+__all__ = ["bring", "gather", "private", "put", "sender"]
+
+
+def sender(device: jax.Device) -> Callable[[Any], tuple[Array]]:
+    """The instruction that copies one value to ``device``; the source is left as it is."""
+    put = jax.device_put
+
+    def send(value: Any) -> tuple[Array]:
+        return (put(value, device),)
+
+    return send
+
+
+def put(value: Any, device: Any) -> Array:
+    """A fresh copy of ``value`` on ``device`` (or with a sharding): it shares no buffer with the original."""
+    return jax.device_put(value, device, may_alias=False)
+
+
+def private(value: Any) -> Any:
+    """``value``, copied if it is a host array: the caller may overwrite that while the step still reads it."""
+    return np.array(value) if isinstance(value, np.ndarray) else value
+
+
+def gather(tree: Any, device: jax.Device | None = None) -> Any:
+    """Bring a tree whose leaves live on several devices to one device, so that eager code can mix them.
+
+    Args:
+        tree: any tree of arrays, such as ``state.params``.
+        device: where to; the first device unless said.
+
+    Returns:
+        the same tree with every leaf a copy on ``device``; the originals stay.
+
+    Example:
+        >>> import optax
+        >>> norm = optax.global_norm(gather({"w": jax.numpy.ones(4)}))
+        >>> float(norm)
+        2.0
+    """
+    device = jax.devices()[0] if device is None else device
+    return jax.tree.map(lambda leaf: put(leaf, device), tree)
+
+
+def bring(leaves: Sequence[Any], homes: Sequence[Any]) -> list[Array]:
+    """The leaves on the devices (or shardings) named, each left where it is if it is there already."""
+    return jax.device_put(list(leaves), list(homes))

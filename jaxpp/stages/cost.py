@@ -1,0 +1,61 @@
+"""What an equation costs: floating-point operations and bytes, from shapes alone.
+
+A multiply and an add count as two, as everywhere in the field; an elementwise operation counts one an output element.
+"""
+
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+__all__ = ["count_bytes", "count_flops"]
+
+_FREE = frozenset(
+    "broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice concatenate convert_element_type iota copy pad "
+    "rev gather stop_gradient random_wrap random_unwrap split bitcast_convert_type".split()
+)
+
+
+def count_bytes(aval: jax.core.AbstractValue) -> int:
+    """Bytes of one value; a key counts as its two 32-bit words."""
+    size = math.prod(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    return size * (8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize)
+
+
+def count_flops(eqn: JaxprEqn) -> float:
+    """Floating-point operations of one equation, looking into loops, branches and calls."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / max(out_features, 1)
+    inner = [_flops(jaxpr.eqns) for jaxpr in _inner(eqn)]
+    if inner:
+        return max(inner) * (eqn.params["length"] if name == "scan" else 1)
+    if name in _FREE:
+        return 0.0
+    return float(sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars))
+
+
+def _flops(eqns: Iterable[JaxprEqn]) -> float:
+    return sum(count_flops(eqn) for eqn in eqns)
+
+
+def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
+    found: list[Jaxpr] = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    return found

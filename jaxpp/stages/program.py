@@ -1,0 +1,102 @@
+"""A program: a function compiled as one unit, with the name of every value it reads and writes.
+
+A name (``Ref``) says what a value is for the stage that holds it; the plan turns names into slots. Values of a role in
+``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
+``AUX`` adds to it, and reuses its buffer.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "Program", "Ref", "Role", "fuse", "shapes_of"]
+
+
+class Role(enum.StrEnum):
+    """What a value is to the stage that holds it."""
+
+    PARAM = "param"
+    CONSTANT = "constant"
+    STATIC = "static"
+    BATCH = "batch"
+    KEY = "key"
+    SCALE = "scale"
+    ACTIVATION = "activation"
+    RESIDUAL = "residual"
+    COTANGENT = "cotangent"
+    GRAD = "grad"
+    LOSS = "loss"
+    AUX = "aux"
+    ROWS = "rows"
+    OPT = "opt"
+    VALUE = "value"
+
+
+PER_MICROBATCH = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.COTANGENT, Role.ROWS})
+ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
+
+
+class Ref(NamedTuple):
+    """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from."""
+
+    role: Role
+    index: int = 0
+    peer: int = -1
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat function and the names of its arguments and results.
+
+    Attributes:
+        function: takes one array an input, returns one an output.
+        inputs: what each argument is.
+        outputs: what each result is.
+        avals: shape and dtype of each argument.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def results(self) -> list[Any]:
+        """Shape and dtype of each result."""
+        return jax.eval_shape(self.function, *self.avals)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """The arguments whose buffers the results take over: the accumulators."""
+        return tuple(k for k, ref in enumerate(self.inputs) if ref.role in ACCUMULATED)
+
+
+def shapes_of(atoms: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of each variable, abstract value or array."""
+    avals = (getattr(atom, "aval", atom) for atom in atoms)
+    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+
+
+def fuse(forward: Program, backward: Program) -> Program:
+    """One program that runs a forward and then its backward, for where the schedule puts them side by side.
+
+    A barrier between the two keeps the compiler from mixing them, so the result has the same bits as the two run apart.
+    """
+    kept = [k for k, ref in enumerate(forward.outputs) if ref.role != Role.RESIDUAL]
+    passed = set(forward.outputs) - {ref for ref in forward.outputs if ref.role in ACCUMULATED}
+    inputs = tuple(dict.fromkeys([*forward.inputs, *(ref for ref in backward.inputs if ref not in passed)]))
+    avals = dict(zip(backward.inputs + forward.inputs, backward.avals + forward.avals, strict=True))
+
+    def function(*args: jax.Array) -> list[jax.Array]:
+        values = dict(zip(inputs, args, strict=True))
+        results = list(forward.function(*(values[ref] for ref in forward.inputs)))
+        results = list(jax.lax.optimization_barrier(tuple(results)))
+        values.update((ref, result) for ref, result in zip(forward.outputs, results, strict=True) if ref in passed)
+        returned = backward.function(*(values[ref] for ref in backward.inputs))
+        return [*(results[k] for k in kept), *returned]
+
+    outputs = tuple(forward.outputs[k] for k in kept) + backward.outputs
+    return Program(function, inputs, outputs, tuple(avals[ref] for ref in inputs))

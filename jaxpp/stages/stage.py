@@ -1,0 +1,376 @@
+"""One stage: the programs that run its forward and its backward, and what they keep.
+
+The stage's slice of the loss is run under ``jax.vjp`` and traced once, forward and pullback together. Every equation of that trace
+then has its place by what it depends on:
+
+* on the cotangent: the *backward*;
+* on data: the *forward*; what the backward reads of it is the residuals;
+* on parameters alone (a bf16 cast, a transposed kernel): the *statics*, computed once per step, so that no residual is ever a
+  weight, or a copy, cast or transpose of one;
+* on nothing that costs anything to redo: wherever it is needed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.graph import Graph, Piece, carve, descendants, trace, variables
+from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
+from jaxpp.stages.microbatch import scale_dtype
+from jaxpp.stages.partition import Cuts
+from jaxpp.stages.program import Program, Ref, Role, fuse, shapes_of
+
+__all__ = ["CutLoss", "StageCode", "cut"]
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The programs of one stage at one microbatch shape.
+
+    Attributes:
+        index: which stage.
+        statics: computes, once per step, what depends on parameters alone.
+        forward: one microbatch's forward; returns what is sent on, and the residuals.
+        backward: one microbatch's backward; adds to the gradients, returns cotangents. None when only forwards are run.
+        constants: arrays the loss closed over that this stage reads.
+        params: the parameter leaves this stage reads.
+        flops: of one forward.
+        modules: module paths, in order.
+    """
+
+    index: int
+    statics: Program
+    forward: Program
+    backward: Program | None
+    constants: tuple[Any, ...]
+    params: tuple[int, ...]
+    flops: float
+    modules: tuple[str, ...]
+
+    @cached_property
+    def both(self) -> Program:
+        """Forward and backward as one program."""
+        assert self.backward is not None
+        return fuse(self.forward, self.backward)
+
+
+@dataclass(frozen=True)
+class CutLoss:
+    """A loss cut into stages.
+
+    Attributes:
+        loss: what was cut.
+        cuts: where.
+        stages: the programs of each stage.
+        activations: shape of each value that crosses between stages.
+        producer: the stage that makes each.
+        consumers: the stages that read each.
+    """
+
+    loss: TracedLoss
+    cuts: Cuts
+    stages: tuple[StageCode, ...]
+    activations: tuple[Any, ...]
+    producer: tuple[int, ...]
+    consumers: tuple[tuple[int, ...], ...]
+
+
+def cut(loss: TracedLoss, cuts: Cuts, *, rows: frozenset[int] = frozenset(), train: bool = True) -> CutLoss:
+    """Cut a traced loss at ``cuts`` and build the programs of every stage.
+
+    Args:
+        loss: the traced loss.
+        cuts: the spine positions at which stages 1, 2, ... begin.
+        rows: the aux leaves that hold one row an example, to be joined rather than averaged.
+        train: whether to build backwards.
+    """
+    graph = loss.graph
+    ends = [*cuts, len(loss.spine)]
+    colors: list[int | None] = [None] * len(graph.eqns)
+    for stage, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
+        for k in range(start, end):
+            colors[loss.spine[k]] = stage
+    homes = _homes(loss, colors)
+    pieces = carve(graph, colors, homes)
+    made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
+    crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
+    consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
+    builder = _Builder(loss, homes, crossing, consumers, made, rows, train)
+    stages = tuple(builder.build(stage, pieces[stage]) for stage in range(len(ends)))
+    return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers)
+
+
+def _homes(loss: TracedLoss, colors: list[int | None]) -> dict[Var, int]:
+    """The stage that returns the loss, and each aux leaf: where it is made, or else the last."""
+    producers = loss.graph.producers()
+    last = max((color for color in colors if color is not None), default=0)
+    homes: dict[Var, int] = {}
+    for var in variables(loss.graph.outputs):
+        found, color = producers.get(var), None
+        if found is not None and colors[found] is None:
+            sources = [producers.get(v) for v in variables(loss.graph.eqns[found].invars)]
+            color = next((colors[i] for i in sources if i is not None), None)
+        elif found is not None:
+            color = colors[found]
+        homes[var] = last if color is None else color
+    return homes
+
+
+@dataclass(frozen=True)
+class _Builder:
+    loss: TracedLoss
+    homes: dict[Var, int]
+    crossing: list[Var]
+    consumers: tuple[tuple[int, ...], ...]
+    made: dict[Var, int]
+    rows: frozenset[int]
+    train: bool
+
+    def build(self, stage: int, piece: Piece) -> StageCode:
+        loss = self.loss
+        numbers = {var: k for k, var in enumerate(self.crossing)}
+        refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
+        refs |= {var: Ref(Role.BATCH, k) for k, var in enumerate(loss.batch)}
+        refs |= {var: Ref(Role.ACTIVATION, k) for var, k in numbers.items()}
+        if loss.key is not None:
+            refs[loss.key] = Ref(Role.KEY)
+        constants = [var for var in piece.inputs if var in loss.graph.constants]
+        refs |= {var: Ref(Role.CONSTANT, k) for k, var in enumerate(constants)}
+
+        sent = [(Ref(Role.ACTIVATION, numbers[var]), var) for var in self.crossing if self.made[var] == stage]
+        last = max(self.homes.values())
+        results = [
+            (Ref(Role.AUX, k - 1) if k else Ref(Role.LOSS), atom)
+            for k, atom in enumerate(loss.graph.outputs)
+            if (self.homes[atom] if isinstance(atom, Var) else last) == stage
+        ]
+        body = _Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
+        traced = body.trace(self.consumers, self.train)
+        programs = _Programs(traced, stage, self.rows, len(constants))
+        values = [loss.graph.constants[var] for var in constants]
+        spine = set(loss.spine)
+        return StageCode(
+            index=stage,
+            statics=programs.statics(),
+            forward=programs.forward(),
+            backward=programs.backward() if self.train else None,
+            constants=(*values, *programs.new_constants),
+            params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
+            flops=sum(cost for cost, i in zip(loss.costs, loss.spine, strict=True) if i in set(piece.eqns)),
+            modules=tuple(dict.fromkeys(loss.graph.names[i] for i in piece.eqns if i in spine and loss.graph.names[i])),
+        )
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A stage's forward and pullback as one graph: names of the inputs, and names of the results in order."""
+
+    graph: Graph
+    inputs: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    returned: tuple[Ref, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Body:
+    loss: TracedLoss
+    piece: Piece
+    inputs: list[Ref]
+    outputs: list[tuple[Ref, Any]]
+
+    def trace(self, consumers: Sequence[tuple[int, ...]], train: bool) -> _Traced:
+        """Trace the slice, under ``jax.vjp`` if it is to be trained."""
+        loss = self.loss
+        run = loss.graph.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
+        avals = shapes_of(self.piece.inputs)
+        results = tuple(ref for ref, _ in self.outputs)
+        if not train:
+            graph, _ = trace(run, *avals)
+            return _Traced(graph, tuple(self.inputs), results, (), ())
+        wants = [self._differentiable(ref, var) for ref, var in zip(self.inputs, self.piece.inputs, strict=True)]
+        gives = [ref.role != Role.AUX and self._differentiable(ref, atom) for ref, atom in self.outputs]
+        cotangents: list[Ref] = []
+        shapes: list[Any] = []
+        for (ref, atom), give in zip(self.outputs, gives, strict=True):
+            peers = (-1,) if ref.role == Role.LOSS else consumers[ref.index] if give else ()
+            cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
+            shapes += shapes_of([atom]) * len(peers)
+
+        def whole(args: Sequence[Any], received: Sequence[Any]) -> tuple[Any, Any]:
+            free = [arg for arg, want in zip(args, wants, strict=True) if want]
+
+            def forward(free: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                supply = iter(free)
+                outs = run(*(next(supply) if want else arg for arg, want in zip(args, wants, strict=True)))
+                return _where(outs, gives, True), _where(outs, gives, False)
+
+            outs, pullback, rest = jax.vjp(loss.remat(forward) if loss.remat else forward, free, has_aux=True)
+            summed = _sum_by([ref.index if ref.peer >= 0 else -1 for ref in cotangents], received)
+            return (outs, rest), pullback(summed)
+
+        graph, _ = trace(whole, avals, shapes)
+        order = [ref for ref, give in zip(results, gives, strict=True) if give]
+        order += [ref for ref, give in zip(results, gives, strict=True) if not give]
+        returned = [ref for ref, want in zip(self.inputs, wants, strict=True) if want]
+        seeds = tuple(len(self.inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
+        return _Traced(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
+
+    def _differentiable(self, ref: Ref, atom: Any) -> bool:
+        if ref.role == Role.PARAM:
+            return True
+        if ref.role not in (Role.ACTIVATION, Role.LOSS):
+            return False
+        return atom in self.loss.of_params and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _where(values: Sequence[Any], flags: Sequence[bool], wanted: bool) -> list[Any]:
+    return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
+
+
+def _sum_by(keys: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Sum the values that share a key, in the order the keys first appear: one activation, several readers."""
+    sums: dict[int, Any] = {}
+    for key, value in zip(keys, values, strict=True):
+        sums[key] = sums[key] + value if key in sums else value
+    return list(sums.values())
+
+
+_STATICS, _FORWARD, _BACKWARD = "statics", "forward", "backward"
+
+
+class _Programs:
+    """Colours a traced stage and turns the pieces into programs."""
+
+    def __init__(self, traced: _Traced, stage: int, rows: frozenset[int], num_constants: int):
+        self.traced = traced
+        self.stage = stage
+        self.rows = rows
+        graph = traced.graph
+        self.refs: dict[Var, Ref] = dict(zip(graph.inputs, traced.inputs, strict=True))
+        self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
+        self.new_constants = tuple(graph.constants.values())
+        split = len(traced.results)
+        self.forward_atoms, self.backward_atoms = graph.outputs[:split], graph.outputs[split:]
+        homes = dict.fromkeys(variables(self.backward_atoms), _BACKWARD) | dict.fromkeys(variables(self.forward_atoms), _FORWARD)
+        self.pieces = carve(graph, self._colors(), homes)
+        self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
+        sent = {
+            atom: ref
+            for ref, atom in zip(traced.results, self.forward_atoms, strict=True)
+            if ref.role == Role.ACTIVATION and isinstance(atom, Var) and atom not in self.refs
+        }
+        needed = [var for var in self._piece(_BACKWARD).inputs if var not in self.refs]
+        self.residuals = [var for var in needed if var not in sent]
+        self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
+
+    def _piece(self, color: str) -> Piece:
+        return self.pieces.get(color, Piece((), (), ()))
+
+    def _colors(self) -> list[str | None]:
+        graph = self.traced.graph
+        roles: dict[Role, list[Var]] = {role: [] for role in Role}
+        for var in graph.inputs:
+            roles[self.refs[var].role].append(var)
+        data = descendants(graph, roles[Role.BATCH] + roles[Role.KEY] + roles[Role.ACTIVATION] + roles[Role.COTANGENT])
+        backward = descendants(graph, roles[Role.COTANGENT])
+        barred = descendants(graph, roles[Role.ACTIVATION] + roles[Role.PARAM] + roles[Role.COTANGENT])
+        cheap = cheap_values(graph, roles[Role.BATCH], roles[Role.KEY], barred)
+        sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in roles[Role.PARAM]}
+        colors: list[str | None] = []
+        for eqn in graph.eqns:
+            outs = set(eqn.outvars)
+            if not outs.isdisjoint(backward):
+                colors.append(_BACKWARD)
+            elif not outs.isdisjoint(data) or eqn.effects:
+                colors.append(None if outs <= cheap and not eqn.effects else _FORWARD)
+            else:
+                union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
+                sources.update((var, union) for var in outs)
+                grows = sum(count_bytes(v.aval) for v in outs) > 2 * sum(count_bytes(v.aval) for v in union)
+                again = eqn.primitive.name in LAYOUT or (eqn.primitive.name in CHEAP and grows)
+                colors.append(None if again else _STATICS)
+        return colors
+
+    def statics(self) -> Program:
+        piece = self._piece(_STATICS)
+        function = self.traced.graph.function(piece.eqns, piece.inputs, piece.outputs)
+        return self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
+
+    def forward(self) -> Program:
+        piece = self._piece(_FORWARD)
+        results = list(zip(self.traced.results, self.forward_atoms, strict=True))
+        run = self.traced.graph.function(piece.eqns, piece.inputs, [*self.forward_atoms, *self.residuals])
+        totals = [(k, self._total(ref)) for k, (ref, _) in enumerate(results) if ref.role != Role.ACTIVATION]
+        added = [(k, ref) for k, ref in totals if ref.role != Role.ROWS]
+        outputs = [ref for ref, _ in results] + [self.refs[var] for var in self.residuals]
+        for k, ref in totals:
+            outputs[k] = ref
+        avals = [_average_like(results[k][1].aval) for k, _ in added]
+        return self._accumulating(run, piece.inputs, outputs, added, avals)
+
+    def backward(self) -> Program:
+        piece = self._piece(_BACKWARD)
+        graph, traced = self.traced.graph, self.traced
+        seeds = {graph.inputs[k] for k in traced.seeds}
+        run = graph.function(piece.eqns, piece.inputs, self.backward_atoms)
+        inputs = [var for var in piece.inputs if var not in seeds]
+
+        def seeded(*args: Any) -> list[Any]:
+            supply = iter(args)
+            return run(*(jnp.ones((), var.aval.dtype) if var in seeds else next(supply) for var in piece.inputs))
+
+        outputs = [Ref(Role.GRAD, ref.index) if ref.role == Role.PARAM else ref for ref in traced.returned]
+        outputs = [Ref(Role.COTANGENT, ref.index, self.stage) if ref.role == Role.ACTIVATION else ref for ref in outputs]
+        added = [(k, ref) for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
+        avals = [shapes_of([self.backward_atoms[k]])[0] for k, _ in added]
+        return self._accumulating(seeded, inputs, outputs, added, avals)
+
+    def _total(self, ref: Ref) -> Ref:
+        return Ref(Role.ROWS, ref.index) if ref.role == Role.AUX and ref.index in self.rows else ref
+
+    def _accumulating(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Var],
+        outputs: Sequence[Ref],
+        added: Sequence[tuple[int, Ref]],
+        avals: Sequence[Any],
+    ) -> Program:
+        """A program whose results ``added`` are scaled and added to what was there before."""
+        if not added:
+            return self._program(run, inputs, outputs)
+        split = len(inputs)
+
+        def function(*args: Any) -> list[Any]:
+            results = list(run(*args[:split]))
+            scale, totals = args[split], args[split + 1 :]
+            for total, (k, _) in zip(totals, added, strict=True):
+                results[k] = total + scale.astype(total.dtype) * jnp.asarray(results[k], total.dtype)
+            return results
+
+        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *avals]
+        return self._program(function, inputs, outputs, [Ref(Role.SCALE), *(ref for _, ref in added)], extra)
+
+    def _program(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Var],
+        outputs: Sequence[Ref],
+        more: Sequence[Ref] = (),
+        more_avals: Sequence[Any] = (),
+    ) -> Program:
+        names = (*(self.refs[var] for var in inputs), *more)
+        return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
+
+
+def _average_like(aval: Any) -> jax.ShapeDtypeStruct:
+    """The aval of a mean of values like ``aval``: floats stay, counts become floats."""
+    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

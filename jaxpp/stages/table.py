@@ -1,0 +1,184 @@
+"""The stage table: what each stage is, where it lives, what it costs, what crosses to the next.
+
+``print(pipe.stages)`` shows it; in a notebook it is a table. Each row is a ``Stage``, which can also be run by hand.
+"""
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpp.errors import PullbackError
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.loss import describe
+from jaxpp.stages.stage import CutLoss
+
+__all__ = ["Pullback", "Stage", "Stages", "tabulate"]
+
+
+class Pullback:
+    """Turns the cotangent of a stage's activation into ``(grads, cotangent of its input)``, once.
+
+    It holds the stage's residuals; calling it lets them go.
+    """
+
+    def __init__(self, stage: int, vjp: Callable[[Any], Any]):
+        self._stage = stage
+        self._vjp: Callable[[Any], Any] | None = vjp
+
+    def __call__(self, cotangent: Any) -> tuple[Any, Any]:
+        """Run the backward.
+
+        Raises:
+            PullbackError: the second time.
+        """
+        if self._vjp is None:
+            raise PullbackError(
+                f"pullback of stage {self._stage}",
+                "a pullback runs once, because it gives its residuals back",
+                "a second call",
+                f"call pipe.stages[{self._stage}].forward again for a new pullback",
+            )
+        vjp, self._vjp = self._vjp, None
+        return vjp(cotangent)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table.
+
+    Attributes:
+        index: which stage.
+        device: where it lives.
+        modules: the modules it runs, shortened.
+        params: paths of the parameters it owns.
+        borrowed: paths of the parameters it reads but does not own.
+        num_params: parameters it owns.
+        num_bytes: their bytes.
+        flops: of the forward of one microbatch.
+        sends: shape of each value it sends on, and to which stage.
+        function: ``(params, x, *inputs) -> x``; what ``forward`` runs.
+    """
+
+    index: int
+    device: jax.Device
+    modules: str
+    params: tuple[str, ...]
+    borrowed: tuple[str, ...]
+    num_params: int
+    num_bytes: int
+    flops: float
+    sends: tuple[str, ...]
+    function: Callable[..., Any]
+
+    def forward(self, params: Any, x: Any, *inputs: Any) -> tuple[Any, Pullback]:
+        """Run the stage by hand, on its device.
+
+        Args:
+            params: this stage's parameters for a pipeline made ``from_stages``; the whole parameter tree for one that was cut.
+            x: the stage's input: for a cut pipeline ``{}`` at the first stage, then what the stage before returned.
+            *inputs: for a cut pipeline the microbatch, and its key if the loss takes one.
+
+        Returns:
+            the activation (the loss, from the last stage of a cut pipeline), and the pullback:
+            ``grads, cotangent = pullback(cotangent_of_activation)``.
+        """
+        params, x, inputs = jax.device_put((params, x, inputs), self.device)
+        activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
+        return activation, Pullback(self.index, vjp)
+
+
+class Stages(Sequence[Stage]):
+    """The stages of a pipeline, in order; prints as a table."""
+
+    def __init__(self, stages: Sequence[Stage]):
+        self._stages = tuple(stages)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._stages[index]
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages)
+
+    def _cells(self) -> list[list[str]]:
+        total = sum(stage.flops for stage in self) or 1.0
+        rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]]
+        for stage in self:
+            tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
+            sends = ", ".join(stage.sends) or "loss"
+            count, size = f"{stage.num_params:,}{tied}", _units(stage.num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+            flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
+            rows.append(
+                [str(stage.index), str(stage.device), stage.modules, count, size, flops, f"{stage.flops / total:.1%}", sends]
+            )
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._cells()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *body = ([html.escape(cell) for cell in row] for row in self._cells())
+        lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
+        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+
+
+def _units(value: float, base: int, names: Sequence[str]) -> str:
+    for name in names[:-1]:
+        if value < base:
+            return f"{value:.4g} {name}".rstrip()
+        value /= base
+    return f"{value:.4g} {names[-1]}"
+
+
+def tabulate(cut: CutLoss, owner: Sequence[int], devices: Sequence[jax.Device], functions: Sequence[Callable[..., Any]]) -> Stages:
+    """The table of a cut loss.
+
+    Args:
+        cut: the loss, cut at the shapes of a microbatch.
+        owner: the stage of each parameter leaf.
+        devices: the device of each stage.
+        functions: what ``Stage.forward`` runs.
+    """
+    stages = []
+    for code, device, function in zip(cut.stages, devices, functions, strict=True):
+        mine = [leaf for leaf, stage in enumerate(owner) if stage == code.index]
+        avals = [cut.loss.params[leaf].aval for leaf in mine]
+        sends = [
+            f"{describe(aval)} to {', '.join(map(str, peers))}"
+            for aval, stage, peers in zip(cut.activations, cut.producer, cut.consumers, strict=True)
+            if stage == code.index
+        ]
+        stages.append(
+            Stage(
+                index=code.index,
+                device=device,
+                modules=_shorten(code.modules),
+                params=tuple(cut.loss.param_paths[leaf] for leaf in mine),
+                borrowed=tuple(cut.loss.param_paths[leaf] for leaf in code.params if owner[leaf] != code.index),
+                num_params=sum(aval.size for aval in avals),
+                num_bytes=sum(count_bytes(aval) for aval in avals),
+                flops=code.flops,
+                sends=tuple(sends),
+                function=function,
+            )
+        )
+    return Stages(stages)
+
+
+def _shorten(modules: Sequence[str]) -> str:
+    """First and last of the modules, at the shallowest level that tells them apart."""
+    paths = [path.split("/") for path in modules if path]
+    if not paths:
+        return "-"
+    depth = 2 if any(len(path) > 1 for path in paths) else 1
+    tops = list(dict.fromkeys(path[depth - 1] for path in paths if len(path) >= depth))
+    return tops[0] if len(tops) == 1 else f"{tops[0]} .. {tops[-1]}"

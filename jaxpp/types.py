@@ -1,0 +1,29 @@
+"""Names for the trees that move through a pipeline.
+
+All of them are pytrees of arrays; the names say what role a tree plays, which is what a reader needs to know.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+__all__ = ["Activation", "Array", "Batch", "Cotangent", "Grads", "Key", "LossFn", "Params", "Residuals"]
+
+Array = jax.Array
+Params = Any
+"""The user's parameter tree."""
+Grads = Any
+"""A tree like Params: the gradient of the loss by each leaf."""
+Batch = Any
+"""A tree of arrays that share their leading axis, the examples."""
+Key = jax.Array
+"""A PRNG key: typed (``jax.random.key``) or raw (``jax.random.PRNGKey``)."""
+Activation = Any
+"""What crosses a stage boundary forward."""
+Cotangent = Any
+"""What crosses a stage boundary backward."""
+Residuals = tuple[jax.Array, ...]
+"""What a forward keeps for its backward, one microbatch's worth."""
+LossFn = Callable[..., Any]
+"""``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``."""

@@ -1,0 +1,118 @@
+"""The single-device oracle, and the comparison with it, leaf by leaf.
+
+The oracle is the definition of a step: the loop over microbatches with ``jax.value_and_grad`` on one device, microbatch i with
+``jax.random.fold_in(key, i)``, loss and gradient averaged with the microbatches' weights.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp.errors import VerifyError
+from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
+from jaxpp.types import Batch, Grads, Key, LossFn, Params
+
+__all__ = ["compare", "oracle", "tolerance"]
+
+
+def oracle(
+    loss_fn: LossFn,
+    params: Params,
+    batch: Batch,
+    key: Key | None,
+    num_microbatches: int,
+    *,
+    has_aux: bool = False,
+    weight: Callable[[Batch], Any] | None = None,
+    rows: frozenset[int] = frozenset(),
+) -> tuple[Any, Any, Grads]:
+    """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch[, key])``.
+        params: on one device.
+        batch: the whole batch.
+        key: or None.
+        num_microbatches: parts the batch is split into.
+        has_aux: whether the loss returns ``(loss, aux)``.
+        weight: weight of a microbatch; its size unless given.
+        rows: the aux leaves joined along their first axis instead of averaged.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    parts = sizes(leaves[0].shape[0], num_microbatches)
+    pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts)]
+    weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
+    scales = weights / weights.sum()
+    step = jax.jit(jax.value_and_grad(loss_fn, has_aux=has_aux))
+    loss, grads, auxes = None, None, []
+    for i, piece in enumerate(pieces):
+        value, grad = step(params, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
+        value, aux = value if has_aux else (value, ())
+        auxes.append(aux)
+        scale = scales[i]
+        scaled = jax.tree.map(lambda leaf, scale=scale: scale.astype(leaf.dtype) * leaf, (value, grad))
+        loss, grads = scaled if loss is None else jax.tree.map(jnp.add, (loss, grads), scaled)
+    return loss, _merge_aux(auxes, scales, rows), grads
+
+
+def _merge_aux(auxes: list[Any], scales: jax.Array, rows: frozenset[int]) -> Any:
+    tree = jax.tree.structure(auxes[0])
+    columns = zip(*(jax.tree.leaves(aux) for aux in auxes), strict=True)
+    return tree.unflatten(
+        jnp.concatenate(column)
+        if k in rows
+        else sum(scale.astype(_mean_dtype(leaf)) * leaf for scale, leaf in zip(scales, column, strict=True))
+        for k, column in enumerate(columns)
+    )
+
+
+def _mean_dtype(leaf: Any) -> Any:
+    dtype = jnp.asarray(leaf).dtype
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else scale_dtype()
+
+
+def tolerance(dtype: Any) -> float:
+    """The relative error allowed: 1e-12 in float64, 1e-5 in float32, 8 units of rounding in smaller types."""
+    name = np.dtype(dtype).name
+    return {"float64": 1e-12, "float32": 1e-5}.get(name) or 8 * float(jnp.finfo(dtype).eps)
+
+
+def compare(what: str, got: Any, want: Any) -> None:
+    """Raise unless every leaf of ``got`` equals its fellow in ``want``.
+
+    Equal means ``max|a - b| <= tolerance * max(max|leaf|, 0.01 * largest leaf)``: a gradient that is pure rounding noise (an
+    attention key's bias) has no size of its own to be relative to.
+
+    Raises:
+        VerifyError: naming the first leaf that differs, with both values where they differ most.
+    """
+    pairs = list(zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True))
+    wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
+    largest = max((float(np.max(np.abs(b))) for _, _, b, _ in wide if b.size), default=0.0)
+    for path, a, b, dtype in wide:
+        if not a.size:
+            continue
+        inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+        bound = tolerance(dtype) * max(float(np.max(np.abs(b))), 0.01 * largest) if inexact else 0.0
+        error = np.abs(a - b)
+        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.where(np.isnan(error), np.inf, error))
+        if float(error.max()) > bound:
+            at = np.unravel_index(int(error.argmax()), a.shape)
+            place = f"{what}{jax.tree_util.keystr(path)}"
+            raise VerifyError(
+                "verify",
+                f"the pipelined step must equal the single-device step, and {place} does not",
+                [
+                    f"pipelined {a[at]!r}, single device {b[at]!r} at {tuple(map(int, at))}",
+                    f"difference {error.max():.3g}, allowed {bound:.3g}",
+                ],
+                "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it",
+            )
+
+
+def _wide(leaf: Any) -> np.ndarray:
+    array = np.asarray(jax.device_get(leaf))
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.kind in "iub" else array

@@ -1,0 +1,1 @@
+"""Flax models; they know nothing of pipelines."""
