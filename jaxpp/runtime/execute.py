@@ -40,7 +40,7 @@ def execute(plan: Plan, arguments: Sequence[Any], observer: Observer | None = No
     try:
         for instruction in plan.instructions:
             _, call, inputs, outputs, free = instruction
-            for slot, value in zip(outputs, call(*[slots[i] for i in inputs]), strict=True):
+            for slot, value in zip(outputs, call(*[slots[i] for i in inputs])):  # noqa: B905  (checked when lowered)
                 slots[slot] = value
             if observer is not None:
                 observer(instruction, slots)

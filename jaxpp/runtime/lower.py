@@ -5,7 +5,7 @@ A step is written in five passes over one ``Draft``:
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
 2. *begin*: one program a stage splits its batch leaves, folds its keys, computes its statics and zeroes its accumulators;
 3. *actions*: each action of the schedule, in the order of the unit clock, and right after it the sends that it feeds;
-4. *tie*: gradients of tied parameters go home and are summed;
+4. *unpack* and *tie*: small gradients become leaves again, those of tied parameters go home and are summed;
 5. *join*: aux rows are joined.
 
 The optimizer's lines follow (``runtime.optimizer``).
@@ -101,8 +101,9 @@ class Job:
             for program in _programs(code):
                 found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
         if self.codes(stage)[0].backward is not None:
-            owned = [leaf for leaf, owner in enumerate(self.owner) if owner == stage]
-            found |= {Ref(Role.GRAD, leaf): self.params[leaf] for leaf in owned}
+            packed = {ref for pack in self.codes(stage)[0].packs for ref in pack.members}
+            owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf, owner in enumerate(self.owner) if owner == stage}
+            found |= {ref: aval for ref, aval in owned.items() if ref not in packed}
         return found
 
 
@@ -142,6 +143,7 @@ def lower(job: Job, actions: Sequence[Action], schedule: Schedule | None = None)
     fused = _side_by_side(job, schedule) if schedule is not None else set()
     for action in actions:
         _act(draft, job, action, fused)
+    _unpack(draft, job)
     _tie(draft, job)
     _join(draft, job)
     return draft
@@ -272,7 +274,7 @@ def _act(draft: Draft, job: Job, action: Action, fused: set[Action]) -> None:
     cut = job.cuts[variant]
     code = cut.stages[stage]
     if kind == Kind.F:
-        program = code.both if action in fused else code.forward
+        program = code.both if action in fused and code.both else code.forward
     elif partner in fused:
         return
     else:
@@ -291,13 +293,29 @@ def _act(draft: Draft, job: Job, action: Action, fused: set[Action]) -> None:
             draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer])
 
 
+def _unpack(draft: Draft, job: Job) -> None:
+    """Gradients that were summed as one vector become leaves."""
+    for stage in range(job.num_stages):
+        packs = job.codes(stage)[0].packs
+        if packs:
+            program = Program(
+                lambda *vectors, packs=packs: [v for pack, x in zip(packs, vectors, strict=True) for v in pack.split(x).values()],
+                tuple(pack.ref for pack in packs),
+                tuple(ref for pack in packs for ref in pack.members),
+                tuple(pack.aval for pack in packs),
+            )
+            names_in = [Name(stage, ref) for ref in program.inputs]
+            names_out = [Name(stage, ref) for ref in program.outputs]
+            draft.compute(f"unpack stage {stage}", program, job.placement[stage], names_in, names_out, ())
+
+
 def _tie(draft: Draft, job: Job) -> None:
     """Gradients of parameters used away from home go back, once, and are summed."""
     for home in range(job.num_stages):
         back: dict[int, list[Name]] = {}
         for stage in range(job.num_stages):
             for ref in job.accumulators(stage):
-                if ref.role == Role.GRAD and stage != home and job.owner[ref.index] == home:
+                if ref.role == Role.GRAD and ref.index >= 0 and stage != home and job.owner[ref.index] == home:
                     target = Name(home, Ref(Role.GRAD, ref.index, stage))
                     path = job.cuts[0].loss.param_paths[ref.index]
                     draft.send(f"send grad of {path} to stage {home}", Name(stage, ref), target, job.placement[home])

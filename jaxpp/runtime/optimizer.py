@@ -312,35 +312,39 @@ class _Drafter:
         held = [self._hold(stage, var) for var in inputs]
         names_in = list(dict.fromkeys(name for name, _ in held))
         packs = self._packs(color)
+        returned = [var for var in piece.outputs if var.aval.shape or stage in self._readers(var)]
         run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
         order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
 
         def function(*args: Any) -> list[Any]:
             given = dict(zip(names_in, args, strict=True))
             values = run(*(given[name] if at is None else given[name][at] for name, at in held))
-            return [*values, *(jnp.stack([values[order[var]] for var in group]) for group in packs.values())]
+            vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
+            return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
-        names_out = [self._fresh(stage) for _ in range(len(results) + len(piece.outputs) + len(packs))]
-        self.held.update(((stage, var), (names_out[order[var]], None)) for var in piece.outputs)
+        names_out = [self._fresh(stage) for _ in range(len(results) + len(returned) + len(packs))]
+        self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         program = Program(function, *refs, shapes_of(shapes[name] for name in names_in))
         givers = self._donated(color, inputs, results)
         donated = tuple(k for k, name in enumerate(names_in) if name in givers)
         self.draft.compute(f"update stage {stage} level {level}", program, self.placement[stage], names_in, names_out, donated)
-        for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(piece.outputs) :], strict=True):
+        for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
         return names_out[: len(results)]
 
     def _piece(self, color: Color) -> Piece:
         return self.pieces.get(color, Piece((), (), ()))
 
+    def _readers(self, var: Var) -> set[int]:
+        return {stage for (_, stage), piece in self.pieces.items() if var in piece.inputs}
+
     def _packs(self, color: Color) -> dict[tuple[int, Any], list[Var]]:
         """The scalars that this program makes for each other stage, by stage and dtype."""
         packs: dict[tuple[int, Any], list[Var]] = {}
         for var in self.pieces[color].outputs:
-            readers = {other for other, piece in self.pieces.items() if var in piece.inputs}
-            for peer in sorted({stage for _, stage in readers} - {color[1]}):
+            for peer in sorted(self._readers(var) - {color[1]}):
                 if var.aval.shape == ():
                     packs.setdefault((peer, var.aval.dtype), []).append(var)
         return packs

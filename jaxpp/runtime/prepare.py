@@ -21,6 +21,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import trace, variables
 from jaxpp.stages.loss import TracedLoss, describe, key_implementation, trace_loss
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
+from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 from jaxpp.stages.stage import CutLoss, cut
@@ -56,6 +57,7 @@ class Layout:
         spine: the primitives of the spine it was cut on.
         cuts: where.
         rows: the aux leaves that hold one row an example.
+        packs: the small gradients that each stage sums as one vector.
     """
 
     params: Any
@@ -63,6 +65,7 @@ class Layout:
     spine: tuple[str, ...]
     cuts: Cuts
     rows: frozenset[int]
+    packs: tuple[tuple[Pack, ...], ...]
 
 
 class Preparer:
@@ -99,9 +102,11 @@ class Preparer:
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
         rows = self._rows(loss, params, batch, size, key)
-        self.layout = Layout(params, owners(loss, cuts), spine, cuts, rows)
+        owner = owners(loss, cuts)
+        first = cut(loss, cuts, owner, rows=rows)
+        self.layout = Layout(params, owner, spine, cuts, rows, tuple(code.packs for code in first.stages))
         self._cuts.clear()
-        self._cuts[self._cache_key(settings.loss_fn, _resized(batch, size), key, True)] = cut(loss, cuts, rows=rows)
+        self._cuts[self._cache_key(settings.loss_fn, _resized(batch, size), key, True)] = first
         return self.layout
 
     def _trace(self, loss_fn: LossFn, params: Any, microbatch: Any, key: Any, has_aux: bool, train: bool = True) -> TracedLoss:
@@ -136,7 +141,7 @@ class Preparer:
             loss = self._trace(loss_fn, layout.params, microbatch, key, settings.has_aux, train)
             same = _spine(loss) == layout.spine
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner)
-            self._cuts[cache_key] = cut(loss, cuts, rows=layout.rows, train=train)
+            self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=layout.rows, packs=layout.packs, train=train)
         return self._cuts[cache_key]
 
     def job(self, batch: Any, key: Any, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:

@@ -12,7 +12,6 @@ then has its place by what it depends on:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph, Piece, carve, descendants, trace, variables
 from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
+from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.partition import Cuts
 from jaxpp.stages.program import Program, Ref, Role, fuse, shapes_of
 
@@ -38,6 +38,9 @@ class StageCode:
         statics: computes, once per step, what depends on parameters alone.
         forward: one microbatch's forward; returns what is sent on, and the residuals.
         backward: one microbatch's backward; adds to the gradients, returns cotangents. None when only forwards are run.
+        both: forward and backward as one program.
+        packs: the small gradients that are summed as one vector.
+        residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
         constants: arrays the loss closed over that this stage reads.
         params: the parameter leaves this stage reads.
         flops: of one forward.
@@ -48,16 +51,13 @@ class StageCode:
     statics: Program
     forward: Program
     backward: Program | None
+    both: Program | None
+    packs: tuple[Pack, ...]
+    residuals: tuple[jax.ShapeDtypeStruct, ...]
     constants: tuple[Any, ...]
     params: tuple[int, ...]
     flops: float
     modules: tuple[str, ...]
-
-    @cached_property
-    def both(self) -> Program:
-        """Forward and backward as one program."""
-        assert self.backward is not None
-        return fuse(self.forward, self.backward)
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,23 @@ class CutLoss:
     consumers: tuple[tuple[int, ...], ...]
 
 
-def cut(loss: TracedLoss, cuts: Cuts, *, rows: frozenset[int] = frozenset(), train: bool = True) -> CutLoss:
+def cut(
+    loss: TracedLoss,
+    cuts: Cuts,
+    owner: Sequence[int],
+    *,
+    rows: frozenset[int] = frozenset(),
+    packs: Sequence[tuple[Pack, ...]] | None = None,
+    train: bool = True,
+) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
     Args:
         loss: the traced loss.
         cuts: the spine positions at which stages 1, 2, ... begin.
+        owner: the stage that owns each parameter leaf.
         rows: the aux leaves that hold one row an example, to be joined rather than averaged.
+        packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
     """
     graph = loss.graph
@@ -101,7 +111,7 @@ def cut(loss: TracedLoss, cuts: Cuts, *, rows: frozenset[int] = frozenset(), tra
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
-    builder = _Builder(loss, homes, crossing, consumers, made, rows, train)
+    builder = _Builder(loss, tuple(owner), homes, crossing, consumers, made, rows, packs, train)
     stages = tuple(builder.build(stage, pieces[stage]) for stage in range(len(ends)))
     return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers)
 
@@ -125,11 +135,13 @@ def _homes(loss: TracedLoss, colors: list[int | None]) -> dict[Var, int]:
 @dataclass(frozen=True)
 class _Builder:
     loss: TracedLoss
+    owner: tuple[int, ...]
     homes: dict[Var, int]
     crossing: list[Var]
     consumers: tuple[tuple[int, ...], ...]
     made: dict[Var, int]
     rows: frozenset[int]
+    packs: Sequence[tuple[Pack, ...]] | None
     train: bool
 
     def build(self, stage: int, piece: Piece) -> StageCode:
@@ -153,18 +165,35 @@ class _Builder:
         body = _Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(self.consumers, self.train)
         programs = _Programs(traced, stage, self.rows, len(constants))
+        forward, backward, both, packs = programs.forward(), None, None, ()
+        small = programs.small_residuals()
+        if self.train:
+            packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
+            raw = programs.backward()
+            both = packed(fuse(forward, raw), packs, packs)
+            backward = packed(raw, (*small, *packs), packs)
+            forward = packed(forward, (), small)
         values = [loss.graph.constants[var] for var in constants]
         spine = set(loss.spine)
         return StageCode(
             index=stage,
             statics=programs.statics(),
-            forward=programs.forward(),
-            backward=programs.backward() if self.train else None,
+            forward=forward,
+            backward=backward,
+            both=both,
+            packs=packs,
+            residuals=shapes_of(programs.residuals),
             constants=(*values, *programs.new_constants),
             params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.costs, loss.spine, strict=True) if i in set(piece.eqns)),
             modules=tuple(dict.fromkeys(loss.graph.names[i] for i in piece.eqns if i in spine and loss.graph.names[i])),
         )
+
+    def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:
+        """The stage's own small gradients; those that go home to another stage stay apart."""
+        own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
+        avals = shapes_of(self.loss.params[leaf] for leaf in own)
+        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD))
 
 
 @dataclass(frozen=True)
@@ -331,6 +360,10 @@ class _Programs:
         added = [(k, ref) for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
         avals = [shapes_of([self.backward_atoms[k]])[0] for k, _ in added]
         return self._accumulating(seeded, inputs, outputs, added, avals)
+
+    def small_residuals(self) -> tuple[Pack, ...]:
+        """The residuals that travel from forward to backward as one vector a dtype."""
+        return packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL))
 
     def _total(self, ref: Ref) -> Ref:
         return Ref(Role.ROWS, ref.index) if ref.role == Role.AUX and ref.index in self.rows else ref
