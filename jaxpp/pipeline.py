@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxpp.by_hand import by_hand, compose, scope
@@ -16,10 +15,10 @@ from jaxpp.runtime.engine import Engine, settings
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import bring, gather, put
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.loss import check_floating, describe
+from jaxpp.stages.loss import describe
 from jaxpp.stages.table import Stages, tabulate
 from jaxpp.types import Array, Batch, Key, LossFn, Params
-from jaxpp.verify import compare, oracle
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
@@ -207,7 +206,6 @@ class Pipeline:
             if len(args) != 1:
                 raise _init_usage(f"parameters and {len(args)} more arguments")
             (batch,) = args
-            check_floating(jax.tree_util.tree_leaves_with_path(init_or_params))
             self._settle(init_or_params, batch, jax.eval_shape(lambda: jax.random.key(0)))
             leaves = [
                 put(leaf, device) for leaf, device in zip(jax.tree.leaves(init_or_params), self._engine.devices, strict=False)
@@ -289,7 +287,7 @@ class Pipeline:
         spread = self._trees[0].unflatten(found.leaves)
         compare("loss", found.loss, loss)
         compare("aux", found.aux, aux)
-        compare("grads", spread, grads)
+        compare("grads", spread, grads, floor=GRAD_FLOOR)
         stepped, _ = self.step(state, batch, key, donate=False)
         compare("", stepped, State(*_plain_update(engine.optimizer, gather(spread), opt_state, params, gather(found.loss))))
 
@@ -344,7 +342,7 @@ def _plain_update(optimizer: Any, grads: Any, opt_state: Any, params: Params, lo
         updates, new = optax.with_extra_args_support(optimizer).update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), new
 
-    return update(grads, opt_state, params, loss.astype(jnp.float32))
+    return update(grads, opt_state, params, loss)
 
 
 def _not_ready(where: str) -> StateError:

@@ -15,7 +15,10 @@ from jaxpp.errors import VerifyError
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
 from jaxpp.types import Batch, Grads, Key, LossFn, Params
 
-__all__ = ["compare", "oracle", "tolerance"]
+__all__ = ["GRAD_FLOOR", "compare", "oracle", "tolerance"]
+
+GRAD_FLOOR = 0.01
+"""A gradient smaller than this part of the largest one is compared as if it had that size."""
 
 
 def oracle(
@@ -80,39 +83,52 @@ def tolerance(dtype: Any) -> float:
     return {"float64": 1e-12, "float32": 1e-5}.get(name) or 8 * float(jnp.finfo(dtype).eps)
 
 
-def compare(what: str, got: Any, want: Any) -> None:
+def compare(what: str, got: Any, want: Any, *, floor: float = 0.0) -> None:
     """Raise unless every leaf of ``got`` equals its fellow in ``want``.
 
-    Equal means ``max|a - b| <= tolerance * max(max|leaf|, 0.01 * largest leaf)``: a gradient that is pure rounding noise (an
-    attention key's bias) has no size of its own to be relative to.
+    Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``. For gradients the floor is ``GRAD_FLOOR``: one
+    that is pure rounding noise (an attention key's bias) has no size of its own to be relative to.
+
+    Args:
+        what: what the trees are, for the message.
+        got: the pipeline's.
+        want: the oracle's.
+        floor: the part of the largest leaf below which a leaf counts as noise.
 
     Raises:
         VerifyError: naming the first leaf that differs, with both values where they differ most.
     """
-    pairs = list(zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
-    largest = max((float(np.max(np.abs(b))) for _, _, b, _ in wide if b.size), default=0.0)
+    largest = max((_size(b) for _, _, b, dtype in wide if _inexact(dtype)), default=0.0)
     for path, a, b, dtype in wide:
-        if not a.size:
-            continue
-        inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-        bound = tolerance(dtype) * max(float(np.max(np.abs(b))), 0.01 * largest) if inexact else 0.0
-        error = np.abs(a - b)
-        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.where(np.isnan(error), np.inf, error))
-        if float(error.max()) > bound:
+        bound = tolerance(dtype) * max(_size(b), floor * largest) if _inexact(dtype) else 0.0
+        with np.errstate(invalid="ignore"):
+            error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+        error = np.where(np.isnan(error), np.inf, error)
+        if error.max(initial=0.0) > bound:
             at = np.unravel_index(int(error.argmax()), a.shape)
             place = f"{what}{jax.tree_util.keystr(path)}"
             raise VerifyError(
                 "verify",
                 f"the pipelined step must equal the single-device step, and {place} does not",
                 [
-                    f"pipelined {a[at]!r}, single device {b[at]!r} at {tuple(map(int, at))}",
+                    f"pipelined {a[at].item()!r}, single device {b[at].item()!r}, at index {tuple(map(int, at))}",
                     f"difference {error.max():.3g}, allowed {bound:.3g}",
                 ],
                 "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it",
             )
 
 
+def _inexact(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _size(array: np.ndarray) -> float:
+    """The largest finite magnitude."""
+    return float(np.max(np.abs(array), initial=0.0, where=np.isfinite(array)))
+
+
 def _wide(leaf: Any) -> np.ndarray:
     array = np.asarray(jax.device_get(leaf))
-    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.kind in "iub" else array
+    return array if jnp.issubdtype(array.dtype, jnp.complexfloating) else array.astype(np.float64)

@@ -24,7 +24,8 @@ class Block(nn.Module):
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         width = x.shape[-1]
         h = nn.LayerNorm(name="ln_1", **types)(x)
-        h = nn.SelfAttention(self.num_heads, dropout_rate=self.dropout, deterministic=deterministic, name="attn", **types)(h, mask)
+        attention = nn.MultiHeadDotProductAttention(self.num_heads, dropout_rate=self.dropout, name="attn", **types)
+        h = attention(h, mask=mask, deterministic=deterministic)
         x = x + nn.Dropout(self.dropout, deterministic=deterministic)(h)
         h = nn.LayerNorm(name="ln_2", **types)(x)
         h = nn.gelu(nn.Dense(4 * width, name="fc", **types)(h))

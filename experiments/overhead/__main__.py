@@ -58,7 +58,7 @@ def plain_step(loss_fn, optimizer, num_microbatches: int, *, scan: bool) -> Call
             for i in range(num_microbatches):
                 (loss, grads), _ = add((loss, grads), jax.tree.map(lambda leaf, i=i: leaf[i], pieces))
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, optax.global_norm(grads)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
     return jax.jit(step, donate_argnums=(0, 1))
 

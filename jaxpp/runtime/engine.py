@@ -4,6 +4,7 @@
 trees.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from jaxpp.runtime.transfer import private
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import make
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.types import LossFn
 
 __all__ = ["Engine", "Outcome", "settings"]
@@ -108,6 +109,13 @@ class Engine:
         self.update: Update | None = None
         self._plans: dict[Any, tuple[Plan, int, Any]] = {}
 
+    def with_schedule(self, schedule: Schedule) -> "Engine":
+        """An engine that runs the same cuts, with the programs already compiled, in another order."""
+        other = Engine(dataclasses.replace(self.settings, schedule=schedule), self.optimizer)
+        other.preparer.share(self.preparer)
+        other.update = self.update
+        return other
+
     @property
     def owner(self) -> tuple[int, ...]:
         """The stage of each parameter leaf."""
@@ -125,9 +133,9 @@ class Engine:
         layout = self.preparer.settle(params, batch, key)
         self._plans.clear()
         if self.optimizer is not None:
-            loss_stage = self.preparer.job(batch, key).loss_stage
-            scalar = jax.ShapeDtypeStruct((), jnp.float32)
-            self.update = plan_update(self.optimizer, layout.params, layout.owner, loss_stage, scalar)
+            job = self.preparer.job(batch, key)
+            (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
+            self.update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss)
 
     def birth(self, graph: Graph, key: Any) -> list[Any]:
         """Make the parameters from the traced init, each on its owner."""
@@ -160,7 +168,7 @@ class Engine:
         train = kind != "forward"
         job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
         actions = schedule.order if train else forward_actions(schedule.num_stages, schedule.num_microbatches)
-        draft = lower(job, actions, schedule if train else None)
+        draft = lower(job, actions)
         loss = Name(job.loss_stage, Ref(Role.LOSS))
         aux = _aux_names(job)
         inputs = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]

@@ -26,10 +26,10 @@ from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Draft
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.schedule.base import Schedule
+from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role, shapes_of
-from jaxpp.stages.stage import CutLoss, StageCode
+from jaxpp.stages.stage import StageCode
 
 __all__ = ["HOST", "Job", "Name", "forward_actions", "grad_name", "lower", "param_name"]
 
@@ -127,22 +127,20 @@ def forward_actions(num_stages: int, num_microbatches: int) -> list[Action]:
     return [Action(s, Kind.F, i) for s, i in sorted(pairs, key=lambda pair: (sum(pair), -pair[0]))]
 
 
-def lower(job: Job, actions: Sequence[Action], schedule: Schedule | None = None) -> Draft:
+def lower(job: Job, actions: Sequence[Action]) -> Draft:
     """Write the lines of one step up to its gradients.
 
     Args:
         job: what to run.
         actions: in dispatch order.
-        schedule: tells where a forward and its backward stand side by side; None for forwards only.
     """
     draft = Draft()
     draft.homes.update({param_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.owner)})
     _feed(draft, job)
     for stage in sorted(range(job.num_stages), key=lambda s: s != job.loss_stage):
         _begin(draft, job, stage)
-    fused = _side_by_side(job, schedule) if schedule is not None else set()
     for action in actions:
-        _act(draft, job, action, fused)
+        _act(draft, job, action)
     _unpack(draft, job)
     _tie(draft, job)
     _join(draft, job)
@@ -260,27 +258,14 @@ def _name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:
     return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH else -1)
 
 
-def _side_by_side(job: Job, schedule: Schedule) -> set[Action]:
-    """The forwards that are followed at once by their own backward, on a stage that waits for no cotangent."""
-    waits = {producer for cut in job.cuts for producer in cut.producer}
-    pairs = ((row[k], row[k + 1]) for row in schedule.rows for k in range(len(row) - 1))
-    return {f for f, b in pairs if f.kind == Kind.F and b == Action(f.stage, Kind.B, f.microbatch) and f.stage not in waits}
-
-
-def _act(draft: Draft, job: Job, action: Action, fused: set[Action]) -> None:
+def _act(draft: Draft, job: Job, action: Action) -> None:
     stage, kind, i = action
-    partner = Action(stage, Kind.F, i)
     variant = job.variants[i]
     cut = job.cuts[variant]
     code = cut.stages[stage]
-    if kind == Kind.F:
-        program = code.both if action in fused and code.both else code.forward
-    elif partner in fused:
-        return
-    else:
-        assert kind == Kind.B and code.backward is not None, f"{action} cannot be lowered yet"
-        program = code.backward
-    label = f"{stage}FB{i}" if action in fused else str(action)
+    program = code.forward if kind == Kind.F else code.backward
+    assert kind in (Kind.F, Kind.B) and program is not None, f"{action} cannot be lowered yet"
+    label = str(action)
     inputs = [_name(stage, ref, i, variant) for ref in program.inputs]
     outputs = [_name(stage, ref, i, variant) for ref in program.outputs]
     draft.compute(label, program, job.placement[stage], inputs, outputs)

@@ -107,7 +107,7 @@ def plan_update(optimizer: optax.GradientTransformation, params: Any, owner: Seq
         whole_grads, whole = tree.unflatten(grads), tree.unflatten(params)
         updates, new_opt = with_value.update(whole_grads, opt_tree.unflatten(opt), whole, value=loss)
         results = [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
-        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.global_norm(whole_grads))]
+        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(whole_grads))]
 
     def birth(params: list[Any]) -> list[Any]:
         return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
@@ -369,9 +369,10 @@ class _Drafter:
         """The arguments that nobody reads later and whose buffer a result can take over."""
         room = [(atom.aval.shape, atom.aval.dtype) for atom in results]
         names = self.update.graph.inputs
-        givers = {*names[: self.update.num_params], *(names[:-1] if self.donate else ())}
+        grads = set(names[: self.update.num_params])
+        givers = grads | set(names[:-1] if self.donate else ())
         donated: set[Name] = set()
-        for var in inputs:
+        for var in sorted(inputs, key=grads.__contains__):
             readers = [other for other, piece in self.pieces.items() if var in piece.inputs]
             shape = (var.aval.shape, var.aval.dtype)
             alone = all(stage == color[1] for _, stage in readers)

@@ -20,9 +20,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxpp.runtime.transfer import sender
 from jaxpp.stages.program import Program
 
-__all__ = ["Draft", "Instruction", "Name", "Plan", "Programs"]
+__all__ = ["Draft", "Instruction", "Plan", "Programs"]
 
 Name = Hashable
+"""What a draft calls a value."""
 
 
 class Instruction(NamedTuple):

@@ -18,13 +18,13 @@ from jaxpp.runtime.lower import Job
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Programs
 from jaxpp.schedule.base import Schedule
+from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import trace, variables
-from jaxpp.stages.loss import TracedLoss, describe, key_implementation, trace_loss
+from jaxpp.stages.loss import TracedLoss, check_floating, describe, key_implementation, trace_loss
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
-from jaxpp.stages.stage import CutLoss, cut
 from jaxpp.types import LossFn
 
 __all__ = ["Layout", "Preparer", "Settings", "avals_of"]
@@ -77,6 +77,10 @@ class Preparer:
         self.layout: Layout | None = None
         self._cuts: dict[Any, CutLoss] = {}
 
+    def share(self, other: "Preparer") -> None:
+        """Take over the layout, the cuts and the compiled programs of another preparer of the same loss."""
+        self.programs, self.layout, self._cuts = other.programs, other.layout, other._cuts
+
     def takes_key(self) -> bool:
         """Whether the loss has a third positional argument."""
         try:
@@ -96,8 +100,9 @@ class Preparer:
         """
         settings = self.settings
         num_stages = settings.schedule.num_stages
-        params, batch = avals_of(params), avals_of(batch)
+        check_floating(jax.tree_util.tree_leaves_with_path(params))
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
+        params, batch = avals_of(params), avals_of(batch)
         loss = self._trace(settings.loss_fn, params, _resized(batch, size), key, settings.has_aux)
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
@@ -153,8 +158,8 @@ class Preparer:
         """
         settings, layout = self.settings, self.layout
         assert layout is not None
-        batch = avals_of(batch)
         parts = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)
+        batch = avals_of(batch)
         different = tuple(dict.fromkeys(parts))
         chosen = loss_fn or settings.loss_fn
         return Job(

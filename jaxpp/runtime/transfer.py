@@ -48,7 +48,7 @@ def gather(tree: Any, device: jax.Device | None = None) -> Any:
 
     Example:
         >>> import optax
-        >>> norm = optax.global_norm(gather({"w": jax.numpy.ones(4)}))
+        >>> norm = optax.tree.norm(gather({"w": jax.numpy.ones(4)}))
         >>> float(norm)
         2.0
     """

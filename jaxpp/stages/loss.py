@@ -24,7 +24,17 @@ from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace, variables
 from jaxpp.types import LossFn
 
-__all__ = ["CHEAP", "TracedLoss", "cheap_values", "describe", "trace_loss"]
+__all__ = [
+    "CHEAP",
+    "LAYOUT",
+    "TracedLoss",
+    "cheap_values",
+    "check_floating",
+    "describe",
+    "key_implementation",
+    "path_name",
+    "trace_loss",
+]
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Operations that only say how a value is laid out; the compiler folds them away."""
@@ -201,11 +211,9 @@ def trace_loss(loss_fn: LossFn, params: Any, batch: Any, key: Any, *, has_aux: b
 
     Raises:
         LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter.
-        ParamsError: a parameter leaf is not of floating type.
     """
     param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
     batch_leaves, batch_tree = jax.tree.flatten(batch)
-    check_floating(param_leaves)
     keys, wrap = _raw_key(key)
     aux_trees: list[Any] = []
 

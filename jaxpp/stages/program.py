@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "Program", "Ref", "Role", "fuse", "shapes_of"]
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "Program", "Ref", "Role", "shapes_of"]
 
 
 class Role(enum.StrEnum):
@@ -78,25 +78,3 @@ def shapes_of(atoms: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of each variable, abstract value or array."""
     avals = (getattr(atom, "aval", atom) for atom in atoms)
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
-
-
-def fuse(forward: Program, backward: Program) -> Program:
-    """One program that runs a forward and then its backward, for where the schedule puts them side by side.
-
-    A barrier between the two keeps the compiler from mixing them, so the result has the same bits as the two run apart.
-    """
-    kept = [k for k, ref in enumerate(forward.outputs) if ref.role != Role.RESIDUAL]
-    passed = set(forward.outputs) - {ref for ref in forward.outputs if ref.role in ACCUMULATED}
-    inputs = tuple(dict.fromkeys([*forward.inputs, *(ref for ref in backward.inputs if ref not in passed)]))
-    avals = dict(zip(backward.inputs + forward.inputs, backward.avals + forward.avals, strict=True))
-
-    def function(*args: jax.Array) -> list[jax.Array]:
-        values = dict(zip(inputs, args, strict=True))
-        results = list(forward.function(*(values[ref] for ref in forward.inputs)))
-        results = list(jax.lax.optimization_barrier(tuple(results)))
-        values.update((ref, result) for ref, result in zip(forward.outputs, results, strict=True) if ref in passed)
-        returned = backward.function(*(values[ref] for ref in backward.inputs))
-        return [*(results[k] for k in kept), *returned]
-
-    outputs = tuple(forward.outputs[k] for k in kept) + backward.outputs
-    return Program(function, inputs, outputs, tuple(avals[ref] for ref in inputs))

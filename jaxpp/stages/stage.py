@@ -23,10 +23,9 @@ from jaxpp.stages.graph import Graph, Piece, carve, descendants, trace, variable
 from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
-from jaxpp.stages.partition import Cuts
-from jaxpp.stages.program import Program, Ref, Role, fuse, shapes_of
+from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
-__all__ = ["CutLoss", "StageCode", "cut"]
+__all__ = ["StageBuilder", "StageCode"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class StageCode:
         statics: computes, once per step, what depends on parameters alone.
         forward: one microbatch's forward; returns what is sent on, and the residuals.
         backward: one microbatch's backward; adds to the gradients, returns cotangents. None when only forwards are run.
-        both: forward and backward as one program.
         packs: the small gradients that are summed as one vector.
         residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
         constants: arrays the loss closed over that this stage reads.
@@ -51,7 +49,6 @@ class StageCode:
     statics: Program
     forward: Program
     backward: Program | None
-    both: Program | None
     packs: tuple[Pack, ...]
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     constants: tuple[Any, ...]
@@ -61,79 +58,9 @@ class StageCode:
 
 
 @dataclass(frozen=True)
-class CutLoss:
-    """A loss cut into stages.
+class StageBuilder:
+    """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
 
-    Attributes:
-        loss: what was cut.
-        cuts: where.
-        stages: the programs of each stage.
-        activations: shape of each value that crosses between stages.
-        producer: the stage that makes each.
-        consumers: the stages that read each.
-    """
-
-    loss: TracedLoss
-    cuts: Cuts
-    stages: tuple[StageCode, ...]
-    activations: tuple[Any, ...]
-    producer: tuple[int, ...]
-    consumers: tuple[tuple[int, ...], ...]
-
-
-def cut(
-    loss: TracedLoss,
-    cuts: Cuts,
-    owner: Sequence[int],
-    *,
-    rows: frozenset[int] = frozenset(),
-    packs: Sequence[tuple[Pack, ...]] | None = None,
-    train: bool = True,
-) -> CutLoss:
-    """Cut a traced loss at ``cuts`` and build the programs of every stage.
-
-    Args:
-        loss: the traced loss.
-        cuts: the spine positions at which stages 1, 2, ... begin.
-        owner: the stage that owns each parameter leaf.
-        rows: the aux leaves that hold one row an example, to be joined rather than averaged.
-        packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
-        train: whether to build backwards.
-    """
-    graph = loss.graph
-    ends = [*cuts, len(loss.spine)]
-    colors: list[int | None] = [None] * len(graph.eqns)
-    for stage, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
-        for k in range(start, end):
-            colors[loss.spine[k]] = stage
-    homes = _homes(loss, colors)
-    pieces = carve(graph, colors, homes)
-    made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
-    crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
-    consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
-    builder = _Builder(loss, tuple(owner), homes, crossing, consumers, made, rows, packs, train)
-    stages = tuple(builder.build(stage, pieces[stage]) for stage in range(len(ends)))
-    return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers)
-
-
-def _homes(loss: TracedLoss, colors: list[int | None]) -> dict[Var, int]:
-    """The stage that returns the loss, and each aux leaf: where it is made, or else the last."""
-    producers = loss.graph.producers()
-    last = max((color for color in colors if color is not None), default=0)
-    homes: dict[Var, int] = {}
-    for var in variables(loss.graph.outputs):
-        found, color = producers.get(var), None
-        if found is not None and colors[found] is None:
-            sources = [producers.get(v) for v in variables(loss.graph.eqns[found].invars)]
-            color = next((colors[i] for i in sources if i is not None), None)
-        elif found is not None:
-            color = colors[found]
-        homes[var] = last if color is None else color
-    return homes
-
-
-@dataclass(frozen=True)
-class _Builder:
     loss: TracedLoss
     owner: tuple[int, ...]
     homes: dict[Var, int]
@@ -145,6 +72,7 @@ class _Builder:
     train: bool
 
     def build(self, stage: int, piece: Piece) -> StageCode:
+        """The programs of the stage that runs ``piece``."""
         loss = self.loss
         numbers = {var: k for k, var in enumerate(self.crossing)}
         refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
@@ -165,13 +93,11 @@ class _Builder:
         body = _Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(self.consumers, self.train)
         programs = _Programs(traced, stage, self.rows, len(constants))
-        forward, backward, both, packs = programs.forward(), None, None, ()
+        forward, backward, packs = programs.forward(), None, ()
         small = programs.small_residuals()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
-            raw = programs.backward()
-            both = packed(fuse(forward, raw), packs, packs)
-            backward = packed(raw, (*small, *packs), packs)
+            backward = packed(programs.backward(), (*small, *packs), packs)
             forward = packed(forward, (), small)
         values = [loss.graph.constants[var] for var in constants]
         spine = set(loss.spine)
@@ -180,7 +106,6 @@ class _Builder:
             statics=programs.statics(),
             forward=forward,
             backward=backward,
-            both=both,
             packs=packs,
             residuals=shapes_of(programs.residuals),
             constants=(*values, *programs.new_constants),

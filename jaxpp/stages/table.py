@@ -12,8 +12,8 @@ import jax
 
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.loss import describe
-from jaxpp.stages.stage import CutLoss
 
 __all__ = ["Pullback", "Stage", "Stages", "tabulate"]
 

@@ -1,0 +1,85 @@
+"""Eight CPU devices for every test, and the models the cross-cutting tests share."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_threefry_partitionable", True)
+
+with install_import_hook("models", "beartype.beartype"):
+    from models.gpt import GPT
+    from models.mlp import MLP
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model with its loss, its parameters, a batch and a key, all of one floating type."""
+
+    name: str
+    loss_fn: Callable[..., Any]
+    init: Callable[..., Any]
+    params: Any
+    batch: Any
+    key: Any
+    model: Any
+
+
+def mlp_case(dtype: str = "float32", *, batch_size: int = 19, width: int = 16, depth: int = 7, compute: Any = None) -> Case:
+    """A multilayer perceptron with a two-class head; aux holds the accuracy, a count and the logits."""
+    model = MLP(width=width, depth=depth, dtype=compute, param_dtype=dtype)
+    rng = np.random.default_rng(1)
+    batch = {"x": jnp.asarray(rng.normal(size=(batch_size, width)), dtype), "y": jnp.asarray(rng.integers(0, 2, batch_size))}
+
+    def loss_fn(params, batch):
+        logits = model.apply({"params": params}, batch["x"]).astype(dtype)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        aux = {"accuracy": (logits.argmax(-1) == batch["y"]).mean(dtype=dtype), "ones": batch["y"].sum(), "logits": logits}
+        return losses.mean(), aux
+
+    def init(key):
+        return model.init(key, jnp.zeros((1, width), dtype))["params"]
+
+    return Case("mlp", loss_fn, init, jax.jit(init)(jax.random.key(0)), batch, None, model)
+
+
+def gpt_case(dtype: str = "float32", *, batch_size: int = 11, depth: int = 2, compute: Any = None, width: int = 16) -> Case:
+    """A small GPT with dropout and a tied head, on random tokens; aux holds the largest logit."""
+    model = GPT(vocab_size=32, max_length=8, width=width, depth=depth, num_heads=2, dropout=0.2, dtype=compute, param_dtype=dtype)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 32, (batch_size, 9)))
+
+    def loss_fn(params, batch, key):
+        logits = model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}).astype(dtype)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(), {"top": logits.max()}
+
+    def init(key):
+        return model.init({"params": key, "dropout": key}, tokens[:1, :-1])["params"]
+
+    return Case("gpt", loss_fn, init, jax.jit(init)(jax.random.key(0)), tokens, jax.random.key(7), model)
+
+
+@pytest.fixture(params=[mlp_case, gpt_case], ids=["mlp", "gpt"])
+def make_case(request):
+    return request.param
+
+
+@pytest.fixture
+def x64():
+    """Double precision for one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def golden():
+    """Reads a golden text file."""
+    folder = pathlib.Path(__file__).parent / "golden"
+    return lambda name: (folder / name).read_text()

@@ -1,0 +1,190 @@
+"""Bad input is refused before any device work, in the template, with where, rule, got and fix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import (
+    ArgumentError,
+    BatchError,
+    CutError,
+    InitError,
+    JaxppError,
+    LossError,
+    ParamsError,
+    ScheduleError,
+    StateError,
+)
+
+PARAMS = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 2))}
+BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 2))}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2)
+
+
+def grad(loss=loss_fn, params=PARAMS, batch=BATCH, **options):
+    return jaxpp.value_and_grad(loss, **{"num_stages": 2, "num_microbatches": 2} | options)(params, batch)
+
+
+def nearly_nothing(params, batch):
+    return jnp.sum(batch["x"] * params["a"][0, 0])
+
+
+CASES = {
+    "no stages": (lambda: grad(num_stages=0), ArgumentError, "counts are whole numbers of at least 1", "num_stages=0"),
+    "half a stage": (lambda: grad(num_stages=1.5), ArgumentError, "counts are whole numbers", "num_stages=1.5"),
+    "no microbatches": (lambda: grad(num_microbatches=0), ArgumentError, "counts are whole numbers", "num_microbatches=0"),
+    "too many stages": (
+        lambda: grad(nearly_nothing, num_stages=8),
+        CutError,
+        "each stage needs at least one equation",
+        "pass num_stages=2 or fewer",
+    ),
+    "too many microbatches": (
+        lambda: grad(num_microbatches=7),
+        BatchError,
+        "each microbatch needs at least one example",
+        "6 examples for 7 microbatches",
+    ),
+    "unequal leaves": (
+        lambda: grad(batch=BATCH | {"y": jnp.ones((5, 2))}),
+        BatchError,
+        "all batch leaves have the same first axis",
+        "batch['y']: f32[5,2]",
+    ),
+    "a scalar in the batch": (
+        lambda: grad(batch=BATCH | {"t": jnp.ones(()), "u": 3.0}),
+        BatchError,
+        "first axis counts the examples",
+        "batch['u']: float",
+    ),
+    "an empty batch": (lambda: grad(batch={}), BatchError, "a batch is a tree of arrays", "a tree without leaves"),
+    "a vector for a loss": (
+        lambda: grad(lambda p, b: (b["x"] @ p["a"]).sum(0)),
+        LossError,
+        "the loss is one float scalar",
+        "f32[4]",
+    ),
+    "an integer loss": (lambda: grad(lambda p, b: jnp.argmax(b["x"] @ p["a"])), LossError, "float scalar", "i32[]"),
+    "a pair without has_aux": (lambda: grad(lambda p, b: (loss_fn(p, b), 1)), LossError, "float scalar", "pass has_aux=True"),
+    "has_aux without a pair": (lambda: grad(has_aux=True), LossError, "returns a pair (loss, aux)", "leave has_aux out"),
+    "a loss without parameters": (
+        lambda: grad(lambda p, b: jnp.mean(b["x"])),
+        LossError,
+        "must depend on its parameters",
+        "2 parameter leaves",
+    ),
+    "an unknown schedule": (lambda: grad(schedule="1f2b"), ScheduleError, "the schedules are", "write '1f1b'"),
+    "an unknown cut": (lambda: grad(cuts=["bb"]), CutError, "module path or a parameter prefix", "names: a, b"),
+    "cuts out of order": (
+        lambda: grad(num_stages=3, cuts=["b", "a"]),
+        CutError,
+        "in the order in which the model runs",
+        "'b' begins at equation",
+    ),
+    "too few cuts": (lambda: grad(num_stages=3, cuts=["b"]), ArgumentError, "n stages have n - 1 cuts", "num_stages=2"),
+    "integer parameters": (
+        lambda: grad(params=PARAMS | {"n": {"k": jnp.arange(3)}}),
+        ParamsError,
+        "must be of floating type",
+        "params['n']['k']: i32[3]",
+    ),
+    "no parameters": (lambda: grad(params={}), ParamsError, "a tree of arrays", "a tree without leaves"),
+    "a schedule of other sizes": (
+        lambda: grad(schedule=jaxpp.schedule.make("gpipe", num_ranks=3, num_microbatches=2)),
+        ArgumentError,
+        "made for the pipeline's numbers",
+        "schedule: 3 stages, 2 microbatches",
+    ),
+    "no devices": (lambda: grad(devices=[]), ArgumentError, "at least one device", "leave devices out"),
+    "a weight that is no scalar": (lambda: grad(weight=lambda b: b["y"]), LossError, "one scalar a microbatch", "f32[3,2]"),
+    "a loss that is no function": (lambda: grad("loss"), ArgumentError, "a function of (params, batch[, key])", "'loss'"),
+    "jit": (
+        lambda: jax.jit(jaxpp.value_and_grad(loss_fn, num_stages=2))(PARAMS, BATCH),
+        ArgumentError,
+        "cannot run inside jax.jit",
+        "a traced argument",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_in_the_template_before_any_device_work(name, monkeypatch):
+    call, kind, rule, detail = CASES[name]
+    monkeypatch.setattr("jaxpp.runtime.plan.Programs.compile", pytest.fail)
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert rule in text
+    assert detail in text
+    first, got, *rest = text.splitlines()
+    assert ": " in first
+    assert first.endswith(".")
+    assert got.startswith("  Got: ")
+    assert any(line.startswith("  Fix: ") for line in rest)
+    assert isinstance(error.value, ValueError)
+
+
+def pipeline(**options):
+    return jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **{"num_stages": 2} | options)
+
+
+def test_numpy_inside_init_is_told_what_to_do():
+    with pytest.raises(InitError, match=r"call pipe.init\(params, batch\)"):
+        pipeline().init(
+            lambda key: {"a": np.asarray(jax.random.normal(key, (4, 4))), "b": jnp.ones((4, 2))}, jax.random.key(0), BATCH
+        )
+
+
+def test_an_exception_of_init_comes_out_unchanged_with_a_note():
+    with pytest.raises(KeyError, match="lost") as error:
+        pipeline().init(lambda key: {}["lost"], jax.random.key(0), BATCH)
+    assert "jaxpp: raised while tracing init" in error.value.__notes__
+
+
+def test_an_exception_of_the_loss_comes_out_unchanged_with_a_note():
+    with pytest.raises(KeyError, match="z") as error:
+        grad(lambda p, b: b["z"])
+    note = "jaxpp: raised while tracing the loss for one microbatch, batch leaves f32[3,4], f32[3,2]"
+    assert note in error.value.__notes__
+
+
+@pytest.mark.parametrize("args", [(), (BATCH, BATCH), (jax.random.key(0), BATCH, 1)])
+def test_wrong_arguments_of_init_are_refused(args):
+    with pytest.raises(ArgumentError, match="init takes a function, a key and a batch"):
+        pipeline().init(PARAMS if len(args) != 3 else (lambda key: PARAMS), *args)
+
+
+def test_a_pipeline_before_init_says_so():
+    pipe = pipeline()
+    with pytest.raises(StateError, match=r"call state = pipe\.init"):
+        _ = pipe.stages
+    with pytest.raises(StateError, match=r"call state = pipe\.init"):
+        pipe.step(None, BATCH)
+
+
+def test_a_state_of_another_model_is_refused():
+    pipe = pipeline()
+    state = pipe.init(PARAMS, BATCH)
+    with pytest.raises(StateError, match="other tree structures"):
+        pipe.step(jaxpp.State({"a": PARAMS["a"]}, state.opt_state), BATCH)
+    with pytest.raises(StateError, match=r"state.params\['b'\]: f32\[4,3\] instead of f32\[4,2\]"):
+        pipe.step(jaxpp.State(PARAMS | {"b": jnp.ones((4, 3))}, state.opt_state), BATCH)
+    with pytest.raises(StateError, match="a state has the parameter tree"):
+        pipe.step((PARAMS, state.opt_state), BATCH)
+
+
+def test_an_optimizer_that_is_none_is_refused():
+    with pytest.raises(ArgumentError, match="an optax transformation"):
+        jaxpp.Pipeline(loss_fn, 0.1, num_stages=2)
+
+
+def test_every_error_is_a_value_error():
+    for name in jaxpp.errors.__all__:
+        assert issubclass(getattr(jaxpp.errors, name), ValueError)
+        assert issubclass(getattr(jaxpp.errors, name), JaxppError)

@@ -1,0 +1,108 @@
+"""Any optax optimizer, exactly as on one device: every leaf of parameters and state, over several steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import OptimizerError
+from jaxpp.runtime.optimizer import plan_update
+from jaxpp.verify import compare
+from tests.conftest import gpt_case, mlp_case
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def halves(params):
+    return {name: jax.tree.map(lambda _, name=name: "even" if name[-1] in "02468d" else "odd", sub) for name, sub in params.items()}
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 20), weight_decay=0.1, mask=matrices),
+    "lion": lambda: optax.lion(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lamb": lambda: optax.lamb(1e-2),
+    "multi_transform": lambda: optax.multi_transform({"even": optax.adam(1e-2), "odd": optax.set_to_zero()}, halves),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 0.0, 9)),
+    "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)),
+    "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stages", [3])
+def test_the_update_equals_plain_optax_fed_with_the_same_gradients(name, stages):
+    case = mlp_case(batch_size=12)
+    optimizer = OPTIMIZERS[name]()
+    pipe = jaxpp.Pipeline(case.loss_fn, optimizer, num_stages=stages, num_microbatches=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    params = jaxpp.gather(state.params)
+    opt_state = jax.jit(optimizer.init)(params)
+    compare("opt_state", state.opt_state, opt_state)
+    plain = jax.jit(optax.with_extra_args_support(optimizer).update)
+    for _ in range(3):
+        outcome = pipe._engine.run("grads", jax.tree.leaves(state.params), case.batch, None)
+        grads = jaxpp.gather(jax.tree.structure(params).unflatten(outcome.leaves))
+        updates, opt_state = plain(grads, opt_state, params, value=jaxpp.gather(outcome.loss))
+        params = optax.apply_updates(params, updates)
+        state, metrics = pipe.step(state, case.batch)
+        compare("params", state.params, params)
+        compare("opt_state", state.opt_state, opt_state)
+        np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-5)
+        if name == "clip":
+            assert metrics.grad_norm > 0.01, "the clip bites"
+        params, opt_state = jaxpp.gather((state.params, state.opt_state))
+
+
+def test_every_leaf_is_on_its_owner_after_every_step():
+    case = gpt_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, OPTIMIZERS["clip"](), num_stages=3, num_microbatches=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    for _ in range(2):
+        homes = {path: stage.device for stage in pipe.stages for path in stage.params}
+        assert len(homes) == len(jax.tree.leaves(state.params))
+        for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                assert leaf.devices() == {homes[jax.tree_util.keystr(path, simple=True, separator="/")]}
+        state, _ = pipe.step(state, case.batch, case.key)
+
+
+def levels(optimizer, owner=(0, 0, 1, 1, 2, 2)):
+    params = {f"w{k}": jnp.ones((40, 40)) for k in range(len(owner))}
+    update = plan_update(optimizer, params, owner, 2, jax.ShapeDtypeStruct((), jnp.float32))
+    big = {color for color, eqn in zip(update.colors, update.graph.eqns, strict=True) if color and eqn.outvars[0].aval.size > 1}
+    return {stage: {level for level, s in big if s == stage} for stage in range(3)}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "adafactor", "lamb"])
+def test_an_optimizer_without_a_global_norm_updates_all_stages_at_once(name):
+    make = {"adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 20))}.get(name, OPTIMIZERS[name])
+    assert levels(make()) == {0: {0}, 1: {0}, 2: {0}}
+
+
+def test_a_global_norm_needs_the_scalars_first():
+    assert levels(OPTIMIZERS["clip"]()) == {0: {0, 1}, 1: {0, 2}, 2: {0, 2}}
+
+
+def test_an_optimizer_that_calls_the_loss_is_refused():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.lbfgs(), num_stages=2, has_aux=True)
+    with pytest.raises(OptimizerError, match="cannot call the loss again"):
+        pipe.init(case.init, jax.random.key(0), case.batch)
+
+
+def test_an_optimizer_that_would_move_large_arrays_is_refused_and_says_which():
+    def update(grads, state, params=None):
+        total = sum(jnp.ravel(g)[:1500] for g in jax.tree.leaves(grads))
+        return jax.tree.map(lambda g: g * total.mean(), grads), state
+
+    mixing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    with pytest.raises(OptimizerError, match=r"add: f32\[1500\] of stage \d, f32\[1500\] of stage \d"):
+        levels(mixing)

@@ -1,0 +1,304 @@
+"""The trainer: birth, steps, evaluation, verification, stages by hand."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import PullbackError, StateError, VerifyError
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
+from tests.conftest import gpt_case, mlp_case
+
+
+@functools.cache
+def trained(make, stages=3, microbatches=2, **options):
+    case = make()
+    pipe = jaxpp.Pipeline(
+        case.loss_fn, optax.adamw(1e-2), num_stages=stages, num_microbatches=microbatches, has_aux=True, **options
+    )
+    return case, pipe, pipe.init(case.init, jax.random.key(0), case.batch)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def test_init_gives_the_bits_of_jit_init_and_puts_each_leaf_on_its_owner(make_case):
+    case, pipe, state = trained(make_case)
+    assert bits(state.params) == bits(jax.jit(case.init)(jax.random.key(0)))
+    assert bits(state.opt_state) == bits(optax.adamw(1e-2).init(case.params))
+    homes = {path: stage.device for stage in pipe.stages for path in stage.params}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        assert leaf.devices() == {homes[jax.tree_util.keystr(path, simple=True, separator="/")]}
+
+
+def test_b1_the_whole_model_is_never_on_one_device_nor_on_the_host(monkeypatch):
+    case = mlp_case(depth=11)
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, has_aux=True)
+    from_host = []
+    monkeypatch.setattr(np, "asarray", lambda *args, real=np.asarray, **kw: from_host.append(args) or real(*args, **kw))
+    before = {id(array) for array in jax.live_arrays()}
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    for device in {stage.device for stage in pipe.stages}:
+        here = [a for a in jax.live_arrays() if id(a) not in before and a.devices() == {device}]
+        assert sum(array.nbytes for array in here) < 0.4 * total
+    assert not [args for args in from_host if isinstance(args[0], jax.Array) and args[0].size > 2]
+
+
+def test_init_from_parameters_copies_them_to_their_owners_and_leaves_the_originals_alone():
+    case, _, _ = trained(mlp_case)
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, has_aux=True)
+    mine = jax.tree.map(jnp.copy, case.params)
+    state = pipe.init(mine, case.batch)
+    assert bits(state.params) == bits(mine)
+    pipe.step(state, case.batch)
+    assert bits(mine) == bits(case.params)
+    on_host = jax.device_get(mine)
+    state = pipe.init(on_host, case.batch)
+    pipe.step(state, case.batch)
+    assert bits(on_host) == bits(case.params)
+
+
+def test_a_checkpoint_opens_at_any_number_of_stages():
+    case, pipe, state = trained(mlp_case)
+    saved = jax.device_get(pipe.step(state, case.batch, donate=False)[0])
+    other = jaxpp.Pipeline(case.loss_fn, optax.adamw(1e-2), num_stages=2, num_microbatches=2, has_aux=True)
+    fresh = other.init(case.init, jax.random.key(1), case.batch)
+    restored = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(saved))
+    compare("state", other.step(restored, case.batch)[0].params, pipe.step(jaxpp.State(*saved), case.batch)[0].params)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+def test_verify_passes_on_a_right_pipeline_and_leaves_the_state_as_it_was(make_case, options):
+    case, pipe, state = trained(make_case, **options)
+    before = bits(state)
+    pipe.verify(state, case.batch, case.key)
+    assert bits(state) == before
+
+
+def test_verify_names_the_first_leaf_that_differs_and_both_values_when_a_stage_was_tampered_with():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    plan, aux, tree = pipe._engine.plan("grads", case.batch, None)
+    lines = [line._replace(call=doubled(line.call)) if line.label == "1B0" else line for line in plan.instructions]
+    (key,) = pipe._engine._plans
+    pipe._engine._plans[key] = (dataclasses.replace(plan, instructions=tuple(lines)), aux, tree)
+    with pytest.raises(VerifyError) as error:
+        pipe.verify(state, case.batch)
+    first = min(path for path in pipe.stages[0].params + pipe.stages[1].params)
+    assert f"grads['{first.split('/')[0]}']['{first.split('/')[1]}']" in str(error.value)
+    assert "pipelined " in str(error.value)
+    assert "single device " in str(error.value)
+
+
+def doubled(call):
+    return lambda *args: [2 * value for value in call(*args)]
+
+
+def test_step_reports_loss_aux_and_gradient_norm_by_attribute_and_by_name():
+    case, pipe, state = trained(gpt_case)
+    _, metrics = pipe.step(state, case.batch, case.key, donate=False)
+    loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, 2, has_aux=True)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    np.testing.assert_allclose(metrics.aux["top"], aux["top"], rtol=1e-5)
+
+
+def test_evaluate_gives_the_loss_without_changing_anything_and_takes_another_loss():
+    case, pipe, state = trained(gpt_case)
+    before = bits(state)
+    loss, aux, _ = oracle(case.loss_fn, case.params, case.batch, case.key, 2, has_aux=True)
+    found = pipe.evaluate(state, case.batch, case.key)
+    compare("loss", (found.loss, found.aux), (loss, aux))
+
+    def without_dropout(params, batch):
+        logits = case.model.apply({"params": params}, batch[:, :-1], deterministic=True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(), ()
+
+    want, _ = without_dropout(case.params, case.batch)
+    np.testing.assert_allclose(pipe.evaluate(state, case.batch, loss_fn=without_dropout).loss, want, rtol=1e-5)
+    assert bits(state) == before
+
+
+def test_a_batch_of_another_size_works_and_is_compiled_once():
+    case, pipe, state = trained(mlp_case)
+    for size in (19, 7, 2, 12):
+        batch = jax.tree.map(lambda leaf, size=size: jnp.resize(leaf, (size, *leaf.shape[1:])), case.batch)
+        _, metrics = pipe.step(state, batch, donate=False)
+        programs = len(pipe._engine.preparer.programs)
+        _, again = pipe.step(state, batch, donate=False)
+        assert len(pipe._engine.preparer.programs) == programs
+        loss, aux, _ = oracle(case.loss_fn, case.params, batch, None, 2, has_aux=True, rows=frozenset({1}))
+        compare("loss", (metrics.loss, metrics.aux), (loss, aux))
+        assert bits(metrics) == bits(again), "two calls in a row do not leak into one another"
+
+
+def test_weight_makes_a_token_mean_over_padded_microbatches_the_mean_over_the_whole_batch():
+    rng = np.random.default_rng(0)
+    x, lengths = rng.normal(size=(8, 6, 4)).astype(np.float32), np.array([6, 5, 4, 1, 1, 2, 3, 6])
+    batch = {"x": x, "mask": (np.arange(6) < lengths[:, None]).astype(np.float32)}
+    params = {"a": jnp.asarray(rng.normal(size=(4, 4)), jnp.float32), "b": jnp.asarray(rng.normal(size=(4, 1)), jnp.float32)}
+
+    def loss_fn(params, batch):
+        each = (jnp.tanh(batch["x"] @ params["a"]) @ params["b"])[..., 0] ** 2
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+    want = jax.value_and_grad(loss_fn)(params, batch)
+    options = {"num_stages": 2, "num_microbatches": 3}
+    weighted = jaxpp.value_and_grad(loss_fn, weight=lambda batch: batch["mask"].sum(), **options)(params, batch)
+    compare("weighted", weighted, want)
+    with pytest.raises(VerifyError):
+        compare("unweighted", jaxpp.value_and_grad(loss_fn, **options)(params, batch), want)
+
+
+def test_a_step_reuses_the_buffers_of_its_state_unless_told_to_keep_them():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    kept, _ = pipe.step(state, case.batch, donate=False)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    used, _ = pipe.step(state, case.batch)
+    assert bits(kept) == bits(used)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    with pytest.raises(StateError, match="consumed by an earlier step"):
+        pipe.step(state, case.batch)
+    with pytest.raises(StateError, match=r"donate=False"):
+        pipe.evaluate(state, case.batch)
+
+
+def test_an_error_before_the_update_leaves_the_state_usable():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    wrong = {"x": case.batch["x"][:, :3], "y": case.batch["y"]}
+    with pytest.raises(Exception, match="dense_0") as error:
+        pipe.step(state, wrong)
+    assert type(error.value).__module__.startswith("flax"), "the user's own exception, unchanged"
+    assert any("jaxpp: raised while tracing the loss" in note for note in error.value.__notes__)
+    new, _ = pipe.step(state, case.batch)
+    assert jax.tree.leaves(new)
+
+
+def test_an_exception_while_a_stage_runs_names_the_action():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+
+    def broken(instruction, slots):
+        if instruction.label == "1F1":
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck") as error:
+        pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=broken)
+    assert error.value.args == ("out of luck",)
+    assert error.value.__notes__ == ["jaxpp: raised while dispatching 1F1"]
+    pipe.step(state, case.batch)
+
+
+WIDTHS = ((1024, 1024, 512), (512, 256, 128))
+
+
+def dense(params, x):
+    for w, b in params:
+        x = jnp.tanh(x @ w + b)
+    return x
+
+
+def widths_init(key):
+    keys = jax.random.split(key, 4)
+    pairs = [list(itertools.pairwise(widths)) for widths in WIDTHS]
+    return tuple(
+        tuple((jax.random.normal(keys[2 * s + k], (a, b)) / a**0.5, jnp.zeros(b)) for k, (a, b) in enumerate(layers))
+        for s, layers in enumerate(pairs)
+    )
+
+
+def square(y, targets):
+    return jnp.mean((y - targets) ** 2)
+
+
+def test_c2_hand_written_stages_of_different_widths_train_and_equal_their_oracle():
+    pipe = jaxpp.Pipeline.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), num_microbatches=3)
+    rng = np.random.default_rng(0)
+    batch = (rng.normal(size=(8, 1024)).astype(np.float32), rng.normal(size=(8, 128)).astype(np.float32))
+    state = pipe.init(widths_init, jax.random.key(0), batch)
+    assert [stage.sends for stage in pipe.stages] == [("f32[3,512] to 1",), ()]
+    assert [leaf.devices() for leaf in jax.tree.leaves(state.params)] == [{pipe.stages[s].device} for s in (0, 0, 0, 0, 1, 1, 1, 1)]
+    pipe.verify(state, batch)
+    losses = []
+    for _ in range(5):
+        state, metrics = pipe.step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses == sorted(losses, reverse=True)
+    with pytest.raises(ValueError, match="pair"):
+        pipe.step(state, batch[0])
+
+
+def test_c17_stages_run_by_hand_give_the_gradients_of_the_whole_step():
+    pipe = jaxpp.Pipeline.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), num_microbatches=1)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4, 1024)).astype(np.float32), rng.normal(size=(4, 128)).astype(np.float32)
+    state = pipe.init(widths_init, jax.random.key(0), (x, y))
+    activation, pullback_0 = pipe.stages[0].forward(state.params[0], x)
+    assert activation.devices() == {pipe.stages[0].device}
+    output, pullback_1 = pipe.stages[1].forward(state.params[1], activation)
+    cotangent = jax.grad(square)(output, jax.device_put(y, pipe.stages[1].device))
+    grads_1, cotangent = pullback_1(cotangent)
+    grads_0, _ = pullback_0(jax.device_put(cotangent, pipe.stages[0].device))
+    _, _, want = oracle(pipe._engine.settings.loss_fn, jaxpp.gather(state.params), (x, y), None, 1)
+    compare("grads", (grads_0, grads_1), want)
+    with pytest.raises(PullbackError, match="a pullback runs once"):
+        pullback_1(cotangent)
+
+
+def test_the_stages_of_a_cut_model_can_be_run_by_hand_too():
+    case, pipe, state = trained(gpt_case)
+    batch, key = case.batch[:6], jax.random.fold_in(case.key, 0)
+    x, pullbacks = {}, []
+    for stage in pipe.stages:
+        x, pullback = stage.forward(state.params, x, batch, key)
+        pullbacks.append(pullback)
+    (want, _), want_grads = jax.value_and_grad(case.loss_fn, has_aux=True)(case.params, batch, key)
+    np.testing.assert_allclose(x, want, rtol=1e-5)
+    cotangent, total = jnp.ones(()), None
+    for stage, pullback in zip(reversed(pipe.stages), reversed(pullbacks), strict=True):
+        grads, cotangent = pullback(jax.device_put(cotangent, stage.device))
+        grads = jaxpp.gather(grads)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+    compare("grads", total, want_grads, floor=GRAD_FLOOR)
+
+
+def test_the_stage_table_shows_where_everything_is():
+    _, pipe, _ = trained(gpt_case)
+    lines = str(pipe.stages).splitlines()
+    assert lines[0].split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]
+    assert len(lines) == 4
+    assert "(+1 tied)" in lines[3]
+    assert "f32[6,8,16] to 1" in lines[1]
+    assert pipe.stages._repr_html_().startswith("<table>")
+    assert str(pipe.schedule).startswith("1f1b: 3 ranks")
+
+
+def test_value_and_grad_brings_the_gradients_to_the_parameters():
+    case = mlp_case()
+    away = jax.device_put(case.params, jax.devices()[5])
+    grad_fn = jaxpp.value_and_grad(case.loss_fn, num_stages=2, has_aux=True)
+    (loss, aux), grads = grad_fn(away, case.batch)
+    assert {device for leaf in jax.tree.leaves(grads) for device in leaf.devices()} == {jax.devices()[5]}
+    assert jax.tree.structure(grads) == jax.tree.structure(case.params)
+    assert loss.shape == ()
+    assert aux["logits"].shape == (19, 2)
+
+
+def test_gather_brings_a_spread_tree_together():
+    _, _, state = trained(mlp_case)
+    assert float(optax.tree.norm(jaxpp.gather(state.params))) > 0
+    assert {d for leaf in jax.tree.leaves(jaxpp.gather(state, jax.devices()[2])) for d in leaf.devices()} == {jax.devices()[2]}

@@ -1,0 +1,219 @@
+"""What really moves, what stays, and what is alive: watched while steps run."""
+
+import gc
+import re
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.lower import lower
+from jaxpp.runtime.transfer import bring
+from jaxpp.schedule import SCHEDULES, Kind
+from jaxpp.stages.program import Role
+from tests.conftest import gpt_case, mlp_case
+
+OPTIONS = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def residual_peaks(case, name, p, m):
+    """The most microbatches whose residuals a rank holds at once, read off the names of the plan's values."""
+    engine = Engine(settings(case.loss_fn, num_stages=p, num_microbatches=m, schedule=name, **OPTIONS))
+    engine.settle(case.params, case.batch, case.key)
+    draft = lower(engine.preparer.job(case.batch, case.key), engine.settings.schedule.order)
+    last = {}
+    for number, line in enumerate(draft.lines):
+        last.update((value, number) for value in line.inputs)
+    alive, peaks = [set() for _ in range(p)], [0] * p
+    for number, line in enumerate(draft.lines):
+        for value in line.outputs:
+            if value.ref.role == Role.RESIDUAL:
+                alive[value.stage].add(value)
+        for rank in range(p):
+            peaks[rank] = max(peaks[rank], len({value.microbatch for value in alive[rank]}))
+            alive[rank] = {value for value in alive[rank] if last.get(value, -1) > number}
+    assert not any(alive)
+    return peaks
+
+
+@pytest.mark.parametrize("m", [2, 8, 100])
+def test_a16_1f1b_holds_p_minus_r_microbatches_and_gpipe_all_of_them(m):
+    case = mlp_case(batch_size=100)
+    assert residual_peaks(case, "1f1b", 4, m) == [min(m, 4 - r) for r in range(4)]
+    assert residual_peaks(case, "gpipe", 4, m) == [m] * 4
+    assert residual_peaks(case, "naive", 4, m) == [1] * 4
+
+
+class Watch:
+    """Sees every instruction of a run: keeps weak references to what it made, and the devices of it."""
+
+    def __init__(self):
+        self.made = []
+        self.sends = []
+
+    def __call__(self, instruction, slots):
+        values = [slots[i] for i in instruction.outputs]
+        if instruction.label.startswith("send"):
+            self.sends.append((instruction.label, values[0].nbytes))
+        elif instruction.label[0].isdigit():
+            self.made += [(instruction.label, weakref.ref(value), value.devices()) for value in values]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule):
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, schedule=schedule, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    watch = Watch()
+    outcome = pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    kept = {id(leaf) for leaf in jax.tree.leaves(outcome)}
+    jax.block_until_ready(outcome.leaves)
+    gc.collect()
+    assert watch.made
+    assert not [label for label, ref, _ in watch.made if ref() is not None and id(ref()) not in kept]
+
+
+def test_two_hundred_steps_leave_live_bytes_unchanged():
+    case = mlp_case(batch_size=8)
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=3, num_microbatches=4, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    state, metrics = pipe.step(state, case.batch)
+    before = live_bytes()
+    for _ in range(200):
+        state, metrics = pipe.step(state, case.batch)
+    assert jnp.isfinite(metrics.loss)
+    assert live_bytes() == before
+
+
+def test_a11_residuals_stay_on_the_device_of_their_stage():
+    case = gpt_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    watch = Watch()
+    pipe._engine.run("update", jax.tree.leaves(state), case.batch, case.key, observer=watch)
+    for label, _, devices in watch.made:
+        assert devices == {pipe.stages[int(label[0])].device}
+
+
+def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeypatch):
+    width, batch_size, p, m = 16, 24, 4, 6
+    case = mlp_case(batch_size=batch_size, width=width)
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=p, num_microbatches=m, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    put, moved = jax.device_put, []
+
+    def counted(value, *args, **kwargs):
+        moved.append(sum(leaf.nbytes for leaf in jax.tree.leaves(value)))
+        return put(value, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    pipe._engine.plan("update", case.batch, None)
+    moved.clear()
+    watch = Watch()
+    pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    boundary = [size for label, size in watch.sends if re.match(r"send \d+[FB]\d+ ", label)]
+    assert len(boundary) == 2 * (p - 1) * m
+    assert sum(boundary) == 2 * (p - 1) * batch_size * width * 4
+    others = [label for label, _ in watch.sends if not re.match(r"send \d+[FB]\d+ ", label)]
+    feeds = [label for label in others if label.startswith("send batch")]
+    assert len(feeds) == 2, "x to the first stage, y to the last"
+    assert len(others) - len(feeds) == p - 1, "a vector of squared norms from each other stage"
+    assert sorted(moved) == sorted(size for _, size in watch.sends)
+
+
+def test_labels_are_sent_to_the_last_stage_only():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    watch = Watch()
+    pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    feeds = [label for label, _ in watch.sends if label.startswith("send batch")]
+    assert feeds == ["send batch 0 to stage 0", "send batch 1 to stage 3"]
+
+
+def test_a_tied_parameter_is_sent_once_and_its_gradient_comes_back_once():
+    case = gpt_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    watch = Watch()
+    pipe._engine.run("update", jax.tree.leaves(state), case.batch, case.key, observer=watch)
+    assert [label for label, _ in watch.sends if "embed/embedding" in label] == [
+        "send embed/embedding to stage 2",
+        "send grad of embed/embedding to stage 0",
+    ]
+    assert pipe.stages[2].borrowed == ("embed/embedding",)
+
+
+def test_stages_on_one_device_send_nothing_to_one_another():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True, devices=jax.devices()[:2])
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    assert [stage.device.id for stage in pipe.stages] == [0, 1, 0, 1]
+    pipe.verify(state, case.batch)
+    alone = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True, devices=jax.devices()[:1])
+    state = alone.init(case.init, jax.random.key(0), case.batch)
+    watch = Watch()
+    alone._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    assert all(label.startswith("send batch") for label, _ in watch.sends)
+    alone.verify(state, case.batch)
+
+
+def test_a_plan_prints_one_line_an_instruction():
+    case = mlp_case()
+    engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **OPTIONS))
+    engine.settle(case.params, case.batch, None)
+    plan, _, _ = engine.plan("grads", case.batch, None)
+    lines = str(plan).splitlines()
+    assert lines[0] == f"plan: {len(plan.instructions)} instructions, {plan.num_slots} slots"
+    assert len(lines) == len(plan.instructions) + 1
+    assert any(line.startswith("1B0 ") for line in lines)
+
+
+def test_the_actions_are_dispatched_in_the_order_of_the_unit_clock():
+    case = mlp_case()
+    for name in SCHEDULES:
+        engine = Engine(settings(case.loss_fn, num_stages=3, num_microbatches=4, schedule=name, **OPTIONS))
+        engine.settle(case.params, case.batch, None)
+        plan, _, _ = engine.plan("grads", case.batch, None)
+        labels = [line.label for line in plan.instructions if line.label[0].isdigit()]
+        assert labels == [str(action) for action in engine.settings.schedule.order]
+        for rank, row in enumerate(engine.settings.schedule.rows):
+            assert [label for label in labels if label[0] == str(rank)] == [str(action) for action in row]
+
+
+def test_the_last_stage_may_finish_microbatches_in_any_order():
+    case = mlp_case(batch_size=12)
+    rows = (
+        [(0, Kind.F, i) for i in range(3)] + [(0, Kind.B, i) for i in (2, 0, 1)],
+        [(1, Kind.F, 0), (1, Kind.F, 1), (1, Kind.F, 2), (1, Kind.B, 2), (1, Kind.B, 0), (1, Kind.B, 1)],
+    )
+    mine = jaxpp.schedule.Schedule("mine", tuple(tuple(jaxpp.schedule.Action(*cell) for cell in row) for row in rows))
+    engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=3, schedule=mine, **OPTIONS))
+    engine.settle(case.params, case.batch, None)
+    found = engine.run("grads", bring(jax.tree.leaves(case.params), engine.devices), case.batch, None)
+    usual = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=3, has_aux=True)(case.params, case.batch)
+    np.testing.assert_allclose(found.loss, usual[0][0], rtol=1e-6)
+    np.testing.assert_array_equal(found.aux["logits"], usual[0][1]["logits"])
+
+
+def test_a_batch_the_user_overwrites_while_the_step_runs_is_not_read_again():
+    case = mlp_case(batch_size=64, width=64)
+    grad_fn = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=8, has_aux=True)
+    batch = jax.tree.map(np.array, case.batch)
+    want = grad_fn(case.params, case.batch)
+    for _ in range(20):
+        mine = jax.tree.map(np.copy, batch)
+        found = grad_fn(case.params, mine)
+        for leaf in jax.tree.leaves(mine):
+            leaf[...] = 0
+        np.testing.assert_array_equal(found[0][0], want[0][0])

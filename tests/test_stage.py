@@ -1,0 +1,190 @@
+"""What a stage keeps, computes once, and shares: read off the equations, before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.cut import cut
+from jaxpp.stages.graph import descendants, trace
+from jaxpp.stages.loss import trace_loss
+from jaxpp.stages.partition import balance, owners, resolve
+from jaxpp.stages.program import Role
+from models.gpt import GPT
+from models.mlp import MLP
+from tests.conftest import gpt_case, mlp_case
+
+
+def shapes(tree, size=None):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size or x.shape[0], *x.shape[1:]), x.dtype), tree)
+
+
+def cut_case(case, stages, size=3):
+    loss = trace_loss(case.loss_fn, case.params, shapes(case.batch, size), case.key, has_aux=True)
+    cuts = balance(loss, stages)
+    return cut(loss, cuts, owners(loss, cuts))
+
+
+@pytest.fixture(scope="module")
+def big_gpt():
+    """The GPT of the model file's defaults: 8 blocks, traced at its real size (nothing runs)."""
+    model = GPT()
+    tokens = jax.ShapeDtypeStruct((2, model.max_length + 1), jnp.int32)
+    params = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, model.max_length), int), True)["params"], jax.random.key(0))
+
+    def loss_fn(params, batch, key):
+        logits = model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    return model, trace_loss(loss_fn, params, tokens, jax.random.key(0), has_aux=False)
+
+
+def test_the_gpt_is_cut_between_blocks_with_one_hidden_activation_on_each_boundary(big_gpt):
+    model, loss = big_gpt
+    cuts = balance(loss, 4)
+    found = cut(loss, cuts, owners(loss, cuts))
+    assert [aval.shape for aval in found.activations] == [(2, model.max_length, model.width)] * 3
+    assert found.producer == (0, 1, 2)
+    assert found.consumers == ((1,), (2,), (3,))
+    starts = [loss.graph.names[loss.spine[k]].split("/")[1] for k in cuts]
+    assert starts == ["h_2", "h_4", "h_6"]
+
+
+def test_the_gpt_stages_are_balanced_within_ten_percent(big_gpt):
+    _, loss = big_gpt
+    cuts = balance(loss, 4)
+    flops = [code.flops for code in cut(loss, cuts, owners(loss, cuts)).stages]
+    assert max(abs(f / (sum(flops) / 4) - 1) for f in flops) < 0.1
+
+
+def test_the_cost_of_a_graph_counts_multiplies_and_adds():
+    graph, _ = trace(lambda a, b: jnp.tanh(a @ b), jnp.ones((3, 5)), jnp.ones((5, 7)))
+    assert sum(map(count_flops, graph.eqns)) == 2 * 3 * 5 * 7 + 3 * 7
+
+
+def test_a_scan_costs_its_body_times_its_length():
+    graph, _ = trace(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=6)[0], jnp.ones((4, 4)))
+    assert sum(map(count_flops, graph.eqns)) == 6 * 2 * 4 * 4 * 4
+
+
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_residuals_hold_nothing_that_depends_on_parameters_alone(make_case, compute, stages):
+    case = make_case("float32", compute=compute)
+    weights = {leaf.shape for leaf in jax.tree.leaves(case.params) if leaf.ndim > 1}
+    weights |= {shape[::-1] for shape in weights}
+    for code in cut_case(case, stages, size=3).stages:
+        assert code.residuals, "a stage that is differentiated keeps something"
+        for aval in code.residuals:
+            assert aval.shape not in weights
+            of_key = aval.shape == (1, 1, 8, 8)  # Flax drops the same attention weights for the whole batch
+            assert 3 in aval.shape or of_key, f"{aval} has no batch axis"
+
+
+def test_the_check_on_residuals_can_fail():
+    case = mlp_case()
+    model = MLP(width=16, depth=7)
+
+    def kept(params, x):
+        return jax.vjp(lambda params, x: model.apply({"params": params}, x), params, x)[1]
+
+    plain = jax.tree.leaves(jax.eval_shape(kept, case.params, jnp.ones((3, 16))))
+    assert any(leaf.shape == (16, 16) for leaf in plain)
+
+
+@pytest.mark.parametrize("make_case", [mlp_case, gpt_case], ids=["mlp", "gpt"])
+def test_a_cast_of_the_weights_happens_once_per_step_and_stage(make_case):
+    for code in cut_case(make_case("float32", compute="bfloat16"), 2).stages:
+        cast = [aval for aval in code.statics.results if aval.dtype == jnp.bfloat16]
+        assert cast, "the casts are statics"
+        for program in (code.forward, code.backward):
+            args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.avals]
+            graph, _ = trace(program.function, *args)
+            of_params = descendants(
+                graph, [v for v, ref in zip(graph.inputs, program.inputs, strict=True) if ref.role == Role.PARAM]
+            )
+            of_rest = descendants(graph, [v for v, ref in zip(graph.inputs, program.inputs, strict=True) if ref.role != Role.PARAM])
+            again = [
+                eqn
+                for eqn in graph.eqns
+                if eqn.primitive.name == "convert_element_type"
+                and eqn.outvars[0] in of_params - of_rest
+                and eqn.outvars[0].aval.size > 64
+            ]
+            assert not again
+
+
+def test_statics_are_made_from_parameters_alone(make_case):
+    for code in cut_case(make_case("float32", compute="bfloat16"), 3).stages:
+        assert {ref.role for ref in code.statics.inputs} <= {Role.PARAM, Role.CONSTANT}
+
+
+def test_the_first_stage_returns_no_cotangent_and_the_others_one_for_each_value_received():
+    found = cut_case(gpt_case(), 3)
+    for code in found.stages:
+        returned = [ref.index for ref in code.backward.outputs if ref.role == Role.COTANGENT]
+        received = [k for k, readers in enumerate(found.consumers) if code.index in readers]
+        assert sorted(returned) == received
+    assert not [ref for ref in found.stages[0].backward.outputs if ref.role == Role.COTANGENT]
+
+
+def test_labels_are_read_by_the_last_stage_only_and_inputs_by_the_first():
+    found = cut_case(mlp_case(), 4)
+    read = [{ref.index for p in (c.forward, c.backward) for ref in p.inputs if ref.role == Role.BATCH} for c in found.stages]
+    assert read == [{0}, set(), set(), {1}]
+
+
+def test_a_value_that_skips_stages_goes_straight_to_its_reader():
+    def loss_fn(params, x):
+        first = jnp.tanh(x @ params[0])
+        h = first
+        for w in params[1:4]:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((h + first) ** 2), ()
+
+    params = [jnp.ones((8, 8))] * 4
+    loss = trace_loss(loss_fn, params, jnp.ones((2, 8)), None, has_aux=True)
+    cuts = resolve(loss, ["1", "2", "3"])
+    found = cut(loss, cuts, owners(loss, cuts))
+    assert found.consumers == ((1, 3), (2,), (3,))
+
+
+def test_a_mask_is_made_where_it_is_used_and_never_sent():
+    def loss_fn(params, tokens):
+        mask = (tokens[:, :, None] == tokens[:, None, :]).astype(jnp.float32)
+        h = params[0][tokens]
+        for w in params[1:]:
+            h = jnp.tanh(mask @ h @ w)
+        return jnp.mean(h**2)
+
+    params = [jnp.ones((5, 8)), *[jnp.ones((8, 8))] * 4]
+    loss = trace_loss(loss_fn, params, jnp.zeros((2, 16), int), None, has_aux=False)
+    cuts = balance(loss, 3)
+    found = cut(loss, cuts, owners(loss, cuts))
+    assert [aval.shape for aval in found.activations] == [(2, 16, 8)] * 2
+    assert sum(count_bytes(aval) for aval in found.activations) == 2 * 2 * 16 * 8 * 4
+
+
+def test_a_loss_that_is_one_jit_or_one_checkpoint_is_cut_too():
+    def body(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params = [jnp.ones((8, 8))] * 4
+    for wrapped in (jax.jit(body), jax.checkpoint(body), jax.jit(jax.checkpoint(jax.jit(body)))):
+        loss = trace_loss(wrapped, params, jnp.ones((2, 8)), None, has_aux=False)
+        cuts = balance(loss, 4)
+        found = cut(loss, cuts, owners(loss, cuts))
+        assert owners(loss, cuts) == (0, 1, 2, 3)
+        if wrapped is not body and loss.remat is not None:
+            assert all(not code.residuals for code in found.stages), "a checkpointed stage keeps only what it was given"
+
+
+def test_one_parameter_may_serve_two_stages():
+    found = cut_case(gpt_case(), 4)
+    (embedding,) = [k for k, path in enumerate(found.loss.param_paths) if path == "embed/embedding"]
+    assert [embedding in code.params for code in found.stages] == [True, False, False, True]
+    assert np.unique(owners(found.loss, found.cuts)).tolist() == [0, 1, 2, 3]

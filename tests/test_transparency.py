@@ -1,0 +1,86 @@
+"""Pipelined equals plain: loss, aux and every gradient leaf, for every schedule, number of stages, microbatches and dtype."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.transfer import bring
+from jaxpp.schedule import SCHEDULES, make
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
+from tests.conftest import gpt_case, mlp_case
+
+CASES = {"mlp": mlp_case, "gpt": gpt_case}
+STAGES = (1, 2, 3, 4, 8)
+
+
+def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
+    with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
+        case = CASES[model](dtype)
+        rows = frozenset({1}) if model == "mlp" else frozenset()
+        loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, rows=rows)
+        found = {}
+        for name, engine in engines(case, stages, microbatches).items():
+            leaves = bring(jax.tree.leaves(case.params), engine.devices)
+            outcome = engine.run("grads", leaves, case.batch, case.key)
+            found[name] = outcome
+            compare(f"{name} loss", outcome.loss, loss)
+            compare(f"{name} aux", outcome.aux, aux)
+            compare(f"{name} grads", jax.tree.structure(case.params).unflatten(outcome.leaves), grads, floor=GRAD_FLOOR)
+        same_bits(found["gpipe"], found["1f1b"])
+
+
+def engines(case, stages: int, microbatches: int) -> dict[str, Engine]:
+    """One engine a schedule, all with the same cuts and compiled programs."""
+    options = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
+    first = Engine(settings(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options))
+    first.settle(case.params, case.batch, case.key)
+    return {name: first.with_schedule(make(name, num_ranks=stages, num_microbatches=microbatches)) for name in SCHEDULES}
+
+
+def same_bits(a, b) -> None:
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), f"other bits at {jax.tree_util.keystr(path)}"
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "stages", "microbatches"),
+    [
+        ("mlp", "float64", 1, 1),
+        ("mlp", "float64", 2, 3),
+        ("mlp", "float32", 3, 5),
+        ("mlp", "float64", 4, 2),
+        ("mlp", "float32", 8, 9),
+        ("gpt", "float64", 2, 1),
+        ("gpt", "float64", 3, 4),
+        ("gpt", "float32", 4, 3),
+        ("gpt", "float64", 8, 2),
+    ],
+)
+def test_pipelined_equals_plain(model, dtype, stages, microbatches):
+    check(model, dtype, stages, microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", range(1, 10))
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("model", CASES)
+def test_the_full_grid_equals_plain(model, dtype, stages, microbatches):
+    check(model, dtype, stages, microbatches)
+
+
+def test_the_result_does_not_depend_on_the_cuts():
+    case = gpt_case("float32")
+    found = [
+        jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=1, has_aux=True, cuts=cuts)(
+            case.params, case.batch, case.key
+        )
+        for cuts in (None, ["h_0/attn/out"])
+    ]
+    (loss, grads), (other_loss, other_grads) = found
+    compare("loss", other_loss, loss)
+    compare("grads", other_grads, grads, floor=GRAD_FLOOR)
