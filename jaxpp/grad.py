@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.engine import Engine, settings
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule.base import Schedule
-from jaxpp.types import Batch, LossFn
+from jaxpp.types import Batch, Device, LossFn
 
 __all__ = ["value_and_grad"]
 
@@ -25,7 +26,7 @@ def value_and_grad(
     has_aux: bool = False,
     weight: Callable[[Batch], Any] | None = None,
     cuts: Sequence[str] | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -98,7 +99,7 @@ def _same(known: Any, params: Any) -> bool:
 
 
 def _refuse_tracers(tree: Any) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise ArgumentError(
             "grad_fn(params, batch, key)",
             "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap",

@@ -2,9 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import optax
 
@@ -17,7 +17,7 @@ from jaxpp.runtime.transfer import bring, gather, put
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.loss import describe
 from jaxpp.stages.table import Stages, tabulate
-from jaxpp.types import Array, Batch, Key, LossFn, Params
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Params
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 
 __all__ = ["Metrics", "Pipeline", "State"]
@@ -35,7 +35,8 @@ class State(NamedTuple):
     opt_state: Any
 
 
-@chex.dataclass(frozen=True, mappable_dataclass=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Metrics:
     """What a step reports, as device scalars; reading one waits for it. ``metrics.loss`` and ``metrics["loss"]`` are the same.
 
@@ -48,6 +49,9 @@ class Metrics:
     loss: Array
     aux: Any = ()
     grad_norm: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 class Pipeline:
@@ -98,7 +102,7 @@ class Pipeline:
         has_aux: bool = False,
         weight: Callable[[Batch], Any] | None = None,
         cuts: Sequence[str] | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -133,7 +137,7 @@ class Pipeline:
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         weight: Callable[[Batch], Any] | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 
-__all__ = ["Activation", "Array", "Batch", "Cotangent", "Grads", "Key", "LossFn", "Params", "Residuals"]
+__all__ = ["Activation", "Array", "Batch", "Cotangent", "Device", "Grads", "Key", "LossFn", "Params", "Residuals"]
 
 Array = jax.Array
+Device = Any
+"""A ``jax.Device`` (which static checkers do not take for a type)."""
 Params = Any
 """The user's parameter tree."""
 Grads = Any

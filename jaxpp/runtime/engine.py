@@ -25,7 +25,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import make
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.program import Ref, Role, shapes_of
-from jaxpp.types import LossFn
+from jaxpp.types import Device, LossFn
 
 __all__ = ["Engine", "Outcome", "settings"]
 
@@ -41,7 +41,7 @@ def settings(
     has_aux: bool,
     weight: Callable[[Any], Any] | None,
     cuts: Sequence[str] | None,
-    devices: Sequence[jax.Device] | None,
+    devices: Sequence[Device] | None,
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -123,7 +123,7 @@ class Engine:
         return self.preparer.layout.owner
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Device]:
         """The device of each parameter leaf, then of each optimizer leaf."""
         stages = [*self.owner, *(self.update.opt_owner if self.update else ())]
         return [self.settings.placement[stage] for stage in stages]

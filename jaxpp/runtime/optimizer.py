@@ -26,7 +26,7 @@ from jaxpp.runtime.birth import closed_function
 from jaxpp.runtime.lower import Name, grad_name, param_name
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Draft
-from jaxpp.stages.graph import Graph, Piece, carve, descendants, trace, variables
+from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
@@ -142,7 +142,7 @@ def _born_with(birth: Graph, owner: Sequence[int]) -> list[int | None]:
 
 
 def _size(atom: Any) -> int:
-    return int(np.prod(getattr(atom.aval, "shape", ()), dtype=np.int64))
+    return int(np.prod(getattr(aval_of(atom), "shape", ()), dtype=np.int64))
 
 
 class _Placer:
@@ -170,7 +170,7 @@ class _Placer:
                 continue
             home = stage[max(owned, key=_size)]
             scalar = max(map(_size, owned)) == 1
-            sized = {leaf for leaf in leaves if _size(leaf) > 1 or (scalar and jnp.issubdtype(leaf.aval.dtype, jnp.inexact))}
+            sized = {leaf for leaf in leaves if _size(leaf) > 1 or (scalar and jnp.issubdtype(aval_of(leaf).dtype, jnp.inexact))}
             stage.update((var, home) for var in (*eqn.outvars, *sized))
             self.stage.update((var, home) for var in sized)
             for derived in origins.values():
@@ -197,11 +197,11 @@ class _Placer:
             stages = {place[var][1] for var in owned}
             largest = max(owned, key=_size)
             home = place[largest][1] if len(stages) == 1 or _size(largest) > 1 else HUB
-            crossed += [
-                f"{eqn.primitive.name}: {describe(largest.aval)} of stage {home}, {describe(var.aval)} of stage {place[var][1]}"
-                for var in owned
-                if place[var][1] != home and _size(var) > _MOVABLE
-            ]
+            for var in owned:
+                away = place[var][1]
+                if away != home and _size(var) > _MOVABLE:
+                    both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
+                    crossed.append(f"{eqn.primitive.name}: {both}")
             level = max(place[var][0] + (place[var][1] != home and var not in self.stage) for var in owned)
             colors.append((level, home))
             place.update((var, (level, home)) for var in eqn.outvars)
@@ -312,7 +312,7 @@ class _Drafter:
         held = [self._hold(stage, var) for var in inputs]
         names_in = list(dict.fromkeys(name for name, _ in held))
         packs = self._packs(color)
-        returned = [var for var in piece.outputs if var.aval.shape or stage in self._readers(var)]
+        returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
         run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
         order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
 
@@ -345,8 +345,8 @@ class _Drafter:
         packs: dict[tuple[int, Any], list[Var]] = {}
         for var in self.pieces[color].outputs:
             for peer in sorted(self._readers(var) - {color[1]}):
-                if var.aval.shape == ():
-                    packs.setdefault((peer, var.aval.dtype), []).append(var)
+                if aval_of(var).shape == ():
+                    packs.setdefault((peer, aval_of(var).dtype), []).append(var)
         return packs
 
     def _deliver(self, peer: int, group: list[Var], vector: Name, aval: jax.ShapeDtypeStruct) -> None:
@@ -361,20 +361,20 @@ class _Drafter:
         if (stage, var) not in self.held:
             source = self.source[var] if var in self.source else self.held[self.made[var][1], var][0]
             target = self._fresh(stage)
-            self.draft.send(f"send {describe(var.aval)} to stage {stage}", source, target, self.placement[stage])
+            self.draft.send(f"send {describe(aval_of(var))} to stage {stage}", source, target, self.placement[stage])
             self.held[stage, var] = target, None
         return self.held[stage, var]
 
     def _donated(self, color: Color, inputs: Sequence[Var], results: Sequence[Any]) -> set[Name]:
         """The arguments that nobody reads later and whose buffer a result can take over."""
-        room = [(atom.aval.shape, atom.aval.dtype) for atom in results]
+        room = [(aval_of(atom).shape, aval_of(atom).dtype) for atom in results]
         names = self.update.graph.inputs
         grads = set(names[: self.update.num_params])
         givers = grads | set(names[:-1] if self.donate else ())
         donated: set[Name] = set()
         for var in sorted(inputs, key=grads.__contains__):
             readers = [other for other, piece in self.pieces.items() if var in piece.inputs]
-            shape = (var.aval.shape, var.aval.dtype)
+            shape = (aval_of(var).shape, aval_of(var).dtype)
             alone = all(stage == color[1] for _, stage in readers)
             if var in givers and alone and self.source[var].stage == color[1] and max(readers) == color and shape in room:
                 room.remove(shape)

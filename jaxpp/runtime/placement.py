@@ -7,6 +7,7 @@ import jax
 
 from jaxpp.errors import ArgumentError
 from jaxpp.schedule.base import Schedule
+from jaxpp.types import Device
 
 __all__ = ["Placement", "place"]
 
@@ -15,13 +16,13 @@ __all__ = ["Placement", "place"]
 class Placement:
     """``devices[stage]`` is the device of each stage; several stages may share one."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
 
-    def __getitem__(self, stage: int) -> jax.Device:
+    def __getitem__(self, stage: int) -> Device:
         return self.devices[stage]
 
 
-def place(schedule: Schedule, devices: Sequence[jax.Device] | None = None) -> Placement:
+def place(schedule: Schedule, devices: Sequence[Device] | None = None) -> Placement:
     """Give each rank a device, in order; fewer devices than ranks are cycled.
 
     Raises:

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp.runtime.transfer import sender
 from jaxpp.stages.program import Program
+from jaxpp.types import Device
 
 __all__ = ["Draft", "Instruction", "Plan", "Programs"]
 
@@ -82,10 +83,10 @@ class Programs:
     """
 
     def __init__(self):
-        self._compiled: dict[tuple[int, jax.Device, tuple[int, ...]], Any] = {}
+        self._compiled: dict[tuple[int, Device, tuple[int, ...]], Any] = {}
         self._alive: list[Program] = []
 
-    def compile(self, jobs: Iterable[tuple[Program, jax.Device, tuple[int, ...]]]) -> None:
+    def compile(self, jobs: Iterable[tuple[Program, Device, tuple[int, ...]]]) -> None:
         """Compile what is not compiled yet, on as many threads as there are cores."""
         fresh = {(id(program), device, donated): program for program, device, donated in jobs}
         fresh = {job: program for job, program in fresh.items() if job not in self._compiled}
@@ -95,7 +96,7 @@ class Programs:
             compiled = pool.map(lambda pair: pair[1].compile(), lowered)
             self._compiled.update((job, call) for (job, _), call in zip(lowered, compiled, strict=True))
 
-    def __getitem__(self, job: tuple[Program, jax.Device, tuple[int, ...]]) -> Any:
+    def __getitem__(self, job: tuple[Program, Device, tuple[int, ...]]) -> Any:
         program, device, donated = job
         return self._compiled[id(program), device, donated]
 
@@ -103,7 +104,7 @@ class Programs:
         return len(self._compiled)
 
 
-def _lower(program: Program, device: jax.Device, donated: tuple[int, ...]) -> Any:
+def _lower(program: Program, device: Device, donated: tuple[int, ...]) -> Any:
     here = SingleDeviceSharding(device)
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=here) for aval in program.avals]
     return jax.jit(program.function, donate_argnums=donated, out_shardings=here).lower(*avals)
@@ -111,8 +112,8 @@ def _lower(program: Program, device: jax.Device, donated: tuple[int, ...]) -> An
 
 class _Line(NamedTuple):
     label: str
-    job: tuple[Program, jax.Device, tuple[int, ...]] | None
-    device: jax.Device | None
+    job: tuple[Program, Device, tuple[int, ...]] | None
+    device: Device | None
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
 
@@ -124,7 +125,7 @@ class Draft:
     ``homes`` says on which device each name's value is; a name written twice keeps its slot (an accumulator).
     """
 
-    homes: dict[Name, jax.Device] = field(default_factory=dict)
+    homes: dict[Name, Device] = field(default_factory=dict)
     lines: list[_Line] = field(default_factory=list)
     constants: dict[Name, Any] = field(default_factory=dict)
     _alias: dict[Name, Name] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class Draft:
         self,
         label: str,
         program: Program,
-        device: jax.Device,
+        device: Device,
         inputs: Sequence[Name],
         outputs: Sequence[Name],
         donated: tuple[int, ...] | None = None,
@@ -147,7 +148,7 @@ class Draft:
         self.lines.append(_Line(label, job, None, tuple(map(self.resolve, inputs)), tuple(map(self.resolve, outputs))))
         self.homes.update((name, device) for name in outputs)
 
-    def send(self, label: str, source: Name, target: Name, device: jax.Device) -> None:
+    def send(self, label: str, source: Name, target: Name, device: Device) -> None:
         """Make the value called ``source`` available on ``device`` as ``target``."""
         source = self.resolve(source)
         if self.homes.get(source) == device:
@@ -167,7 +168,7 @@ class Draft:
         slots = _Slots()
         arguments = tuple(slots[name] for name in map(self.resolve, inputs))
         constants = tuple((slots[name], value) for name, value in self.constants.items() if name in last or name in kept)
-        senders: dict[jax.Device, Callable[..., Any]] = {}
+        senders: dict[Device, Callable[..., Any]] = {}
         instructions = []
         for number, line in enumerate(self.lines):
             read = tuple(slots[name] for name in line.inputs)

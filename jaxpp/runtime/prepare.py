@@ -19,7 +19,7 @@ from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Programs
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cut import CutLoss, cut
-from jaxpp.stages.graph import trace, variables
+from jaxpp.stages.graph import aval_of, trace, variables
 from jaxpp.stages.loss import TracedLoss, check_floating, describe, key_implementation, trace_loss
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
@@ -119,7 +119,7 @@ class Preparer:
 
     def _rows(self, loss: TracedLoss, params: Any, batch: Any, size: int, key: Any) -> frozenset[int]:
         """The aux leaves whose first axis follows the size of the microbatch."""
-        shapes = [atom.aval.shape for atom in loss.graph.outputs[1:]]
+        shapes = [aval_of(atom).shape for atom in loss.graph.outputs[1:]]
         rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
         if not rows:
             return frozenset()

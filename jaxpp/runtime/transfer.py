@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp.types import Array
+from jaxpp.types import Array, Device
 
 __all__ = ["bring", "gather", "private", "put", "sender"]
 
 
-def sender(device: jax.Device) -> Callable[[Any], tuple[Array]]:
+def sender(device: Device) -> Callable[[Any], tuple[Array]]:
     """The instruction that copies one value to ``device``; the source is left as it is."""
     put = jax.device_put
 
@@ -36,7 +36,7 @@ def private(value: Any) -> Any:
     return np.array(value) if isinstance(value, np.ndarray) else value
 
 
-def gather(tree: Any, device: jax.Device | None = None) -> Any:
+def gather(tree: Any, device: Device | None = None) -> Any:
     """Bring a tree whose leaves live on several devices to one device, so that eager code can mix them.
 
     Args:

@@ -5,6 +5,7 @@ A multiply and an add count as two, as everywhere in the field; an elementwise o
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ _FREE = frozenset(
 )
 
 
-def count_bytes(aval: jax.core.AbstractValue) -> int:
+def count_bytes(aval: Any) -> int:
     """Bytes of one value; a key counts as its two 32-bit words."""
     size = math.prod(getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
@@ -32,18 +33,18 @@ def count_flops(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+        depth = math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
+        return 2.0 * math.prod(_shape(eqn.outvars[0])) * depth
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel = _shape(eqn.invars[1])
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / max(out_features, 1)
+        return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(kernel) / max(out_features, 1)
     inner = [_flops(jaxpr.eqns) for jaxpr in _inner(eqn)]
     if inner:
         return max(inner) * (eqn.params["length"] if name == "scan" else 1)
     if name in _FREE:
         return 0.0
-    return float(sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars))
+    return float(sum(math.prod(_shape(var)) for var in eqn.outvars))
 
 
 def _flops(eqns: Iterable[JaxprEqn]) -> float:
@@ -59,3 +60,7 @@ def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
             elif isinstance(item, Jaxpr):
                 found.append(item)
     return found
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())

@@ -7,20 +7,21 @@ colour an equation and returns one ``Piece`` a colour, with the values that ente
 ``None`` belongs to nobody and is repeated in every piece that needs it (a mask, a position, a reshaped bias).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-__all__ = ["Graph", "Piece", "carve", "descendants", "trace"]
+__all__ = ["Graph", "Piece", "aval_of", "carve", "descendants", "inline_remat", "trace", "variables"]
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = frozenset({"checkpoint", "remat", "remat2"})
 
 Atom = Var | Literal
-Color = Hashable
+Color = Any
+"""What marks the equations of one piece: any hashable value."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ _BLANK: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """The atoms that are variables, each once, in order."""
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def aval_of(atom: Atom) -> Any:
+    """Shape and dtype of a variable or literal."""
+    return atom.aval
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Graph, Any]:
@@ -137,8 +143,8 @@ class _Flattener:
             if parameter is None:
                 if fresh:
                     self._renamed.update({var: Var(var.aval) for var in eqn.outvars})
-                outputs = [self._renamed.get(var, var) for var in eqn.outvars] if fresh else eqn.outvars
-                self.eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+                outputs: Any = [self._renamed.get(var, var) for var in eqn.outvars] if fresh else eqn.outvars
+                self.eqns.append(eqn.replace(invars=inputs, outvars=list(outputs)))
                 self.names.append(name)
                 continue
             inner = eqn.params[parameter]

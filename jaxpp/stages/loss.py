@@ -266,8 +266,9 @@ def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
 
 def key_implementation(key: Any) -> str | None:
     """The implementation of a typed key; None for a raw one (or none at all)."""
-    typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return str(jax.random.key_impl(key)) if typed else None
+    if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return None
+    return str(jax.random.key_impl(key))
 
 
 def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:

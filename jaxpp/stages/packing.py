@@ -7,7 +7,7 @@ them at every microbatch, it returns one vector instead, and the reader takes it
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,7 +77,7 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Any], name: Ref) -> tuple[Pack
             found.setdefault(aval.dtype, []).append((ref, aval.shape))
     groups = [(dtype, group) for dtype, group in found.items() if len(group) > 1]
     return tuple(
-        Pack(name._replace(index=-1 - k), tuple(ref for ref, _ in group), tuple(shape for _, shape in group), dtype)
+        Pack(replace(name, index=-1 - k), tuple(ref for ref, _ in group), tuple(shape for _, shape in group), dtype)
         for k, (dtype, group) in enumerate(groups)
     )
 

@@ -8,7 +8,7 @@ A name (``Ref``) says what a value is for the stage that holds it; the plan turn
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -39,7 +39,8 @@ PER_MICROBATCH = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, R
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 
 
-class Ref(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ref:
     """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from."""
 
     role: Role

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import Graph, Piece, carve, descendants, trace, variables
+from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, trace, variables
 from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
@@ -181,7 +181,7 @@ class _Body:
             return True
         if ref.role not in (Role.ACTIVATION, Role.LOSS):
             return False
-        return atom in self.loss.of_params and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+        return atom in self.loss.of_params and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
 def _where(values: Sequence[Any], flags: Sequence[bool], wanted: bool) -> list[Any]:
@@ -247,7 +247,7 @@ class _Programs:
             else:
                 union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
                 sources.update((var, union) for var in outs)
-                grows = sum(count_bytes(v.aval) for v in outs) > 2 * sum(count_bytes(v.aval) for v in union)
+                grows = sum(count_bytes(aval_of(v)) for v in outs) > 2 * sum(count_bytes(aval_of(v)) for v in union)
                 again = eqn.primitive.name in LAYOUT or (eqn.primitive.name in CHEAP and grows)
                 colors.append(None if again else _STATICS)
         return colors
@@ -266,7 +266,7 @@ class _Programs:
         outputs = [ref for ref, _ in results] + [self.refs[var] for var in self.residuals]
         for k, ref in totals:
             outputs[k] = ref
-        avals = [_average_like(results[k][1].aval) for k, _ in added]
+        avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
         return self._accumulating(run, piece.inputs, outputs, added, avals)
 
     def backward(self) -> Program:
@@ -278,7 +278,7 @@ class _Programs:
 
         def seeded(*args: Any) -> list[Any]:
             supply = iter(args)
-            return run(*(jnp.ones((), var.aval.dtype) if var in seeds else next(supply) for var in piece.inputs))
+            return run(*(jnp.ones((), aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
 
         outputs = [Ref(Role.GRAD, ref.index) if ref.role == Role.PARAM else ref for ref in traced.returned]
         outputs = [Ref(Role.COTANGENT, ref.index, self.stage) if ref.role == Role.ACTIVATION else ref for ref in outputs]

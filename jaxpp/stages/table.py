@@ -13,7 +13,9 @@ import jax
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cut import CutLoss
+from jaxpp.stages.graph import aval_of
 from jaxpp.stages.loss import describe
+from jaxpp.types import Device
 
 __all__ = ["Pullback", "Stage", "Stages", "tabulate"]
 
@@ -63,7 +65,7 @@ class Stage:
     """
 
     index: int
-    device: jax.Device
+    device: Device
     modules: str
     params: tuple[str, ...]
     borrowed: tuple[str, ...]
@@ -139,7 +141,7 @@ def _units(value: float, base: int, names: Sequence[str]) -> str:
     return f"{value:.4g} {names[-1]}"
 
 
-def tabulate(cut: CutLoss, owner: Sequence[int], devices: Sequence[jax.Device], functions: Sequence[Callable[..., Any]]) -> Stages:
+def tabulate(cut: CutLoss, owner: Sequence[int], devices: Sequence[Device], functions: Sequence[Callable[..., Any]]) -> Stages:
     """The table of a cut loss.
 
     Args:
@@ -151,7 +153,7 @@ def tabulate(cut: CutLoss, owner: Sequence[int], devices: Sequence[jax.Device], 
     stages = []
     for code, device, function in zip(cut.stages, devices, functions, strict=True):
         mine = [leaf for leaf, stage in enumerate(owner) if stage == code.index]
-        avals = [cut.loss.params[leaf].aval for leaf in mine]
+        avals = [aval_of(cut.loss.params[leaf]) for leaf in mine]
         sends = [
             f"{describe(aval)} to {', '.join(map(str, peers))}"
             for aval, stage, peers in zip(cut.activations, cut.producer, cut.consumers, strict=True)

@@ -1,0 +1,5 @@
+"""``python -m experiments.lm``."""
+
+from experiments.lm.main import main
+
+main()
