@@ -310,7 +310,8 @@ class _Drafter:
         (level, stage), piece, graph = color, self._piece(color), self.update.graph
         inputs = [var for var in piece.inputs if var not in graph.constants]
         held = [self._hold(stage, var) for var in inputs]
-        names_in = list(dict.fromkeys(name for name, _ in held))
+        donated = self._donated(color)
+        names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
         packs = self._packs(color)
         returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
         run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
@@ -327,9 +328,8 @@ class _Drafter:
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         program = Program(function, *refs, shapes_of(shapes[name] for name in names_in))
-        givers = self._donated(color, inputs, results)
-        donated = tuple(k for k, name in enumerate(names_in) if name in givers)
-        self.draft.compute(f"update stage {stage} level {level}", program, self.placement[stage], names_in, names_out, donated)
+        label = f"update stage {stage} level {level}"
+        self.draft.compute(label, program, self.placement[stage], names_in, names_out, tuple(range(len(donated))))
         for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
         return names_out[: len(results)]
@@ -365,18 +365,17 @@ class _Drafter:
             self.held[stage, var] = target, None
         return self.held[stage, var]
 
-    def _donated(self, color: Color, inputs: Sequence[Var], results: Sequence[Any]) -> set[Name]:
-        """The arguments that nobody reads later and whose buffer a result can take over."""
-        room = [(aval_of(atom).shape, aval_of(atom).dtype) for atom in results]
-        names = self.update.graph.inputs
-        grads = set(names[: self.update.num_params])
-        givers = grads | set(names[:-1] if self.donate else ())
-        donated: set[Name] = set()
-        for var in sorted(inputs, key=grads.__contains__):
+    def _donated(self, color: Color) -> list[Name]:
+        """The old versions of this program's results that nobody reads later, in the order of the results.
+
+        In that order each result takes over the buffer of its own old version; any other pairing costs copies.
+        """
+        graph, count = self.update.graph, self.update.num_params
+        old = [*graph.inputs[-1 - count : -1], *graph.inputs[count : -1 - count]]
+        donated = []
+        for var, chosen in zip(old, self.result_color, strict=False):
             readers = [other for other, piece in self.pieces.items() if var in piece.inputs]
-            shape = (aval_of(var).shape, aval_of(var).dtype)
-            alone = all(stage == color[1] for _, stage in readers)
-            if var in givers and alone and self.source[var].stage == color[1] and max(readers) == color and shape in room:
-                room.remove(shape)
-                donated.add(self.source[var])
+            alone = all(stage == color[1] for _, stage in readers) and self.source[var].stage == color[1]
+            if self.donate and chosen == color and alone and readers and max(readers) == color:
+                donated.append(self.source[var])
         return donated

@@ -54,8 +54,8 @@ class Schedule:
         >>> from jaxpp import schedule
         >>> print(schedule.make("1f1b", num_ranks=2, num_microbatches=2))
         1f1b: 2 ranks, 2 stages, 2 microbatches
-        rank  0    1    2    3    4    5    6    7
-        0     0F0  0F1       0B0  0B0       0B1  0B1
+        rank  0    1    2    3    4    5    6    7    8
+        0     0F0  0F1            0B0  0B0       0B1  0B1
         1          1F0  1B0  1B0  1F1  1B1  1B1
     """
 

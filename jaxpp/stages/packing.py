@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Program, Ref
+from jaxpp.stages.program import ACCUMULATED, Program, Ref
 
 __all__ = ["Pack", "packed", "packs_of"]
 
@@ -92,7 +92,8 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
     used = [pack for pack in reads if not taken.isdisjoint(program.inputs)]
     plain = [(ref, aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref not in taken]
     inputs = (*(ref for ref, _ in plain), *(pack.ref for pack in used))
-    outputs = (*(ref for ref in program.outputs if ref not in given), *(pack.ref for pack in writes))
+    outputs = [*(ref for ref in program.outputs if ref not in given), *(pack.ref for pack in writes)]
+    outputs.sort(key=lambda ref: ref.role not in ACCUMULATED)  # each sum takes over its own old buffer, not a twin's
 
     def function(*args: jax.Array) -> list[jax.Array]:
         values = dict(zip(inputs, args, strict=True))
@@ -103,4 +104,4 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
         values |= {pack.ref: pack.join(values) for pack in writes}
         return [values[ref] for ref in outputs]
 
-    return Program(function, inputs, outputs, (*(aval for _, aval in plain), *(pack.aval for pack in used)))
+    return Program(function, inputs, tuple(outputs), (*(aval for _, aval in plain), *(pack.aval for pack in used)))
