@@ -49,7 +49,7 @@ def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
         def run(params: Any, x: Any, batch: Any, key: Any = None) -> Any:
             return _run(preparer, stage, params, x, batch, key)
 
-        return run
+        return jax.jit(run)
 
     return tuple(function(stage) for stage in range(preparer.settings.schedule.num_stages))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_threefry_partitionable", True)
+# Most of the suite's time is XLA's; many tests compile the same programs, so they are kept from one to the next.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(tempfile.gettempdir()) / "jaxpp-tests"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 with install_import_hook("models", "beartype.beartype"):
     from models.gpt import GPT

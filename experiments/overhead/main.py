@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,10 @@ class Config:
         stages: pipeline stages.
         microbatches: parts of the batch.
         schedule: order of the actions.
+        optimizer: sgd, the least work, or adam, with two moments a parameter and a count.
         rounds: interleaved rounds.
-        steps: steps of each kind a round.
+        steps: steps of each kind timed in a round.
+        warm_up: steps before those, not timed: the other kind has emptied the caches, which training never does.
     """
 
     width: int = 128
@@ -46,8 +48,10 @@ class Config:
     stages: int = 4
     microbatches: int = 8
     schedule: str = "1f1b"
-    rounds: int = 30
-    steps: int = 10
+    optimizer: Literal["sgd", "adam"] = "adam"
+    rounds: int = 20
+    steps: int = 30
+    warm_up: int = 20
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,10 @@ class Runner:
         self.time(1)
         self.compile_seconds = time.perf_counter() - start
 
-    def time(self, steps: int) -> tuple[float, float]:
+    def time(self, steps: int, warm_up: int = 0) -> tuple[float, float]:
         """Microseconds of a step, and of the host's part of it."""
+        if warm_up:
+            self.time(warm_up)
         host, start = 0.0, time.perf_counter()
         for _ in range(steps):
             begun = time.perf_counter()
@@ -139,7 +145,7 @@ def make_runners(config: Config) -> dict[str, Runner]:
     def init(key: jax.Array) -> Any:
         return model.init(key, jnp.zeros((1, config.width)))["params"]
 
-    optimizer = optax.adam(1e-3)
+    optimizer = {"sgd": optax.sgd, "adam": optax.adam}[config.optimizer](1e-3)
     key, count = jax.random.key(0), config.microbatches
     pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=config.stages, num_microbatches=count, schedule=config.schedule)
     runners = {"pipelined": Runner(lambda state: pipe.step(state, batch), pipe.init(init, key, batch))}
@@ -154,7 +160,8 @@ def run(config: Config) -> Result:
     """Measure, in interleaved rounds."""
     runners = make_runners(config)
     rows = [
-        {name: runner.time(config.steps) for name, runner in runners.items()} for _ in tqdm(range(config.rounds), desc="rounds")
+        {name: runner.time(config.steps, config.warm_up) for name, runner in runners.items()}
+        for _ in tqdm(range(config.rounds), desc="rounds")
     ]
     medians = {name: float(np.median([row[name][0] for row in rows])) for name in runners}
     kind = min(("unrolled", "scan"), key=lambda name: medians[name])

@@ -106,6 +106,13 @@ class Job:
             found |= {ref: aval for ref, aval in owned.items() if ref not in packed}
         return found
 
+    def zeros(self, stage: int, actions: Sequence[Action]) -> dict[Ref, Any]:
+        """The sums that must be zero before the first action: those that the stage's first backward does not make."""
+        first = next((self.variants[a.microbatch] for a in actions if a.stage == stage and a.kind == Kind.B), None)
+        program = None if first is None else self.cuts[first].stages[stage].backward_first
+        made = () if program is None else program.outputs
+        return {ref: aval for ref, aval in self.accumulators(stage).items() if ref not in made}
+
 
 def _programs(code: StageCode) -> list[Program]:
     return [code.statics, code.forward, *([code.backward] if code.backward else [])]
@@ -138,9 +145,10 @@ def lower(job: Job, actions: Sequence[Action]) -> Draft:
     draft.homes.update({param_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.owner)})
     _feed(draft, job)
     for stage in sorted(range(job.num_stages), key=lambda s: s != job.loss_stage):
-        _begin(draft, job, stage)
+        _begin(draft, job, stage, job.zeros(stage, actions))
+    begun: set[int] = set()
     for action in actions:
-        _act(draft, job, action)
+        _act(draft, job, action, begun)
     _unpack(draft, job)
     _tie(draft, job)
     _join(draft, job)
@@ -165,7 +173,7 @@ def _feed(draft: Draft, job: Job) -> None:
                 feed(f"send {path} to stage {stage}", param_name(job.owner[leaf], leaf), param_name(stage, leaf))
 
 
-def _begin(draft: Draft, job: Job, stage: int) -> None:
+def _begin(draft: Draft, job: Job, stage: int, totals: dict[Ref, Any]) -> None:
     """One program for all that a stage does once per step before its first forward."""
     names_in: list[Name] = []
     avals: list[Any] = []
@@ -200,7 +208,6 @@ def _begin(draft: Draft, job: Job, stage: int) -> None:
         [Name(stage, Ref(Role.KEY), i) for i in steps] if keys else [],
     )
     _scales(draft, job, stage, part)
-    totals = job.accumulators(stage)
     part(
         lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in totals.values()],
         [],
@@ -258,12 +265,16 @@ def _name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:
     return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH else -1)
 
 
-def _act(draft: Draft, job: Job, action: Action) -> None:
+def _act(draft: Draft, job: Job, action: Action, begun: set[int]) -> None:
+    """Write one action and the sends it feeds; ``begun`` are the stages whose gradients have begun to be summed."""
     stage, kind, i = action
     variant = job.variants[i]
     cut = job.cuts[variant]
     code = cut.stages[stage]
-    program = code.forward if kind == Kind.F else code.backward
+    backward = code.backward if stage in begun else code.backward_first
+    program = code.forward if kind == Kind.F else backward
+    if kind == Kind.B:
+        begun.add(stage)
     assert kind in (Kind.F, Kind.B) and program is not None, f"{action} cannot be lowered yet"
     label = str(action)
     inputs = [_name(stage, ref, i, variant) for ref in program.inputs]

@@ -85,7 +85,7 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Any], name: Ref) -> tuple[Pack
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:
     """The same program, reading some of its arguments from packs and writing some of its results to packs.
 
-    A pack that is both read and written keeps the members that the program does not write.
+    A pack keeps the members that the program does not write: as they were if it is also read, else zero.
     """
     taken = {ref for pack in reads for ref in pack.members}
     given = {ref for pack in writes for ref in pack.members}
@@ -99,6 +99,9 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
         values = dict(zip(inputs, args, strict=True))
         for pack in used:
             values |= pack.split(values[pack.ref])
+        for pack in writes:
+            missing = {ref: jnp.zeros(shape, pack.dtype) for ref, shape in zip(pack.members, pack.shapes, strict=True)}
+            values = missing | values
         results = program.function(*(values[ref] for ref in program.inputs))
         values |= zip(program.outputs, results, strict=True)
         values |= {pack.ref: pack.join(values) for pack in writes}

@@ -37,6 +37,7 @@ class StageCode:
         statics: computes, once per step, what depends on parameters alone.
         forward: one microbatch's forward; returns what is sent on, and the residuals.
         backward: one microbatch's backward; adds to the gradients, returns cotangents. None when only forwards are run.
+        backward_first: the same for the first microbatch that comes back: it makes the gradients that the others add to.
         packs: the small gradients that are summed as one vector.
         residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
         constants: arrays the loss closed over that this stage reads.
@@ -49,6 +50,7 @@ class StageCode:
     statics: Program
     forward: Program
     backward: Program | None
+    backward_first: Program | None
     packs: tuple[Pack, ...]
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     constants: tuple[Any, ...]
@@ -93,11 +95,12 @@ class StageBuilder:
         body = _Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(self.consumers, self.train)
         programs = _Programs(traced, stage, self.rows, len(constants))
-        forward, backward, packs = programs.forward(), None, ()
+        forward, backward, first, packs = programs.forward(), None, None, ()
         small = programs.small_residuals()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
             backward = packed(programs.backward(), (*small, *packs), packs)
+            first = packed(programs.backward(first=True), small, packs)
             forward = packed(forward, (), small)
         values = [loss.graph.constants[var] for var in constants]
         spine = set(loss.spine)
@@ -106,6 +109,7 @@ class StageBuilder:
             statics=programs.statics(),
             forward=forward,
             backward=backward,
+            backward_first=first,
             packs=packs,
             residuals=shapes_of(programs.residuals),
             constants=(*values, *programs.new_constants),
@@ -269,7 +273,7 @@ class _Programs:
         avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
         return self._accumulating(run, piece.inputs, outputs, added, avals)
 
-    def backward(self) -> Program:
+    def backward(self, *, first: bool = False) -> Program:
         piece = self._piece(_BACKWARD)
         graph, traced = self.traced.graph, self.traced
         seeds = {graph.inputs[k] for k in traced.seeds}
@@ -284,7 +288,7 @@ class _Programs:
         outputs = [Ref(Role.COTANGENT, ref.index, self.stage) if ref.role == Role.ACTIVATION else ref for ref in outputs]
         added = [(k, ref) for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
         avals = [shapes_of([self.backward_atoms[k]])[0] for k, _ in added]
-        return self._accumulating(seeded, inputs, outputs, added, avals)
+        return self._accumulating(seeded, inputs, outputs, added, avals, first=first)
 
     def small_residuals(self) -> tuple[Pack, ...]:
         """The residuals that travel from forward to backward as one vector a dtype."""
@@ -300,8 +304,10 @@ class _Programs:
         outputs: Sequence[Ref],
         added: Sequence[tuple[int, Ref]],
         avals: Sequence[Any],
+        *,
+        first: bool = False,
     ) -> Program:
-        """A program whose results ``added`` are scaled and added to what was there before."""
+        """A program whose results ``added`` are scaled, and added to what was there before unless they are the ``first``."""
         if not added:
             return self._program(run, inputs, outputs)
         split = len(inputs)
@@ -309,12 +315,15 @@ class _Programs:
         def function(*args: Any) -> list[Any]:
             results = list(run(*args[:split]))
             scale, totals = args[split], args[split + 1 :]
-            for total, (k, _) in zip(totals, added, strict=True):
-                results[k] = total + scale.astype(total.dtype) * jnp.asarray(results[k], total.dtype)
+            for number, (k, _) in enumerate(added):
+                dtype = avals[number].dtype
+                share = scale.astype(dtype) * jnp.asarray(results[k], dtype)
+                results[k] = share if first else totals[number] + share
             return results
 
-        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *avals]
-        return self._program(function, inputs, outputs, [Ref(Role.SCALE), *(ref for _, ref in added)], extra)
+        more = [] if first else [ref for _, ref in added]
+        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *([] if first else avals)]
+        return self._program(function, inputs, outputs, [Ref(Role.SCALE), *more], extra)
 
     def _program(
         self,
