@@ -84,7 +84,8 @@ def value_and_grad(
         outcome = engine.run("grads", bring(leaves, engine.devices), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
         grads = tree.unflatten(bring(outcome.leaves, homes))
-        return ((outcome.loss, outcome.aux) if has_aux else outcome.loss), grads
+        loss, aux = jax.tree.map(lambda leaf: bring([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
+        return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn
 

@@ -125,7 +125,7 @@ class Pipeline:
         self._functions: tuple[Callable[..., Any], ...] = ()
         self._trees: Any = None
         self._stages: Stages | None = None
-        self._last: Any = None
+        self._last: list[Any] = []
 
     @classmethod
     def from_stages(
@@ -210,7 +210,7 @@ class Pipeline:
             if len(args) != 1:
                 raise _init_usage(f"parameters and {len(args)} more arguments")
             (batch,) = args
-            self._settle(init_or_params, batch, jax.eval_shape(lambda: jax.random.key(0)))
+            self._settle(init_or_params, batch, jax.random.key(0))
             leaves = [
                 put(leaf, device) for leaf, device in zip(jax.tree.leaves(init_or_params), self._engine.devices, strict=False)
             ]
@@ -229,7 +229,7 @@ class Pipeline:
 
     def _state(self, leaves: list[Any]) -> State:
         params, opt = self._trees
-        self._last = weakref.ref(leaves[0])
+        self._last = [weakref.ref(leaf) for leaf in leaves]
         return State(params.unflatten(leaves[: params.num_leaves]), opt.unflatten(leaves[params.num_leaves :]))
 
     def step(self, state: State, batch: Batch, key: Key | None = None, *, donate: bool = True) -> tuple[State, Metrics]:
@@ -285,7 +285,7 @@ class Pipeline:
         found = engine.run("grads", leaves[:count], batch, key)
         layout = engine.preparer.layout
         assert layout is not None
-        params, opt_state, batch = gather((state.params, state.opt_state, batch))
+        params, opt_state, batch, key = gather((state.params, state.opt_state, batch, key))
         options = {"has_aux": config.has_aux, "weight": config.weight, "rows": layout.rows}
         loss, aux, grads = oracle(config.loss_fn, params, batch, key, self.schedule.num_microbatches, **options)
         spread = self._trees[0].unflatten(found.leaves)
@@ -304,10 +304,16 @@ class Pipeline:
         if self._trees is None:
             raise _not_ready("pipe.step / pipe.evaluate")
         leaves = jax.tree.leaves(state)
-        if self._last is not None and leaves and self._last() is leaves[0] and not any(leaf.is_deleted() for leaf in leaves):
+        mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
+        if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
             return leaves
         self._check_state(state, leaves)
-        return bring(leaves, self._engine.devices)
+        placed, seen = bring(leaves, self._engine.devices), set()
+        for k, leaf in enumerate(leaves):
+            if id(leaf) in seen:  # one array in two places: each needs a buffer of its own to give up
+                placed[k] = put(leaf, self._engine.devices[k])
+            seen.add(id(leaf))
+        return placed
 
     def _check_state(self, state: Any, leaves: list[Any]) -> None:
         where = "state"

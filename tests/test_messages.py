@@ -91,8 +91,21 @@ CASES = {
     "integer parameters": (
         lambda: grad(params=PARAMS | {"n": {"k": jnp.arange(3)}}),
         ParamsError,
-        "must be of floating type",
+        "an array of floating type",
         "params['n']['k']: i32[3]",
+    ),
+    "a python number in params": (
+        lambda: grad(params=PARAMS | {"s": 2.0}),
+        ParamsError,
+        "an array of floating type",
+        "params['s']: float",
+    ),
+    "no loss": (lambda: grad(lambda p, b: None), LossError, "the loss is one float scalar", "NoneType"),
+    "an integer for a key": (
+        lambda: jaxpp.value_and_grad(loss_fn, num_stages=2)(PARAMS, BATCH, 0),
+        ArgumentError,
+        "a key is an array",
+        "int 0",
     ),
     "no parameters": (lambda: grad(params={}), ParamsError, "a tree of arrays", "a tree without leaves"),
     "a schedule of other sizes": (

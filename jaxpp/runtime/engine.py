@@ -5,6 +5,7 @@ trees.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxpp.runtime.lower import HOST, Job, Name, forward_actions, grad_name, low
 from jaxpp.runtime.optimizer import Update, draft_birth, draft_update, opt_name, plan_update
 from jaxpp.runtime.placement import place
 from jaxpp.runtime.plan import Plan
-from jaxpp.runtime.prepare import Preparer, Settings
+from jaxpp.runtime.prepare import Preparer, Settings, check_key
 from jaxpp.runtime.transfer import private
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import make
@@ -51,13 +52,12 @@ def settings(
     """
     num_microbatches = num_stages if num_microbatches is None else num_microbatches
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    low = [
-        f"{name}={value!r}" for name, value in counts.items() if isinstance(value, bool) or not isinstance(value, int) or value < 1
-    ]
+    low = [f"{name}={value!r}" for name, value in counts.items() if not isinstance(value, numbers.Integral) or value < 1]
     if low:
         raise ArgumentError(
             "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"
         )
+    num_stages, num_microbatches = int(num_stages), int(num_microbatches)
     if not callable(loss_fn):
         raise ArgumentError(
             "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
@@ -155,6 +155,7 @@ class Engine:
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True
     ) -> tuple[Plan, int, Any]:
         """The plan for a batch of these shapes, how many aux leaves it returns, and their tree; made at the first call."""
+        check_key(key)
         leaves, tree = jax.tree.flatten(batch)
         shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
         cache_key = (kind, loss_fn, donate, tree, shapes, None if key is None else (key.shape, key.dtype))

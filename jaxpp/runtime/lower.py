@@ -81,7 +81,9 @@ class Job:
     @cached_property
     def loss_stage(self) -> int:
         """The stage that computes the loss."""
-        return next(s for s in range(self.num_stages) if Ref(Role.LOSS) in self.cuts[0].stages[s].forward.outputs)
+        places = {code.index for cut in self.cuts for code in cut.stages if Ref(Role.LOSS) in code.forward.outputs}
+        assert len(places) == 1, "microbatches of different sizes end on different stages"
+        return places.pop()
 
     def codes(self, stage: int) -> list[StageCode]:
         """The stage's programs, once a variant."""

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import LossError
+from jaxpp.errors import ArgumentError, LossError
 from jaxpp.runtime.lower import Job
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Programs
@@ -27,12 +27,27 @@ from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 from jaxpp.types import LossFn
 
-__all__ = ["Layout", "Preparer", "Settings", "avals_of"]
+__all__ = ["Layout", "Preparer", "Settings", "avals_of", "check_key"]
 
 
 def avals_of(tree: Any) -> Any:
     """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)), tree)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), tree)
+
+
+def _canonical(dtype: Any) -> Any:
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def check_key(key: Any) -> None:
+    """Refuse what is no PRNG key.
+
+    Raises:
+        ArgumentError: a key that is not an array.
+    """
+    if key is not None and not hasattr(key, "dtype"):
+        got = f"{type(key).__name__} {key!r}"
+        raise ArgumentError("key", "a key is an array made by jax.random.key", got, "pass jax.random.key(seed)")
 
 
 @dataclass(frozen=True)
@@ -82,14 +97,15 @@ class Preparer:
         self.programs, self.layout, self._cuts = other.programs, other.layout, other._cuts
 
     def takes_key(self) -> bool:
-        """Whether the loss has a third positional argument."""
+        """Whether the loss has a third positional argument without a default of its own."""
         try:
             parameters = inspect.signature(self.settings.loss_fn).parameters.values()
         except (TypeError, ValueError):
             return False
         if any(p.kind == p.VAR_POSITIONAL for p in parameters):
             return True
-        return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 3
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return len(positional) >= 3 and positional[2].default in (inspect.Parameter.empty, None)
 
     def settle(self, params: Any, batch: Any, key: Any) -> Layout:
         """Decide the layout at the shapes given.
@@ -100,13 +116,14 @@ class Preparer:
         """
         settings = self.settings
         num_stages = settings.schedule.num_stages
+        check_key(key)
         check_floating(jax.tree_util.tree_leaves_with_path(params))
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
         params, batch = avals_of(params), avals_of(batch)
         loss = self._trace(settings.loss_fn, params, _resized(batch, size), key, settings.has_aux)
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
-        rows = self._rows(loss, params, batch, size, key)
+        rows = self._rows(loss, settings.loss_fn, params, _resized(batch, size), key)
         owner = owners(loss, cuts)
         first = cut(loss, cuts, owner, rows=rows)
         self.layout = Layout(params, owner, spine, cuts, rows, tuple(code.packs for code in first.stages))
@@ -117,15 +134,17 @@ class Preparer:
     def _trace(self, loss_fn: LossFn, params: Any, microbatch: Any, key: Any, has_aux: bool, train: bool = True) -> TracedLoss:
         return trace_loss(loss_fn, params, microbatch, key, has_aux=has_aux, differentiable=train)
 
-    def _rows(self, loss: TracedLoss, params: Any, batch: Any, size: int, key: Any) -> frozenset[int]:
+    @staticmethod
+    def _rows(loss: TracedLoss, loss_fn: LossFn, params: Any, microbatch: Any, key: Any) -> frozenset[int]:
         """The aux leaves whose first axis follows the size of the microbatch."""
+        size = jax.tree.leaves(microbatch)[0].shape[0]
         shapes = [aval_of(atom).shape for atom in loss.graph.outputs[1:]]
         rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
         if not rows:
             return frozenset()
-        args = (params, _resized(batch, 2 * size), *([] if key is None else [key]))
+        args = (params, _resized(microbatch, 2 * size), *([] if key is None else [key]))
         try:
-            _, aux = jax.eval_shape(self.settings.loss_fn, *args)
+            _, aux = jax.eval_shape(loss_fn, *args)
         except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
             return frozenset(rows)
         doubled = [leaf.shape for leaf in jax.tree.leaves(aux)]
@@ -145,8 +164,10 @@ class Preparer:
         if cache_key not in self._cuts:
             loss = self._trace(loss_fn, layout.params, microbatch, key, settings.has_aux, train)
             same = _spine(loss) == layout.spine
-            cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner)
-            self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=layout.rows, packs=layout.packs, train=train)
+            cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, train=train)
+            own = loss_fn is settings.loss_fn
+            rows = layout.rows if own else self._rows(loss, loss_fn, layout.params, microbatch, key)
+            self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=rows, packs=layout.packs, train=train)
         return self._cuts[cache_key]
 
     def job(self, batch: Any, key: Any, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jaxpp.stages.graph import carve, variables
+from jaxpp.stages.graph import Piece, carve, variables
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts
@@ -62,27 +62,20 @@ def cut(
     for stage, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
         for k in range(start, end):
             colors[loss.spine[k]] = stage
-    homes = _homes(loss, colors)
+    homes = _homes(loss, colors, len(cuts))
     pieces = carve(graph, colors, homes)
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
-    builder = StageBuilder(loss, tuple(owner), homes, crossing, consumers, made, rows, packs, train)
-    stages = tuple(builder.build(stage, pieces[stage]) for stage in range(len(ends)))
+    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, consumers, made, rows, packs, train)
+    stages = tuple(builder.build(stage, pieces.get(stage, Piece((), (), ()))) for stage in range(len(ends)))
     return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers)
 
 
-def _homes(loss: TracedLoss, colors: list[int | None]) -> dict[Var, int]:
-    """The stage that returns the loss, and each aux leaf: where it is made, or else the last."""
-    producers = loss.graph.producers()
-    last = max((color for color in colors if color is not None), default=0)
-    homes: dict[Var, int] = {}
-    for var in variables(loss.graph.outputs):
-        found, color = producers.get(var), None
-        if found is not None and colors[found] is None:
-            sources = [producers.get(v) for v in variables(loss.graph.eqns[found].invars)]
-            color = next((colors[i] for i in sources if i is not None), None)
-        elif found is not None:
-            color = colors[found]
-        homes[var] = last if color is None else color
-    return homes
+def _homes(loss: TracedLoss, colors: list[int | None], last: int) -> dict[Var, int]:
+    """The stage that returns the loss: where it is made; and that returns aux: the last, at every batch shape."""
+    (result,) = variables(loss.graph.outputs[:1]) or (None,)
+    made = None if result is None else loss.graph.producers().get(result)
+    color = None if made is None else colors[made]
+    homes = dict.fromkeys(variables(loss.graph.outputs[1:]), last)
+    return homes | dict.fromkeys(variables(loss.graph.outputs[:1]), last if color is None else color)

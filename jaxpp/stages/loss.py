@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from jaxpp.errors import LossError, ParamsError
@@ -253,14 +254,14 @@ def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
     wrong = [
         f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}"
         for path, leaf in leaves
-        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
         raise ParamsError(
             where,
-            "every parameter leaf must be of floating type, because its gradient is",
+            "every parameter leaf must be an array of floating type, because its gradient is",
             wrong,
-            "keep integer and boolean leaves out of params: close over them in loss_fn, or pass them in the batch",
+            "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)",
         )
 
 
@@ -296,7 +297,9 @@ def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
         raise LossError(
             "loss_fn", "the loss is one float scalar", f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss"
         )
-    aval = jax.eval_shape(jnp.asarray, loss) if not isinstance(loss, jax.Array) else loss
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
+        raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
+    aval = jax.eval_shape(jnp.asarray, loss)
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
     return loss, aux

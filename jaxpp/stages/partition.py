@@ -57,18 +57,21 @@ def _window(total: np.ndarray, low: float, high: float) -> Window:
     return first, np.minimum(last, np.arange(len(total)) - 1)
 
 
-def align(loss: TracedLoss, num_stages: int, owner: Sequence[int]) -> Cuts:
+def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], *, train: bool = True) -> Cuts:
     """Cut another trace of a model so that the parameters stay with their owners, as far as possible.
 
     Args:
         loss: the new trace.
         num_stages: stages.
         owner: the stage that owns each parameter leaf.
+        train: whether every stage must have something to do; a loss that is only evaluated may leave some idle.
 
     Raises:
-        CutError: there are fewer spine equations than stages.
+        CutError: there are fewer spine equations than stages, in training.
     """
     size = len(loss.spine)
+    if size < num_stages and not train:
+        return tuple(min(stage, size) for stage in range(1, num_stages))
     _check_size(size, num_stages)
     weights = [count_bytes(var.aval) for var in loss.params]
     moved = np.zeros((num_stages, size + 1))

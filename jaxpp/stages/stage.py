@@ -64,6 +64,7 @@ class StageBuilder:
     """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
 
     loss: TracedLoss
+    last: int
     owner: tuple[int, ...]
     homes: dict[Var, int]
     crossing: list[Var]
@@ -86,11 +87,10 @@ class StageBuilder:
         refs |= {var: Ref(Role.CONSTANT, k) for k, var in enumerate(constants)}
 
         sent = [(Ref(Role.ACTIVATION, numbers[var]), var) for var in self.crossing if self.made[var] == stage]
-        last = max(self.homes.values())
         results = [
             (Ref(Role.AUX, k - 1) if k else Ref(Role.LOSS), atom)
             for k, atom in enumerate(loss.graph.outputs)
-            if (self.homes[atom] if isinstance(atom, Var) else last) == stage
+            if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage
         ]
         body = _Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(self.consumers, self.train)

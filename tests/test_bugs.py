@@ -1,0 +1,125 @@
+"""One test a past bug, its story in a comment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import StateError
+from tests.conftest import gpt_case
+
+PARAMS = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6), "c": jnp.full((6, 2), 0.3)}
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]) ** 2)
+
+
+def pipeline(loss=loss_fn, optimizer=None, stages=2, microbatches=2, **options):
+    optimizer = optimizer or optax.adam(1e-2)
+    return jaxpp.Pipeline(loss, optimizer, num_stages=stages, num_microbatches=microbatches, **options)
+
+
+def test_init_from_parameters_works_for_a_loss_that_takes_a_key():
+    # The key's shape, not a key, was asked for its implementation.
+    case = gpt_case()
+    pipe = pipeline(case.loss_fn, has_aux=True)
+    state = pipe.init(case.params, case.batch)
+    _, metrics = pipe.step(state, case.batch, case.key)
+    assert jnp.isfinite(metrics.loss)
+
+
+def test_aux_is_right_where_microbatch_sizes_are_cut_differently():
+    # At size one a mean over the batch traces otherwise, so the cuts differ; aux was read from the first size's stages alone.
+    def with_aux(params, x):
+        h = jnp.tanh(x @ params["a"])
+        h = h - h.mean(0, keepdims=True) + h[:1]
+        g = jnp.tanh(h @ params["b"])
+        g = g - 0.5 * g.mean(0, keepdims=True)
+        return jnp.mean((g @ params["c"]) ** 2), {"m": jnp.mean(h**2), "g": g.mean(), "rows": g}
+
+    for size in (4, 5):
+        pipe = pipeline(with_aux, stages=3, microbatches=3, has_aux=True)
+        state = pipe.init(PARAMS, X[:size])
+        pipe.verify(state, X[:size])
+
+
+def test_a_state_with_an_edited_leaf_is_checked_and_placed():
+    # Only the first leaf was looked at, so an edited one reached the devices unchecked.
+    pipe = pipeline()
+    for new in (np.zeros((6, 2), np.float32), jax.device_put(jnp.ones((6, 2)), jax.devices()[3])):
+        state = pipe.init(PARAMS, X)
+        state, _ = pipe.step(state._replace(params={**state.params, "c": new}), X)
+        assert jnp.isfinite(jax.device_get(state.params["c"])).all()
+    state = pipe.init(PARAMS, X)
+    with pytest.raises(StateError, match=r"f32\[6,3\] instead of f32\[6,2\]"):
+        pipe.step(state._replace(params={**state.params, "c": jnp.ones((6, 3))}), X)
+    with pytest.raises(StateError, match="other tree structures"):
+        pipe.step(state._replace(opt_state=optax.sgd(0.1).init(PARAMS)), X)
+
+
+def test_one_array_in_two_places_of_a_state_is_given_two_buffers():
+    # Both places donated it: the second stage's update found it deleted, with the first stage's already done.
+    twins = {"a": jnp.ones((4, 6)), "b": jnp.eye(6), "c": jnp.eye(6)}
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["a"] @ params["b"]) @ params["c"]) ** 2)
+
+    pipe = pipeline(loss, devices=jax.devices()[:1])
+    state = pipe.init(twins, X)
+    zeros = jnp.zeros((6, 6))
+    state, _ = pipe.step(state._replace(params={**state.params, "b": zeros, "c": zeros}), X)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_an_evaluation_loss_has_an_aux_of_its_own(microbatches):
+    # Which aux leaves hold rows was taken from the training loss.
+    def train(params, x):
+        return loss_fn(params, x), {"n": jnp.sum(x)}
+
+    def other(params, x):
+        return loss_fn(params, x), {"y": x @ params["a"]}
+
+    pipe = pipeline(train, microbatches=microbatches, has_aux=True)
+    state = pipe.init(PARAMS, X)
+    np.testing.assert_allclose(pipe.evaluate(state, X, loss_fn=other).aux["y"], X @ PARAMS["a"], rtol=1e-5)
+
+
+def test_an_evaluation_loss_may_be_smaller_than_the_pipeline():
+    # It was refused for having fewer equations than stages.
+    pipe = pipeline(stages=3)
+    state = pipe.init(PARAMS, X)
+
+    def small(params, x):
+        return (x @ params["a"]).sum()
+
+    want = jnp.mean(jnp.stack([small(PARAMS, X[:4]), small(PARAMS, X[4:])]))
+    np.testing.assert_allclose(pipe.evaluate(state, X, loss_fn=small).loss, want, rtol=1e-5)
+
+
+def test_a_third_argument_with_a_default_of_its_own_is_no_key():
+    # A flag as third argument was given a key.
+    def flagged(params, x, train=True):
+        return loss_fn(params, x) if train else 0.0
+
+    pipe = pipeline(flagged)
+    pipe.step(pipe.init(PARAMS, X), X)
+
+
+def test_the_loss_of_value_and_grad_is_where_its_gradients_are():
+    # It stayed on the last stage's device.
+    loss, grads = jaxpp.value_and_grad(loss_fn, num_stages=np.int64(2))(PARAMS, X)
+    assert jnp.isfinite(grads["a"] * loss).all()
+
+
+def test_verify_takes_a_key_that_lives_anywhere():
+    # Everything but the key was gathered.
+    def keyed(params, x, key):
+        return loss_fn(params, x * jax.random.bernoulli(key, 0.5, x.shape))
+
+    pipe = pipeline(keyed)
+    pipe.verify(pipe.init(PARAMS, X), X, jax.device_put(jax.random.key(1), jax.devices()[1]))
