@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Activation", "Array", "Batch", "Cotangent", "Device", "Grads", "Key", "LossFn", "Params", "Residuals"]
+__all__ = ["Activation", "Array", "Batch", "Cotangent", "Device", "Grads", "Key", "LossFn", "Params"]
 
 Array = jax.Array
 Device = Any
@@ -25,7 +25,5 @@ Activation = Any
 """What crosses a stage boundary forward."""
 Cotangent = Any
 """What crosses a stage boundary backward."""
-Residuals = tuple[jax.Array, ...]
-"""What a forward keeps for its backward, one microbatch's worth."""
 LossFn = Callable[..., Any]
 """``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``."""

@@ -15,7 +15,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.graph import aval_of
 from jaxpp.stages.loss import describe
-from jaxpp.types import Device
+from jaxpp.types import Activation, Cotangent, Device, Grads, Params
 
 __all__ = ["Pullback", "Stage", "Stages", "tabulate"]
 
@@ -30,7 +30,7 @@ class Pullback:
         self._stage = stage
         self._vjp: Callable[[Any], Any] | None = vjp
 
-    def __call__(self, cotangent: Any) -> tuple[Any, Any]:
+    def __call__(self, cotangent: Cotangent) -> tuple[Grads, Cotangent]:
         """Run the backward.
 
         Raises:
@@ -75,7 +75,7 @@ class Stage:
     sends: tuple[str, ...]
     function: Callable[..., Any]
 
-    def forward(self, params: Any, x: Any, *inputs: Any) -> tuple[Any, Pullback]:
+    def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback]:
         """Run the stage by hand, on its device.
 
         Args:
