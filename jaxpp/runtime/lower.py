@@ -3,7 +3,8 @@
 A step is written in five passes over one ``Draft``:
 
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
-2. *begin*: one program a stage splits its batch leaves, folds its keys, computes its statics and zeroes its accumulators;
+2. *begin*: one program a stage splits its batch leaves, folds its keys, computes its statics, and zeroes the sums
+   that no first action makes;
 3. *actions*: each action of the schedule, in the order of the unit clock, and right after it the sends that it feeds;
 4. *unpack* and *tie*: small gradients become leaves again, those of tied parameters go home and are summed;
 5. *join*: aux rows are joined.

@@ -1,9 +1,9 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
 
-Problem: stages should take equally long, and little should cross between them. Idea: among all cuts
-whose stages are within ``SLACK`` of the mean, take the one that sends the fewest bytes; where there are none,
-weigh bytes against balance. Mechanism: two small dynamic programs over prefix
-sums. On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
+Problem: stages should take equally long, and little should cross between them. Idea: among all cuts whose stages are within
+``SLACK`` of the mean, take the one that sends the fewest bytes; where there are none, weigh bytes against balance. Mechanism: one
+small dynamic program over prefix sums. On a transformer the cheap places are between blocks, so the blocks come out whole without
+anyone naming them.
 
 A user who wants to say where gives names (``resolve``). A second trace of the same model (another batch shape, an evaluation loss)
 must leave every parameter with its owner, so it is cut where it fits the owners best (``align``); what does not fit is copied.
