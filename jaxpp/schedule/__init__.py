@@ -1,7 +1,10 @@
 """What order: schedules as plain values. Nothing in this wing imports jax."""
 
 from jaxpp.schedule.action import Action, Kind, parse
-from jaxpp.schedule.base import Schedule, dependencies
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import dependencies
+from jaxpp.schedule.csv import from_csv
 from jaxpp.schedule.registry import SCHEDULES, make
+from jaxpp.schedule.simulate import Simulation, simulate
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "dependencies", "make", "parse"]
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "Simulation", "dependencies", "from_csv", "make", "parse", "simulate"]

@@ -5,7 +5,7 @@
     rank 0   F0 F1 F2 F3          B0 B1 B2 B3
     rank 1      F0 F1 F2 F3    B0 B1 B2 B3
 
-Bubble (p - 1) / (m + p - 1); residuals of all m microbatches on every rank.
+Bubble (p - 1) / (m + p - 1); residuals of all m microbatches on every rank. The order is PyTorch's ``ScheduleGPipe``.
 
 Reference: Huang et al., GPipe, arXiv:1811.06965.
 """

@@ -7,13 +7,15 @@
     rank 2         F0 B0    F1 B1    F2 B2    F3 B3
 
 Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down).
-Bubble (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r.
+Bubble (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. The order is the one that PyTorch's
+``Schedule1F1B`` runs; the table it prints differs on the last rank, where it begins with microbatch 1.
 
 Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
 """
 
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.schedule.base import Row, Schedule
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import Row
 
 __all__ = ["one_f_one_b"]
 

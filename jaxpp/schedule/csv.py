@@ -1,0 +1,54 @@
+"""Schedules as CSV, in PyTorch's grammar (its ``compute_only`` format): one line a rank, one cell an action, such as ``2F0``.
+
+Empty cells are idle slots and are passed over: the clock finds them again. A pair that PyTorch writes as overlapped,
+``(0F8;7B0)OVERLAP_F_B``, is read as the two actions one after the other.
+"""
+
+import csv
+import io
+import re
+
+from jaxpp.errors import ScheduleError
+from jaxpp.schedule.action import Action, parse
+from jaxpp.schedule.base import Schedule
+
+__all__ = ["from_csv"]
+
+_PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Read a schedule; ``Schedule.to_csv`` writes one.
+
+    Args:
+        text: the CSV itself, not a path.
+        name: what to call the schedule.
+
+    Returns:
+        the schedule, its stages on the ranks whose lines they stand in.
+
+    Raises:
+        ScheduleError: a cell that is no action (every one is named with its line and column), or rows that break a law.
+
+    Example:
+        >>> from jaxpp.schedule import make
+        >>> s = make("zb-h1", num_ranks=2, num_microbatches=3)
+        >>> from_csv(s.to_csv()) == s
+        True
+    """
+    rows: list[list[Action]] = []
+    wrong: list[str] = []
+    for line, cells in enumerate(csv.reader(io.StringIO(text.strip("\r\n"))), start=1):
+        rows.append([])
+        for column, cell in enumerate(cells, start=1):
+            pair = _PAIR.fullmatch(cell.strip())
+            for part in pair.groups() if pair else filter(None, [cell.strip()]):
+                try:
+                    rows[-1].append(parse(part))
+                except ScheduleError:
+                    wrong.append(f"line {line}, cell {column}: {cell!r}")
+    if wrong:
+        rule = "each cell is empty or an action <stage><kind><microbatch>, the kind one of F, B, I, W"
+        fix = "write cells like 2F0; of PyTorch's formats use compute_only, without sends"
+        raise ScheduleError(f"from_csv({name!r})", rule, wrong, fix)
+    return Schedule(name, tuple(map(tuple, rows)))
