@@ -35,9 +35,10 @@ def value_and_grad(
 
     Args:
         loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. Traced, never run whole.
-        num_stages: stages to cut it into; each gets a device.
+        num_stages: stages to cut it into: ranks x stages a rank.
         num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
-        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``.
+        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages a rank (interleaved, looped-bfs
+            and those in a V) run on half as many devices as stages.
         has_aux: whether the loss returns ``(loss, aux)``.
         weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.

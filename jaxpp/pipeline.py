@@ -64,9 +64,10 @@ class Pipeline:
     Args:
         loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``.
         optimizer: any optax transformation that treats parameters one by one, or through norms and other scalars.
-        num_stages: stages to cut the loss into.
+        num_stages: stages to cut the loss into: ranks x stages a rank.
         num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
-        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``.
+        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages a rank (interleaved, looped-bfs
+            and those in a V) run on half as many devices as stages.
         has_aux: whether the loss returns ``(loss, aux)``.
         weight: weight of a microbatch in the mean, from its part of the batch (the number of real tokens, say, for a loss that is
             a mean over them); the number of examples unless given.

@@ -14,7 +14,8 @@ import jaxpp
 from jaxpp.runtime.engine import Engine, settings
 from jaxpp.runtime.lower import lower
 from jaxpp.runtime.transfer import bring
-from jaxpp.schedule import SCHEDULES, Kind
+from jaxpp.schedule import SCHEDULES, Kind, make, simulate
+from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
 from tests.conftest import gpt_case, mlp_case
 
@@ -27,9 +28,11 @@ def live_bytes() -> int:
 
 
 def residual_peaks(case, name, p, m):
-    """The most microbatches whose residuals a rank holds at once, read off the names of the plan's values."""
-    engine = Engine(settings(case.loss_fn, num_stages=p, num_microbatches=m, schedule=name, **OPTIONS))
+    """The most (stage, microbatch) residuals a rank holds at once, read off the names of the plan's values."""
+    v = SCHEDULES[name].stages_per_rank
+    engine = Engine(settings(case.loss_fn, num_stages=p * v, num_microbatches=m, schedule=name, **OPTIONS))
     engine.settle(case.params, case.batch, case.key)
+    owner = engine.settings.schedule.stage_to_rank
     draft = lower(engine.preparer.job(case.batch, case.key), engine.settings.schedule.order)
     last = {}
     for number, line in enumerate(draft.lines):
@@ -38,12 +41,19 @@ def residual_peaks(case, name, p, m):
     for number, line in enumerate(draft.lines):
         for value in line.outputs:
             if value.ref.role == Role.RESIDUAL:
-                alive[value.stage].add(value)
+                alive[owner[value.stage]].add(value)
         for rank in range(p):
-            peaks[rank] = max(peaks[rank], len({value.microbatch for value in alive[rank]}))
+            peaks[rank] = max(peaks[rank], len({(value.stage, value.microbatch) for value in alive[rank]}))
             alive[rank] = {value for value in alive[rank] if last.get(value, -1) > number}
     assert not any(alive)
     return peaks
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_holds_the_residuals_that_the_simulation_counts(name):
+    case = mlp_case(batch_size=16)
+    schedule = make(name, num_ranks=3, num_microbatches=8)
+    assert residual_peaks(case, name, 3, 8) == list(simulate(schedule).peak_residuals)
 
 
 @pytest.mark.parametrize("m", [2, 8, 100])
@@ -181,14 +191,17 @@ def test_a_plan_prints_one_line_an_instruction():
 
 def test_the_actions_are_dispatched_in_the_order_of_the_unit_clock():
     case = mlp_case()
+    first = Engine(settings(case.loss_fn, num_stages=4, num_microbatches=4, schedule="naive", **OPTIONS))
+    first.settle(case.params, case.batch, None)
     for name in SCHEDULES:
-        engine = Engine(settings(case.loss_fn, num_stages=3, num_microbatches=4, schedule=name, **OPTIONS))
-        engine.settle(case.params, case.batch, None)
-        plan, _, _ = engine.plan("grads", case.batch, None)
-        labels = [line.label for line in plan.instructions if line.label[0].isdigit()]
-        assert labels == [str(action) for action in engine.settings.schedule.order]
-        for rank, row in enumerate(engine.settings.schedule.rows):
-            assert [label for label in labels if label[0] == str(rank)] == [str(action) for action in row]
+        schedule = make_for_stages(name, num_stages=4, num_microbatches=4)
+        engine = first.with_schedule(schedule)
+        draft = lower(engine.preparer.job(case.batch, None), schedule.order)
+        labels = [line.label for line in draft.lines if line.label[0].isdigit()]
+        assert labels == [str(action) for action in schedule.order if (action.stage, action.kind) != (0, Kind.I)]
+        for row in schedule.rows:
+            run = [str(action) for action in row if (action.stage, action.kind) != (0, Kind.I)]
+            assert [label for label in labels if label in run] == run
 
 
 def test_the_last_stage_may_finish_microbatches_in_any_order():

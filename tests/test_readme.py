@@ -1,11 +1,15 @@
 """The README tells the truth: its snippet runs and prints the table under it; its words about schedules are the code's."""
 
+import fractions
+import itertools
 import pathlib
 import re
 import subprocess
 import sys
 
-from jaxpp.schedule import SCHEDULES
+import pytest
+
+from jaxpp.schedule import SCHEDULES, make, simulate
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,9 +23,28 @@ def test_the_snippet_has_at_most_ten_lines_and_prints_the_table_below_it():
     assert run.stdout == table
 
 
+ROWS = re.findall(r"^\| `([\w-]+)` \| (\d).*? \| (3 m.*?) \| (.*?) \|", README, re.MULTILINE)
+
+
 def test_every_schedule_has_a_row():
-    for name in SCHEDULES:
-        assert f"| `{name}` |" in README
+    assert [row[0] for row in ROWS] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize(("name", "usual", "makespan", "residuals"), ROWS)
+def test_the_formulae_of_the_schedules_are_what_the_clock_says(name, usual, makespan, residuals):
+    def value(formula, **numbers):
+        product = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+        return eval(product, {}, numbers)  # noqa: S307  (our own README)
+
+    recipe = SCHEDULES[name]
+    assert int(usual) == recipe.stages_per_rank
+    for p, rounds, v in itertools.product(range(2, 9), (2, 3), range(1, 5) if recipe.varies else [int(usual)]):
+        schedule = make(name, num_ranks=p, num_microbatches=p * rounds, stages_per_rank=v)
+        unit = fractions.Fraction(1, v)
+        found = simulate(schedule, forward=unit, input_grad=unit, weight_grad=unit)
+        sizes = {"p": fractions.Fraction(p), "m": fractions.Fraction(p * rounds), "v": fractions.Fraction(v)}
+        assert found.makespan == value(makespan, **sizes)
+        assert max(found.peak_residuals) * unit == value(residuals, **sizes)
 
 
 def test_every_module_is_named():

@@ -99,7 +99,7 @@ def test_a_cast_of_the_weights_happens_once_per_step_and_stage(make_case):
     for code in cut_case(make_case("float32", compute="bfloat16"), 2).stages:
         cast = [aval for aval in code.statics.results if aval.dtype == jnp.bfloat16]
         assert cast, "the casts are statics"
-        for program in (code.forward, code.backward):
+        for program in (code.forward, *(backward.then for backward in code.backward.values())):
             args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.avals]
             graph, _ = trace(program.function, *args)
             of_params = descendants(
@@ -124,15 +124,17 @@ def test_statics_are_made_from_parameters_alone(make_case):
 def test_the_first_stage_returns_no_cotangent_and_the_others_one_for_each_value_received():
     found = cut_case(gpt_case(), 3)
     for code in found.stages:
-        returned = [ref.index for ref in code.backward.outputs if ref.role == Role.COTANGENT]
+        returned = [ref.index for ref in code.backward["B"].then.outputs if ref.role == Role.COTANGENT]
         received = [k for k, readers in enumerate(found.consumers) if code.index in readers]
         assert sorted(returned) == received
-    assert not [ref for ref in found.stages[0].backward.outputs if ref.role == Role.COTANGENT]
+    assert not [ref for ref in found.stages[0].backward["B"].then.outputs if ref.role == Role.COTANGENT]
 
 
 def test_labels_are_read_by_the_last_stage_only_and_inputs_by_the_first():
     found = cut_case(mlp_case(), 4)
-    read = [{ref.index for p in (c.forward, c.backward) for ref in p.inputs if ref.role == Role.BATCH} for c in found.stages]
+    read = [
+        {ref.index for p in (c.forward, c.backward["B"].then) for ref in p.inputs if ref.role == Role.BATCH} for c in found.stages
+    ]
     assert read == [{0}, set(), set(), {1}]
 
 

@@ -18,12 +18,12 @@ from jaxpp.runtime.birth import draft_params
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.lower import HOST, Job, Name, forward_actions, grad_name, lower, param_name
 from jaxpp.runtime.optimizer import Update, draft_birth, draft_update, opt_name, plan_update
-from jaxpp.runtime.placement import place
+from jaxpp.runtime.placement import pool
 from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, Settings, check_key
 from jaxpp.runtime.transfer import private
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.registry import make
+from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.types import Device, LossFn
@@ -62,7 +62,9 @@ def settings(
         raise ArgumentError(
             "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
         )
-    made = schedule if isinstance(schedule, Schedule) else make(schedule, num_ranks=num_stages, num_microbatches=num_microbatches)
+    made = schedule
+    if not isinstance(made, Schedule):
+        made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)
     if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
         raise ArgumentError(
             f"schedule={made.name!r}",
@@ -80,7 +82,7 @@ def settings(
             f"{len(cuts)} cuts and num_stages={num_stages}",
             f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
         )
-    return Settings(loss_fn, made, place(made, devices), has_aux, weight, None if cuts is None else tuple(cuts))
+    return Settings(loss_fn, made, pool(devices), has_aux, weight, None if cuts is None else tuple(cuts))
 
 
 class Outcome(NamedTuple):
@@ -110,7 +112,7 @@ class Engine:
         self._plans: dict[Any, tuple[Plan, int, Any]] = {}
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
-        """An engine that runs the same cuts, with the programs already compiled, in another order."""
+        """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
         other = Engine(dataclasses.replace(self.settings, schedule=schedule), self.optimizer)
         other.preparer.share(self.preparer)
         other.update = self.update

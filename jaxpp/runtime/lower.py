@@ -103,22 +103,37 @@ class Job:
         for code in self.codes(stage):
             for program in _programs(code):
                 found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
-        if self.codes(stage)[0].backward is not None:
+        if self.codes(stage)[0].backward:
             packed = {ref for pack in self.codes(stage)[0].packs for ref in pack.members}
             owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf, owner in enumerate(self.owner) if owner == stage}
             found |= {ref: aval for ref, aval in owned.items() if ref not in packed}
         return found
 
-    def zeros(self, stage: int, actions: Sequence[Action]) -> dict[Ref, Any]:
-        """The sums that must be zero before the first action: those that the stage's first backward does not make."""
-        first = next((self.variants[a.microbatch] for a in actions if a.stage == stage and a.kind == Kind.B), None)
-        program = None if first is None else self.cuts[first].stages[stage].backward_first
-        made = () if program is None else program.outputs
-        return {ref: aval for ref, aval in self.accumulators(stage).items() if ref not in made}
+    def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Any]]]:
+        """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
+
+        An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
+        """
+        begun: list[set[Ref]] = [set() for _ in range(self.num_stages)]
+        late: list[set[Ref]] = [set(self.accumulators(stage)) for stage in range(self.num_stages)]
+        chosen = []
+        for action in actions:
+            stage, kind, microbatch = action
+            code = self.cuts[self.variants[microbatch]].stages[stage]
+            if kind == Kind.F:
+                chosen.append((action, code.forward))
+            elif kind in code.backward:
+                backward = code.backward[kind]
+                fresh = backward.made.isdisjoint(begun[stage])
+                chosen.append((action, backward.first if fresh else backward.then))
+                begun[stage] |= backward.made
+                late[stage] -= backward.made if fresh else set()
+        zeros = [{ref: aval for ref, aval in self.accumulators(s).items() if ref in late[s]} for s in range(self.num_stages)]
+        return chosen, zeros
 
 
 def _programs(code: StageCode) -> list[Program]:
-    return [code.statics, code.forward, *([code.backward] if code.backward else [])]
+    return [code.statics, code.forward, *(backward.then for backward in code.backward.values())]
 
 
 def param_name(stage: int, leaf: int) -> Name:
@@ -147,11 +162,11 @@ def lower(job: Job, actions: Sequence[Action]) -> Draft:
     draft = Draft()
     draft.homes.update({param_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.owner)})
     _feed(draft, job)
+    chosen, zeros = job.choose(actions)
     for stage in sorted(range(job.num_stages), key=lambda s: s != job.loss_stage):
-        _begin(draft, job, stage, job.zeros(stage, actions))
-    begun: set[int] = set()
-    for action in actions:
-        _act(draft, job, action, begun)
+        _begin(draft, job, stage, zeros[stage])
+    for action, program in chosen:
+        _act(draft, job, action, program)
     _unpack(draft, job)
     _tie(draft, job)
     _join(draft, job)
@@ -268,17 +283,11 @@ def _name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:
     return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH else -1)
 
 
-def _act(draft: Draft, job: Job, action: Action, begun: set[int]) -> None:
-    """Write one action and the sends it feeds; ``begun`` are the stages whose gradients have begun to be summed."""
-    stage, kind, i = action
+def _act(draft: Draft, job: Job, action: Action, program: Program) -> None:
+    """Write one action and the sends it feeds."""
+    stage, _, i = action
     variant = job.variants[i]
     cut = job.cuts[variant]
-    code = cut.stages[stage]
-    backward = code.backward if stage in begun else code.backward_first
-    program = code.forward if kind == Kind.F else backward
-    if kind == Kind.B:
-        begun.add(stage)
-    assert kind in (Kind.F, Kind.B) and program is not None, f"{action} cannot be lowered yet"
     label = str(action)
     inputs = [_name(stage, ref, i, variant) for ref in program.inputs]
     outputs = [_name(stage, ref, i, variant) for ref in program.outputs]

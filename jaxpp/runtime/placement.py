@@ -9,7 +9,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Device
 
-__all__ = ["Placement", "place"]
+__all__ = ["Placement", "place", "pool"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,13 @@ class Placement:
         return self.devices[stage]
 
 
-def place(schedule: Schedule, devices: Sequence[Device] | None = None) -> Placement:
-    """Give each rank a device, in order; fewer devices than ranks are cycled.
+def place(schedule: Schedule, devices: Sequence[Device]) -> Placement:
+    """Give each rank a device, in order; fewer devices than ranks are cycled. A stage lives where its rank does."""
+    return Placement(tuple(devices[rank % len(devices)] for rank in schedule.stage_to_rank))
+
+
+def pool(devices: Sequence[Device] | None) -> tuple[Device, ...]:
+    """The devices given, or all there are.
 
     Raises:
         ArgumentError: an empty list of devices.
@@ -31,4 +36,4 @@ def place(schedule: Schedule, devices: Sequence[Device] | None = None) -> Placem
     found = tuple(jax.devices() if devices is None else devices)
     if not found:
         raise ArgumentError("devices=[]", "a pipeline needs at least one device", "an empty list", "leave devices out to use all")
-    return Placement(tuple(found[rank % len(found)] for rank in schedule.stage_to_rank))
+    return found

@@ -8,6 +8,7 @@ by shape, so a shape is compiled once.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
 from jaxpp.runtime.lower import Job
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.placement import Placement, place
 from jaxpp.runtime.plan import Programs
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cut import CutLoss, cut
@@ -25,7 +26,7 @@ from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
-from jaxpp.types import LossFn
+from jaxpp.types import Device, LossFn
 
 __all__ = ["Layout", "Preparer", "Settings", "avals_of", "check_key"]
 
@@ -56,10 +57,15 @@ class Settings:
 
     loss_fn: LossFn
     schedule: Schedule
-    placement: Placement
+    devices: tuple[Device, ...]
     has_aux: bool = False
     weight: Callable[[Any], Any] | None = None
     cuts: tuple[str, ...] | None = None
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The device of each stage: the ranks get the devices in order."""
+        return place(self.schedule, self.devices)
 
 
 @dataclass(frozen=True)

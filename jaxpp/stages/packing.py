@@ -89,7 +89,7 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
     """
     taken = {ref for pack in reads for ref in pack.members}
     given = {ref for pack in writes for ref in pack.members}
-    used = [pack for pack in reads if not taken.isdisjoint(program.inputs)]
+    used = [pack for pack in reads if not set(pack.members).isdisjoint(program.inputs)]
     plain = [(ref, aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref not in taken]
     inputs = (*(ref for ref, _ in plain), *(pack.ref for pack in used))
     outputs = [*(ref for ref in program.outputs if ref not in given), *(pack.ref for pack in writes)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "Program", "Ref", "Role", "shapes_of"]
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "Backward", "Program", "Ref", "Role", "shapes_of"]
 
 
 class Role(enum.StrEnum):
@@ -73,6 +73,24 @@ class Program:
     def donated(self) -> tuple[int, ...]:
         """The arguments whose buffers the results take over: the accumulators."""
         return tuple(k for k, ref in enumerate(self.inputs) if ref.role in ACCUMULATED)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A program of the backward, twice.
+
+    Attributes:
+        first: for the first microbatch that comes back: it makes the gradients.
+        then: for all others: it adds to them.
+    """
+
+    first: Program
+    then: Program
+
+    @property
+    def made(self) -> frozenset[Ref]:
+        """The sums it makes or adds to."""
+        return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
 
 
 def shapes_of(atoms: Any) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -10,7 +10,7 @@ then has its place by what it depends on:
 * on nothing that costs anything to redo: wherever it is needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, trace, variables
+from jaxpp.stages.graph import Piece, aval_of, carve, descendants, variables
 from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
+from jaxpp.stages.slice import Body, Traced
+from jaxpp.stages.split_backward import split_backward
 
 __all__ = ["StageBuilder", "StageCode"]
 
@@ -36,8 +38,8 @@ class StageCode:
         index: which stage.
         statics: computes, once per step, what depends on parameters alone.
         forward: one microbatch's forward; returns what is sent on, and the residuals.
-        backward: one microbatch's backward; adds to the gradients, returns cotangents. None when only forwards are run.
-        backward_first: the same for the first microbatch that comes back: it makes the gradients that the others add to.
+        backward: one microbatch's backward by kind, B, I and W; sums gradients, returns cotangents. A kind with nothing to do is
+            not there, and none is when only forwards are run.
         packs: the small gradients that are summed as one vector.
         residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
         constants: arrays the loss closed over that this stage reads.
@@ -49,8 +51,7 @@ class StageCode:
     index: int
     statics: Program
     forward: Program
-    backward: Program | None
-    backward_first: Program | None
+    backward: Mapping[str, Backward]
     packs: tuple[Pack, ...]
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     constants: tuple[Any, ...]
@@ -92,24 +93,20 @@ class StageBuilder:
             for k, atom in enumerate(loss.graph.outputs)
             if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage
         ]
-        body = _Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
+        body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(self.consumers, self.train)
         programs = _Programs(traced, stage, self.rows, len(constants))
-        forward, backward, first, packs = programs.forward(), None, None, ()
-        small = programs.small_residuals()
+        packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
-            backward = packed(programs.backward(), (*small, *packs), packs)
-            first = packed(programs.backward(first=True), small, packs)
-            forward = packed(forward, (), small)
+        backward = {kind: programs.backward(kind, packs) for kind in _HALVES} if self.train else {}
         values = [loss.graph.constants[var] for var in constants]
         spine = set(loss.spine)
         return StageCode(
             index=stage,
             statics=programs.statics(),
-            forward=forward,
-            backward=backward,
-            backward_first=first,
+            forward=packed(programs.forward(), (), programs.small) if self.train else programs.forward(),
+            backward={kind: found for kind, found in backward.items() if found is not None},
             packs=packs,
             residuals=shapes_of(programs.residuals),
             constants=(*values, *programs.new_constants),
@@ -125,88 +122,15 @@ class StageBuilder:
         return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD))
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A stage's forward and pullback as one graph: names of the inputs, and names of the results in order."""
-
-    graph: Graph
-    inputs: tuple[Ref, ...]
-    results: tuple[Ref, ...]
-    returned: tuple[Ref, ...]
-    seeds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Body:
-    loss: TracedLoss
-    piece: Piece
-    inputs: list[Ref]
-    outputs: list[tuple[Ref, Any]]
-
-    def trace(self, consumers: Sequence[tuple[int, ...]], train: bool) -> _Traced:
-        """Trace the slice, under ``jax.vjp`` if it is to be trained."""
-        loss = self.loss
-        run = loss.graph.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
-        avals = shapes_of(self.piece.inputs)
-        results = tuple(ref for ref, _ in self.outputs)
-        if not train:
-            graph, _ = trace(run, *avals)
-            return _Traced(graph, tuple(self.inputs), results, (), ())
-        wants = [self._differentiable(ref, var) for ref, var in zip(self.inputs, self.piece.inputs, strict=True)]
-        gives = [ref.role != Role.AUX and self._differentiable(ref, atom) for ref, atom in self.outputs]
-        cotangents: list[Ref] = []
-        shapes: list[Any] = []
-        for (ref, atom), give in zip(self.outputs, gives, strict=True):
-            peers = (-1,) if ref.role == Role.LOSS else consumers[ref.index] if give else ()
-            cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
-            shapes += shapes_of([atom]) * len(peers)
-
-        def whole(args: Sequence[Any], received: Sequence[Any]) -> tuple[Any, Any]:
-            free = [arg for arg, want in zip(args, wants, strict=True) if want]
-
-            def forward(free: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                supply = iter(free)
-                outs = run(*(next(supply) if want else arg for arg, want in zip(args, wants, strict=True)))
-                return _where(outs, gives, True), _where(outs, gives, False)
-
-            outs, pullback, rest = jax.vjp(loss.remat(forward) if loss.remat else forward, free, has_aux=True)
-            summed = _sum_by([ref.index if ref.peer >= 0 else -1 for ref in cotangents], received)
-            return (outs, rest), pullback(summed)
-
-        graph, _ = trace(whole, avals, shapes)
-        order = [ref for ref, give in zip(results, gives, strict=True) if give]
-        order += [ref for ref, give in zip(results, gives, strict=True) if not give]
-        returned = [ref for ref, want in zip(self.inputs, wants, strict=True) if want]
-        seeds = tuple(len(self.inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
-        return _Traced(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
-
-    def _differentiable(self, ref: Ref, atom: Any) -> bool:
-        if ref.role == Role.PARAM:
-            return True
-        if ref.role not in (Role.ACTIVATION, Role.LOSS):
-            return False
-        return atom in self.loss.of_params and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
-
-
-def _where(values: Sequence[Any], flags: Sequence[bool], wanted: bool) -> list[Any]:
-    return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
-
-
-def _sum_by(keys: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Sum the values that share a key, in the order the keys first appear: one activation, several readers."""
-    sums: dict[int, Any] = {}
-    for key, value in zip(keys, values, strict=True):
-        sums[key] = sums[key] + value if key in sums else value
-    return list(sums.values())
-
-
 _STATICS, _FORWARD, _BACKWARD = "statics", "forward", "backward"
+_INPUT, _WEIGHT = "input", "weight"
+_HALVES = {"B": {_INPUT, _WEIGHT}, "I": {_INPUT}, "W": {_WEIGHT}}
 
 
 class _Programs:
     """Colours a traced stage and turns the pieces into programs."""
 
-    def __init__(self, traced: _Traced, stage: int, rows: frozenset[int], num_constants: int):
+    def __init__(self, traced: Traced, stage: int, rows: frozenset[int], num_constants: int):
         self.traced = traced
         self.stage = stage
         self.rows = rows
@@ -217,7 +141,8 @@ class _Programs:
         split = len(traced.results)
         self.forward_atoms, self.backward_atoms = graph.outputs[:split], graph.outputs[split:]
         homes = dict.fromkeys(variables(self.backward_atoms), _BACKWARD) | dict.fromkeys(variables(self.forward_atoms), _FORWARD)
-        self.pieces = carve(graph, self._colors(), homes)
+        colors = self._colors()
+        self.pieces = carve(graph, colors, homes)
         self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
         sent = {
             atom: ref
@@ -227,6 +152,33 @@ class _Programs:
         needed = [var for var in self._piece(_BACKWARD).inputs if var not in self.refs]
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
+        self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL))
+        self._split(colors)
+
+    def _split(self, colors: Sequence[str | None]) -> None:
+        """Divide the backward into I and W; what crosses from one to the other is kept as residuals."""
+        graph, returned = self.traced.graph, self.traced.returned
+        cotangents = {
+            atom
+            for ref, atom in zip(returned, self.backward_atoms, strict=True)
+            if ref.role == Role.ACTIVATION and isinstance(atom, Var)
+        }
+        backward = {i for i, color in enumerate(colors) if color == _BACKWARD}
+        of_input = split_backward(graph, backward, cotangents)
+        made = cotangents.union(*(graph.eqns[i].outvars for i in of_input))
+        self.halves = [
+            _INPUT if ref.role == Role.ACTIVATION or (isinstance(atom, Var) and atom in made) else _WEIGHT
+            for ref, atom in zip(returned, self.backward_atoms, strict=True)
+        ]
+        parts = [_INPUT if i in of_input else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
+        atoms = zip(self.backward_atoms, self.halves, strict=True)
+        pieces = carve(graph, parts, {atom: half for atom, half in atoms if isinstance(atom, Var)})
+        blank = Piece((), (), ())
+        self.pieces |= {half: pieces.get(half, blank) for half in (_INPUT, _WEIGHT)}
+        self.kept = [var for var in self.pieces[_WEIGHT].inputs if var not in self.refs]
+        names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self.kept))]
+        self.refs |= zip(self.kept, names, strict=True)
+        self.small_kept = packs_of(names, shapes_of(self.kept), Ref(Role.RESIDUAL, peer=0))
 
     def _piece(self, color: str) -> Piece:
         return self.pieces.get(color, Piece((), (), ()))
@@ -273,26 +225,38 @@ class _Programs:
         avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
         return self._accumulating(run, piece.inputs, outputs, added, avals)
 
-    def backward(self, *, first: bool = False) -> Program:
-        piece = self._piece(_BACKWARD)
+    def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
+        """The program of B, I or W; None if it has nothing to do."""
+        chosen = [k for k, half in enumerate(self.halves) if half in _HALVES[kind]]
+        kept = self.kept if kind == "I" else []
+        if not chosen and not kept:
+            return None
+        piece = self._piece(_BACKWARD if kind == "B" else _INPUT if kind == "I" else _WEIGHT)
+        first, then = (self._backward(piece, chosen, kept, first=first) for first in (True, False))
+        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
+        residuals = self.small if kind == "B" else (*self.small, *self.small_kept)
+        writes = (*self.small_kept, *sums) if kind == "I" else sums
+        return Backward(packed(first, residuals, writes), packed(then, (*residuals, *sums), writes))
+
+    def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
         graph, traced = self.traced.graph, self.traced
         seeds = {graph.inputs[k] for k in traced.seeds}
-        run = graph.function(piece.eqns, piece.inputs, self.backward_atoms)
+        run = graph.function(piece.eqns, piece.inputs, [*(self.backward_atoms[k] for k in chosen), *kept])
         inputs = [var for var in piece.inputs if var not in seeds]
 
         def seeded(*args: Any) -> list[Any]:
             supply = iter(args)
             return run(*(jnp.ones((), aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
 
-        outputs = [Ref(Role.GRAD, ref.index) if ref.role == Role.PARAM else ref for ref in traced.returned]
-        outputs = [Ref(Role.COTANGENT, ref.index, self.stage) if ref.role == Role.ACTIVATION else ref for ref in outputs]
+        outputs = [self._returned(traced.returned[k]) for k in chosen]
         added = [(k, ref) for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
-        avals = [shapes_of([self.backward_atoms[k]])[0] for k, _ in added]
+        avals = [shapes_of([self.backward_atoms[chosen[k]]])[0] for k, _ in added]
+        outputs += [self.refs[var] for var in kept]
         return self._accumulating(seeded, inputs, outputs, added, avals, first=first)
 
-    def small_residuals(self) -> tuple[Pack, ...]:
-        """The residuals that travel from forward to backward as one vector a dtype."""
-        return packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL))
+    def _returned(self, ref: Ref) -> Ref:
+        """What the backward returns for an input: the gradient of a parameter, the cotangent of an activation."""
+        return Ref(Role.GRAD, ref.index) if ref.role == Role.PARAM else Ref(Role.COTANGENT, ref.index, self.stage)
 
     def _total(self, ref: Ref) -> Ref:
         return Ref(Role.ROWS, ref.index) if ref.role == Role.AUX and ref.index in self.rows else ref

@@ -1,0 +1,98 @@
+"""A stage's slice of the loss, traced as one graph: its forward, and under ``jax.vjp`` its pullback."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.stages.graph import Graph, Piece, aval_of, trace
+from jaxpp.stages.loss import TracedLoss
+from jaxpp.stages.program import Ref, Role, shapes_of
+
+__all__ = ["Body", "Traced"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A stage's forward and pullback as one graph: names of the inputs, and names of the results in order."""
+
+    graph: Graph
+    inputs: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    returned: tuple[Ref, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A slice of the loss, ready to be traced.
+
+    Attributes:
+        loss: the whole.
+        piece: the slice.
+        inputs: the name of each input of the slice.
+        outputs: what it returns, by name.
+    """
+
+    loss: TracedLoss
+    piece: Piece
+    inputs: list[Ref]
+    outputs: list[tuple[Ref, Any]]
+
+    def trace(self, consumers: Sequence[tuple[int, ...]], train: bool) -> Traced:
+        """Trace the slice, under ``jax.vjp`` if it is to be trained."""
+        loss = self.loss
+        run = loss.graph.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
+        avals = shapes_of(self.piece.inputs)
+        results = tuple(ref for ref, _ in self.outputs)
+        if not train:
+            graph, _ = trace(run, *avals)
+            return Traced(graph, tuple(self.inputs), results, (), ())
+        wants = [self._differentiable(ref, var) for ref, var in zip(self.inputs, self.piece.inputs, strict=True)]
+        gives = [ref.role != Role.AUX and self._differentiable(ref, atom) for ref, atom in self.outputs]
+        cotangents: list[Ref] = []
+        shapes: list[Any] = []
+        for (ref, atom), give in zip(self.outputs, gives, strict=True):
+            peers = (-1,) if ref.role == Role.LOSS else consumers[ref.index] if give else ()
+            cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
+            shapes += shapes_of([atom]) * len(peers)
+
+        def whole(args: Sequence[Any], received: Sequence[Any]) -> tuple[Any, Any]:
+            free = [arg for arg, want in zip(args, wants, strict=True) if want]
+
+            def forward(free: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                supply = iter(free)
+                outs = run(*(next(supply) if want else arg for arg, want in zip(args, wants, strict=True)))
+                return _where(outs, gives, True), _where(outs, gives, False)
+
+            outs, pullback, rest = jax.vjp(loss.remat(forward) if loss.remat else forward, free, has_aux=True)
+            summed = _sum_by([ref.index if ref.peer >= 0 else -1 for ref in cotangents], received)
+            return (outs, rest), pullback(summed)
+
+        graph, _ = trace(whole, avals, shapes)
+        order = [ref for ref, give in zip(results, gives, strict=True) if give]
+        order += [ref for ref, give in zip(results, gives, strict=True) if not give]
+        returned = [ref for ref, want in zip(self.inputs, wants, strict=True) if want]
+        seeds = tuple(len(self.inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
+        return Traced(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
+
+    def _differentiable(self, ref: Ref, atom: Any) -> bool:
+        if ref.role == Role.PARAM:
+            return True
+        if ref.role not in (Role.ACTIVATION, Role.LOSS):
+            return False
+        return atom in self.loss.of_params and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def _where(values: Sequence[Any], flags: Sequence[bool], wanted: bool) -> list[Any]:
+    return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
+
+
+def _sum_by(keys: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Sum the values that share a key, in the order the keys first appear: one activation, several readers."""
+    sums: dict[int, Any] = {}
+    for key, value in zip(keys, values, strict=True):
+        sums[key] = sums[key] + value if key in sums else value
+    return list(sums.values())
