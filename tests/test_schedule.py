@@ -147,8 +147,7 @@ def test_all_violations_are_listed_and_a_long_list_is_cut():
             ("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
             [
                 "0B0 needs 1B0",
-                "1B0 needs 1F0",
-                "1F0 stands after 1F1 in its row",
+                "1B0 stands after 1F1 in its row",
                 "1F1 needs 0F1",
                 "0F1 stands after 0B0 in its row",
             ],
@@ -169,6 +168,20 @@ def test_a14_rows_that_wait_for_one_another_are_refused_with_the_shortest_cycle_
     for line in cycle:
         assert f">{line.split()[0]}<" in text
     assert text.count(">") == len(cycle)
+
+
+def test_a_large_broken_table_is_refused_at_once_and_only_the_ranks_that_matter_are_shown():
+    good = make("1f1b", num_ranks=32, num_microbatches=64)
+    swapped = [list(row) for row in good.rows]
+    swapped[7][20], swapped[7][90] = swapped[7][90], swapped[7][20]
+    with pytest.raises(ScheduleError) as error:
+        Schedule("mine", swapped)
+    text = str(error.value)
+    assert len(text.splitlines()) < 20
+    assert f"stands after {swapped[7][20]} in its row" in text
+    assert f">{swapped[7][20]}<" in text
+    assert "ranks 0 to 5: ..." in text
+    assert "ranks 8 to 31: ..." in text
 
 
 def test_i_and_w_may_stand_for_b():

@@ -3,6 +3,7 @@
 ``Drawn`` is what a ``Schedule`` (on the unit clock) and a ``Simulation`` (under costs) have in common: bars in time.
 """
 
+import base64
 import html
 import io
 import os
@@ -11,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.figure import available, pebble_gif, pebbles, timeline
+from jaxpp.schedule.figure import pebble_gif, pebbles, timeline
+from jaxpp.schedule.panel import available
 
 __all__ = ["Drawing", "Drawn"]
 
 _MOST_LINES = 64
+_MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
 
 
 class Drawing(NamedTuple):
@@ -90,7 +93,9 @@ class Drawn:
         return "\n".join([heading, *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
 
     def figure(self) -> Any:
-        """The timeline as a matplotlib ``Figure``: a row a rank, colours by kind, microbatch numbers, idle time left white.
+        """The timeline as a matplotlib ``Figure``: a row a rank, colours by kind, microbatch numbers, idle time light grey.
+
+        In a notebook the schedule draws itself; a bare figure shows after ``%matplotlib inline``.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
@@ -108,7 +113,7 @@ class Drawn:
         return pebbles(bars, stage_to_rank, heading)
 
     def pebble_gif(self, path: str | os.PathLike[str]) -> None:
-        """Write the pebble graph, slot by slot, as an animated GIF.
+        """Write the pebble graph as an animated GIF, slot by slot, in at most 120 frames.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
@@ -119,10 +124,14 @@ class Drawn:
     def _repr_html_(self) -> str:
         if not available():
             return f"<pre>{html.escape(str(self))}</pre>"
-        out = io.StringIO()
-        self.figure().savefig(out, format="svg", bbox_inches="tight")
-        text = out.getvalue()
-        return f'<div style="overflow-x:auto">{text[text.index("<svg") :]}</div>'
+        out = io.BytesIO()
+        small = len(self.drawing().bars) <= _MOST_VECTORS
+        self.figure().savefig(out, format="svg" if small else "png")
+        picture = f'<img src="data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}">'
+        if small:
+            text = out.getvalue().decode()
+            picture = text[text.index("<svg") :]
+        return f'<div style="overflow-x:auto">{picture}</div>'
 
 
 def _column(time: Number, makespan: Number, columns: int) -> int:

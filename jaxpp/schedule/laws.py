@@ -7,8 +7,9 @@
 Numbers have no gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind
@@ -20,6 +21,7 @@ _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
 _MOST_LINES = 12
 _RUN = 8
+_MOST_ROOTS = 1000
 
 
 def count(numbers: Iterable[int]) -> int:
@@ -124,92 +126,101 @@ def check_runs(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], tim
     begun = [len(starts) for starts in times.starts]
     if begun == [len(row) for row in rows]:
         return
-    needs = _needs(rows, stage_to_rank, begun)
-    cycle = _shortest_cycle(needs)
-    lines = [_waits(action, needed, needs) for action, needed in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
+    cycle = _Stuck(rows, begun, len(stage_to_rank)).shortest_cycle()
     cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
     raise ScheduleError(
         f"schedule {name!r}",
         "the rows must not wait for one another in a circle",
-        lines,
+        [why for _, why in cycle.values()],
         "order each row so that what an action needs can run before it",
         _picture(rows, cells, {}),
     )
 
 
-def _needs(rows: Sequence[Row], stage_to_rank: Sequence[int], begun: Sequence[int]) -> dict[Action, list[Action]]:
-    """What each action that never ran waits for, of those that never ran: its dependencies, then the one before it in its row."""
-    present = frozenset(action for row in rows for action in row)
-    stuck = {action for row, n in zip(rows, begun, strict=True) for action in row[n:]}
-    needs: dict[Action, list[Action]] = {}
-    for row, n in zip(rows, begun, strict=True):
-        for k in range(n, len(row)):
-            found = [need for need in dependencies(row[k], len(stage_to_rank), present) if need in stuck]
-            needs[row[k]] = [*found, *([row[k - 1]] if k > n and row[k - 1] not in found else [])]
-    return needs
+Link = tuple[Action, str]
+"""What an action waits for, and why."""
 
 
-def _shortest_cycle(needs: Mapping[Action, list[Action]]) -> list[Action]:
-    """The fewest actions of which each waits for the next and the last for the first."""
-    best: list[Action] = []
-    for root in needs:
-        before: dict[Action, Action] = {}
-        depth = {root: 1}
-        queue = deque([root])
-        while queue:
-            action = queue.popleft()
-            if best and depth[action] >= len(best):
-                break
-            if root in needs[action]:
-                best = [action]
-                while best[0] != root:
-                    best.insert(0, before[best[0]])
-                break
-            for need in needs[action]:
-                if need not in depth:
-                    depth[need], before[need] = depth[action] + 1, action
-                    queue.append(need)
-    assert best, "rows that are stuck wait in a circle"
-    return best
+class _Stuck:
+    """The actions that never ran, of which each waits for others: those it depends on, and those before it in its row."""
+
+    def __init__(self, rows: Sequence[Row], begun: Sequence[int], num_stages: int):
+        self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
+        self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
+        self._num_stages = num_stages
+        self._present = frozenset(action for row in rows for action in row)
+
+    def shortest_cycle(self) -> dict[Action, Link]:
+        """The fewest actions of which each waits for the next and the last for the first.
+
+        In a very large table: the fewest through the first stuck action of a rank, for there is always such a circle.
+        """
+        roots = self.place if len(self.place) <= _MOST_ROOTS else [row[0] for row in self.rows if row]
+        best: dict[Action, Link] = {}
+        for root in roots:
+            best = self._cycle(root, len(best) or len(self.place) + 1) or best
+        assert best, "rows that are stuck wait in a circle"
+        return best
+
+    def _cycle(self, root: Action, limit: int) -> dict[Action, Link] | None:
+        """The shortest cycle through ``root``, if it has fewer than ``limit`` actions."""
+        reached: dict[Action, Link | None] = {root: None}
+        behind = [0] * len(self.rows)  # how many actions of each row have been reached from one that stands after them
+        level = [root]
+        for _ in range(limit - 1):
+            further: list[Action] = []
+            for action in level:
+                for need, why in self._waits(action, behind):
+                    if need == root:
+                        return _walk_back(reached, action, (root, why))
+                    if need not in reached:
+                        reached[need] = (action, why)
+                        further.append(need)
+            level = further
+        return None
+
+    def _waits(self, action: Action, behind: list[int]) -> Iterator[Link]:
+        for need in dependencies(action, self._num_stages, self._present):
+            if need in self.place:
+                yield need, f"{action} needs {need}"
+        rank, k = self.place[action]
+        for before in self.rows[rank][behind[rank] : k]:
+            yield before, f"{action} stands after {before} in its row"
+        behind[rank] = max(behind[rank], k)
 
 
-def _waits(action: Action, needed: Action, needs: Mapping[Action, list[Action]]) -> str:
-    in_row = needs[action][-1] == needed and needed not in needs[action][:-1] and not _depends(action, needed)
-    return f"{action} stands after {needed} in its row" if in_row else f"{action} needs {needed}"
-
-
-def _depends(action: Action, needed: Action) -> bool:
-    """Whether ``action`` needs ``needed`` whatever the rows."""
-    if action.microbatch != needed.microbatch:
-        return False
-    if action.kind == Kind.F:
-        return needed == (action.stage - 1, Kind.F, action.microbatch)
-    if action.kind == Kind.W:
-        return needed == (action.stage, Kind.I, action.microbatch)
-    return (needed.stage, needed.kind) in {(action.stage, Kind.F), (action.stage + 1, Kind.B), (action.stage + 1, Kind.I)}
+def _walk_back(reached: Mapping[Action, Link | None], last: Action, closing: Link) -> dict[Action, Link]:
+    """The cycle that ``closing`` closes at ``last``, from its first action on."""
+    links = [(last, closing)]
+    while (step := reached[links[-1][0]]) is not None:
+        before, why = step
+        links.append((before, (links[-1][0], why)))
+    return dict(reversed(links))
 
 
 def _picture(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
-    """The rows, ``>bad<`` cells marked, missing ones at the end; long stretches without either are left out."""
+    """The rows, ``>bad<`` cells marked, missing ones at the end; what is long and unmarked is left out."""
+    touched = {rank for rank, _ in marked} | set(missing)
     lines = []
-    for rank, row in enumerate(rows):
-        cells: list[str] = []
-        plain: list[str] = []
-
-        def flush(cells: list[str] = cells, plain: list[str] = plain) -> None:
-            left_out = len(plain) - _RUN
-            cells += plain if left_out <= 1 else [*plain[: _RUN // 2], f"({left_out} more)", *plain[-_RUN // 2 :]]
-            plain.clear()
-
-        for k, action in enumerate(row):
-            if (rank, k) in marked:
-                flush()
-                cells.append(f">{action}<")
-            else:
-                plain.append(str(action))
-        flush()
-        gone = missing.get(rank, ())
-        cells += [f">{cell} missing<" for cell in gone[:_RUN]]
-        cells += [f"({len(gone) - _RUN} more missing)"] if len(gone) > _RUN else []
-        lines.append(f"rank {rank}: " + " ".join(cells))
+    for shown, group in itertools.groupby(range(len(rows)), key=lambda rank: rank in touched or len(rows) <= _RUN):
+        ranks = list(group)
+        if shown:
+            lines += [f"rank {rank}: " + " ".join(_cells(rows[rank], rank, marked, missing.get(rank, ()))) for rank in ranks]
+        else:
+            lines.append(f"ranks {ranks[0]} to {ranks[-1]}: ..." if len(ranks) > 1 else f"rank {ranks[0]}: ...")
     return "\n".join(lines)
+
+
+def _cells(row: Row, rank: int, marked: Collection[tuple[int, int]], missing: Sequence[str]) -> Iterator[str]:
+    for bad, group in itertools.groupby(enumerate(row), key=lambda cell: (rank, cell[0]) in marked):
+        cells = [str(action) for _, action in group]
+        left_out = len(cells) - _RUN
+        if bad:
+            yield from (f">{cell}<" for cell in cells)
+        elif left_out <= 1:
+            yield from cells
+        else:
+            yield from (*cells[: _RUN // 2], f"({left_out} more)", *cells[-_RUN // 2 :])
+    yield from (f">{cell} missing<" for cell in missing[:_RUN])
+    if len(missing) > _RUN:
+        yield f"({len(missing) - _RUN} more missing)"

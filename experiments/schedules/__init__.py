@@ -1,0 +1,1 @@
+"""Which schedule, and what does it cost in memory?"""

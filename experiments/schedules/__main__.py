@@ -1,0 +1,5 @@
+"""``python -m experiments.schedules``."""
+
+from experiments.schedules.main import main
+
+main()

@@ -1,0 +1,226 @@
+"""Figures: every action drawn once, every live residual a pebble, a GIF that can be read, a clear word without matplotlib."""
+
+import importlib
+import importlib.util
+import io
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from PIL import Image
+
+from jaxpp.schedule import SCHEDULES, Action, Kind, make, simulate
+from jaxpp.schedule.clock import Bar
+from jaxpp.schedule.figure import pebble_gif, pebbles, timeline
+from jaxpp.schedule.panel import available
+from jaxpp.schedule.residuals import Lane, Residual, counts, lanes, live, peak, places
+
+SMALL = make("1f1b", num_ranks=2, num_microbatches=4)
+
+
+def pictured(name, ranks=4, microbatches=8, **costs):
+    """A simulation, its bars and owners."""
+    run = simulate(make(name, num_ranks=ranks, num_microbatches=microbatches), **costs)
+    drawing = run.drawing()
+    return run, drawing.bars, drawing.stage_to_rank
+
+
+def boxes(figure):
+    """Corners of the drawn bars, by kind: the collections labelled with a kind and a number."""
+    found = {kind: [] for kind in Kind}
+    for collection in figure.axes[0].collections:
+        kind, _, order = collection.get_label().partition(" ")
+        if order.isdigit():
+            found[Kind(kind)] += [path.get_extents() for path in collection.get_paths()]
+    return found
+
+
+def dots(figure):
+    """Centres of the pebbles."""
+    return [at for c in figure.axes[0].collections if c.get_label() == "pebbles" for at in c.get_offsets().tolist()]
+
+
+def brute(residuals, at):
+    return sum(residual.start <= at < residual.end for residual in residuals)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("make_figure", [timeline, pebbles])
+def test_every_action_is_one_bar_at_its_time(name, make_figure):
+    _, bars, owners = pictured(name, forward=1.5, input_grad=1, weight_grad=0.5, transfer=0.25)
+    drawn = boxes(make_figure(bars, owners, "heading"))
+    for kind in Kind:
+        spans = Counter((box.x0, box.x1) for box in drawn[kind])
+        assert spans == Counter((bar.start, bar.end) for bar in bars if bar.action.kind == kind)
+
+
+def test_a_timeline_has_a_row_a_rank_with_rank_0_on_top():
+    _, bars, owners = pictured("zb-v")
+    drawn = [(box.x0, int(box.y0)) for group in boxes(timeline(bars, owners, "")).values() for box in group]
+    assert Counter(drawn) == Counter((bar.start, bar.rank) for bar in bars)
+    low, high = timeline(bars, owners, "").axes[0].get_ylim()
+    assert low > high
+
+
+def test_the_numbers_are_the_microbatches_and_are_left_out_where_they_could_not_be_read():
+    def numbers(figure):
+        return sum(len(c.get_offsets()) for c in figure.axes[0].collections if c.get_label() == "text")
+
+    assert numbers(SMALL.figure()) == 16
+    assert numbers(make("naive", num_ranks=8, num_microbatches=64).figure()) == 0
+
+
+def test_later_stages_of_a_rank_are_underlined_once_more_each():
+    _, bars, owners = pictured("interleaved", ranks=2, microbatches=4)
+    lines = [c for c in timeline(bars, owners, "").axes[0].collections if c.get_label() == "underline"]
+    assert sum(len(c.get_paths()) for c in lines) == len(bars) / 2
+    three = make("interleaved", num_ranks=2, num_microbatches=4, stages_per_rank=3)
+    lines = [c for c in three.figure().axes[0].collections if c.get_label() == "underline"]
+    assert sum(len(c.get_paths()) for c in lines) == 2 * 2 * 4 * (0 + 1 + 2)
+
+
+def test_a_residual_lives_from_the_start_of_f_to_the_end_of_the_last_of_its_backward():
+    bars = [
+        Bar(0, Action(0, Kind.F, 0), 0, 1),
+        Bar(0, Action(0, Kind.F, 1), 1, 2),
+        Bar(0, Action(0, Kind.I, 0), 5, 6),
+        Bar(0, Action(0, Kind.B, 1), 6, 8),
+        Bar(0, Action(0, Kind.W, 0), 8, 9.5),
+    ]
+    assert live(bars) == (Residual(0, 0, 0, 9.5), Residual(0, 1, 1, 8))
+
+
+def test_residuals_of_1f1b_are_those_counted_by_hand():
+    _, bars, _ = pictured("1f1b", ranks=2, microbatches=4)
+    first, last = ([r for r in live(bars) if r.stage == stage] for stage in (0, 1))
+    assert [brute(first, t) for t in range(15)] == [1, *[2] * 11, 1, 1, 1]
+    assert [brute(last, t) for t in range(15)] == [0, *[1] * 12, 0, 0]
+    assert counts(first) == ((0, 1, 1), (1, 12, 2), (12, 15, 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_most_residuals_of_each_rank_are_those_of_the_simulation(name):
+    run, bars, owners = pictured(name, forward=1, input_grad=1.25, weight_grad=0.75, transfer=0.5)
+    residuals = live(bars)
+    assert run.peak_residuals == tuple(peak(r for r in residuals if owners[r.stage] == rank) for rank in range(4))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_column_of_a_stage_has_as_many_pebbles_as_residuals_are_alive(name):
+    run, bars, owners = pictured(name)
+    figure = pebbles(bars, owners, "")
+    axes, residuals = figure.axes[0], live(bars)
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    tops = [tick - 0.5 for tick in axes.get_yticks()]
+    assert len({(round(x, 3), round(y, 3)) for x, y in dots(figure)}) == len(dots(figure))
+    columns = Counter()
+    for x, y in dots(figure):
+        row = max(k for k, top in enumerate(tops) if top + 1 <= y)
+        assert y < tops[row] + 2 and names[row].startswith("F")
+        columns[int(names[row][1:]), int(x)] += 1
+    for stage in range(len(owners)):
+        own = [r for r in residuals if r.stage == stage]
+        for t in range(int(run.makespan)):
+            assert columns[stage, t] == brute(own, t + 0.5)
+
+
+def test_more_pebbles_than_can_be_counted_are_a_number_on_a_darker_ground():
+    _, bars, owners = pictured("gpipe", ranks=2, microbatches=12)
+    figure = pebbles(bars, owners, "")
+    assert not dots(figure)
+    grounds = {c.get_label(): c for c in figure.axes[0].collections if c.get_label().endswith(" pebbles")}
+    assert {label: len(c.get_paths()) for label, c in grounds.items()}["12 pebbles"] == 1
+    assert grounds["12 pebbles"].get_facecolor().sum() < grounds["1 pebbles"].get_facecolor().sum()
+
+
+def test_no_two_living_residuals_share_a_place_and_places_are_as_few_as_can_be():
+    _, bars, _ = pictured("v-half", ranks=4, microbatches=9)
+    placed = places(live(bars))
+    assert 1 + max(place for _, place in placed) == max(brute(live(bars), r.start) for r in live(bars))
+    for k, (one, place) in enumerate(placed):
+        for other, taken in placed[:k]:
+            assert place != taken or other.end <= one.start or one.end <= other.start
+
+
+def test_rows_of_the_pebble_graph_follow_the_data():
+    _, bars, _ = pictured("zb-h1", ranks=2)
+    blocks = [(Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0)]
+    assert lanes(bars) == tuple(Lane((kind,), stage) for kind, stage in blocks)
+    _, mixed, owners = pictured("dualpipe-v", ranks=2)
+    assert Lane((Kind.B, Kind.I), 3) in lanes(mixed)
+    ticks = pebbles(mixed, owners, "").axes[0].get_yticks()
+    assert list(ticks) == sorted(set(ticks))
+
+
+def test_the_part_after_until_is_hidden():
+    _, bars, owners = pictured("1f1b", ranks=2)
+    (curtain,) = pebbles(bars, owners, "", until=5).axes[0].patches
+    assert curtain.get_x() == 5 and curtain.get_facecolor() == (1, 1, 1, 1)
+    assert not pebbles(bars, owners, "").axes[0].patches
+
+
+def test_the_gif_has_a_frame_a_slot_and_each_shows_more(tmp_path):
+    SMALL.pebble_gif(tmp_path / "small.gif")
+    with Image.open(tmp_path / "small.gif") as image:
+        assert image.n_frames == 15
+        inks = []
+        for frame in range(image.n_frames):
+            image.seek(frame)
+            inks.append(sum(image.convert("L").histogram()[:250]))
+    assert inks == sorted(set(inks))
+
+
+def test_the_gif_of_a_long_schedule_has_no_more_than_120_frames(tmp_path, monkeypatch):
+    grabbed = []
+    writer = importlib.import_module("matplotlib.animation").PillowWriter
+    monkeypatch.setattr(writer, "grab_frame", lambda self: grabbed.append(1))
+    monkeypatch.setattr(writer, "finish", lambda self: None)
+    _, bars, owners = pictured("naive", ranks=8, microbatches=16)
+    pebble_gif(bars, owners, "", tmp_path / "long.gif")
+    assert 120 <= len(grabbed) <= 120 + 12
+
+
+def test_costs_that_are_no_multiples_of_anything_and_costs_of_nothing_can_be_drawn():
+    for costs in ({"forward": 0.1234567, "input_grad": 3**0.5}, {"forward": 0, "input_grad": 0, "weight_grad": 0}):
+        run, *_ = pictured("zb-v", ranks=2, microbatches=4, **costs)
+        for figure in (run.figure(), run.pebble_figure()):
+            figure.savefig(io.BytesIO(), format="png")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"), [("1f1b", 16, 64), ("gpipe", 2, 4), ("dualpipe-v", 2, 4), ("zb-v", 1, 1)]
+)
+def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatches):
+    run, *_ = pictured(name, ranks, microbatches)
+    for figure in (run.figure(), run.pebble_figure()):
+        figure.canvas.draw()
+        end = figure.axes[0].get_xlim()[1]
+        ticks = [t for t in figure.axes[0].get_xticklabels() if t.get_position()[0] <= end]
+        texts = [t for axes in figure.axes for t in axes.texts + axes.get_yticklabels()] + ticks
+        spans = [t.get_window_extent() for t in texts + figure.texts if t.get_text()]
+        for k, one in enumerate(spans):
+            assert figure.bbox.x0 <= one.x0 and one.x1 <= figure.bbox.x1 and one.y1 <= figure.bbox.y1
+            assert not any(one.overlaps(other) for other in spans[:k])
+
+
+def test_a_notebook_shows_svg_with_matplotlib_and_text_without(monkeypatch):
+    assert available()
+    assert "<svg" in SMALL._repr_html_() and "<svg" in simulate(SMALL)._repr_html_()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert SMALL._repr_html_().startswith("<pre>1f1b: 2 ranks")
+
+
+def test_without_matplotlib_a_figure_says_how_to_install_it(monkeypatch, tmp_path):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    for draw in (SMALL.figure, SMALL.pebble_figure, lambda: SMALL.pebble_gif(tmp_path / "x.gif")):
+        with pytest.raises(ImportError, match=r'need matplotlib.*\n?.*pip install "jaxpp\[figures\]"'):
+            draw()
+
+
+def test_drawing_leaves_no_pyplot_behind():
+    code = "import sys, jaxpp.schedule as s; s.make('gpipe', num_ranks=2).figure(); print('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
