@@ -15,10 +15,12 @@ from jaxpp.errors import VerifyError
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
 from jaxpp.types import Batch, Grads, Key, LossFn, Params
 
-__all__ = ["GRAD_FLOOR", "compare", "oracle", "tolerance"]
+__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "compare", "oracle", "tolerance"]
 
 GRAD_FLOOR = 0.01
 """A gradient smaller than this part of the largest one is compared as if it had that size."""
+COARSE_FLOOR = 0.1
+"""The same for losses that compute with fewer digits than float32's: their noise is larger beside what is allowed."""
 
 
 def oracle(
@@ -83,7 +85,7 @@ def tolerance(dtype: Any) -> float:
     return {"float64": 1e-12, "float32": 1e-5}.get(name) or 8 * float(jnp.finfo(dtype).eps)
 
 
-def compare(what: str, got: Any, want: Any, *, floor: float = 0.0) -> None:
+def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any = None) -> None:
     """Raise unless every leaf of ``got`` equals its fellow in ``want``.
 
     Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``. For gradients the floor is ``GRAD_FLOOR``: one
@@ -94,6 +96,8 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0) -> None:
         got: the pipeline's.
         want: the oracle's.
         floor: the part of the largest leaf below which a leaf counts as noise.
+        coarsest: the floating type with the fewest digits that the leaves were computed with: their own unless given. A float32
+            gradient of a bfloat16 model has bfloat16's digits, for XLA rounds where it does not fuse.
 
     Raises:
         VerifyError: naming the first leaf that differs, with both values where they differ most.
@@ -102,7 +106,8 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0) -> None:
     wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
     largest = max((_size(b) for _, _, b, dtype in wide if _inexact(dtype)), default=0.0)
     for path, a, b, dtype in wide:
-        bound = tolerance(dtype) * max(_size(b), floor * largest) if _inexact(dtype) else 0.0
+        allowed = max(tolerance(kind) for kind in (dtype, coarsest) if kind is not None) if _inexact(dtype) else 0.0
+        bound = allowed * max(_size(b), floor * largest)
         with np.errstate(invalid="ignore"):
             error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
         error = np.where(np.isnan(error), np.inf, error)

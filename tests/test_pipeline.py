@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import PullbackError, StateError, VerifyError
+from jaxpp.errors import CutError, PullbackError, StateError, VerifyError
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
@@ -302,3 +302,27 @@ def test_gather_brings_a_spread_tree_together():
     _, _, state = trained(mlp_case)
     assert float(optax.tree.norm(jaxpp.gather(state.params))) > 0
     assert {d for leaf in jax.tree.leaves(jaxpp.gather(state, jax.devices()[2])) for d in leaf.devices()} == {jax.devices()[2]}
+
+
+def test_a_stage_by_hand_that_computes_nothing_is_named():
+    def dense(params, x):
+        return jnp.tanh(x @ params["w"])
+
+    def nothing(params, x):
+        return x
+
+    for stages, words in (([dense, nothing, dense], "stage 1 does not"), ([nothing, dense], "one that returns what it is given")):
+        pipe = jaxpp.Pipeline.from_stages(stages, loss=lambda x, y: ((x - y) ** 2).mean(), optimizer=optax.sgd(0.1))
+        params = [{"w": jnp.eye(4)} if stage is dense else {} for stage in stages]
+        with pytest.raises(CutError) as error:
+            pipe.init(params, (jnp.ones((4, 4)), jnp.ones((4, 4))))
+        assert words in str(error.value)
+        assert "by_hand" not in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_verify_allows_a_bf16_model_the_digits_of_bf16(schedule):
+    case = mlp_case("float32", compute="bfloat16", depth=4)
+    options = {"num_stages": 2, "num_microbatches": 3, "schedule": schedule, "has_aux": True}
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
+    pipe.verify(pipe.init(case.init, jax.random.key(0), case.batch), case.batch, case.key)

@@ -3,12 +3,14 @@
 import itertools
 import pathlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Action, Kind, Schedule, dependencies, from_csv, make, parse
+from jaxpp.schedule.clock import _needs
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PYTORCH = sorted((GOLDEN / "pytorch").glob("*.csv"))
@@ -28,7 +30,9 @@ def test_an_action_prints_and_parses_back(stage, kind, microbatch):
     assert parse(str(action)) == action
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "0B1.5", "1BOGUS", "-1F0", "2 F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "0B1.5", "1BOGUS", "-1F0", "2 F0", "02F0", "\u0662F0", 3, None, "9" * 5000]
+)
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ScheduleError, match="an action is written"):
         parse(text)
@@ -121,8 +125,8 @@ def rows(*texts):
         (("0F0 0F1 0B0 0I0 0W0",), "0B1 is missing", ">0B1 missing<"),  # a count of backwards does not see it
         (("0B0",), "0F0 is missing", ">0F0 missing<"),
         (("0F0 0B0 1F0 1B0", "1F1 1B1", "0F1 0B1"), "0F1 stands in the row of rank 2, its stage belongs to rank 0", ">0F1<"),
-        (("0F0 0B0 5F0",), "5F0, rank 0: stage 5 is out of range, the stages are 0 to 0", ">5F0<"),
-        (("0F0 0B0 0F7",), "0F7, rank 0: microbatch 7 is out of range, the microbatches are 0 to 0", ">0F7<"),
+        (("0F0 0B0 5F0",), "stage 5 is out of range, for there is no stage 1: 5F0", ">5F0<"),
+        (("0F0 0B0 0F7",), "microbatch 7 is out of range, for there is no microbatch 1: 0F7", ">0F7<"),
     ],
 )
 def test_an_incomplete_or_misplaced_schedule_is_refused_when_made(cells, message, marked):
@@ -130,6 +134,76 @@ def test_an_incomplete_or_misplaced_schedule_is_refused_when_made(cells, message
         Schedule("mine", rows(*cells))
     assert message in str(error.value)
     assert marked in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ([["0F0", "0B0"], ["1F0", "1B0"], ["3F0", "3B0"]], "stage 3 is out of range, for there is no stage 2: 3F0, 3B0"),
+        ([["1F0", "1B0"]], "stage 1 is out of range, for there is no stage 0"),
+        ([["0F1", "0B1"]], "microbatch 1 is out of range, for there is no microbatch 0"),
+        ([[f"0F{i}" for i in (0, 2, 3, 4, 5)]], "microbatches 2 to 5 are out of range, for there is no microbatch 1: 0F2, 0F3"),
+        ([["1F0", "0F0", "0B0"], ["1F0", "1B0"]], "1F0 stands in the row of rank 0, its stage belongs to rank 1"),
+        ([["0F0", "0B0"], []], "rank 1: no action"),
+        ([], "no rows"),
+        (["0F0 0B0", "1F0 1X0"], "rank 1, cell 1: '1X0'"),
+        ([[0, None]], "rank 0, cell 0: 0"),
+        ([[Action(0, Kind.F, 0), Action(0, Kind.B, 0), Action(0, Kind.F, -1)]], "rank 0, cell 2: Action("),
+        ([[Action(0, "X", 0)]], "rank 0, cell 0: Action("),
+        ([[Action(False, Kind.F, 0)]], "rank 0, cell 0: Action("),
+        (7, "rank 0, cell 0: 7"),
+    ],
+)
+def test_gaps_and_what_is_no_action_are_named_with_their_place(cells, message):
+    with pytest.raises(ScheduleError) as error:
+        Schedule("mine", cells)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) < 30
+
+
+def test_a_microbatch_left_out_of_a_large_table_is_one_line():
+    good = make("1f1b", num_ranks=16, num_microbatches=64)
+    with pytest.raises(ScheduleError) as error:
+        Schedule("mine", [[a for a in row if a.microbatch != 31] for row in good.rows])
+    text = str(error.value)
+    assert "microbatches 32 to 63 are out of range, for there is no microbatch 31: 0F32, 0F33, 0F34, 0F35 and 1020 more" in text
+    assert len(text) < 4000
+
+
+def test_rows_may_be_strings_and_numpys_integers_are_integers():
+    plain = Schedule("mine", [["0F0", "0B0"], ["1F0", "1B0"]])
+    assert Schedule("mine", ["0F0 0B0", "1F0 1B0"]) == plain
+    assert Schedule("mine", [[Action(np.int64(a.stage), a.kind, a.microbatch) for a in row] for row in plain.rows]) == plain
+    assert make("1f1b", num_ranks=np.int64(2), num_microbatches=np.int32(3)) == make("1f1b", num_ranks=2, num_microbatches=3)
+
+
+@pytest.mark.parametrize("owners", [(0, -1), (0.0, 1), "01", {0: 0, 1: 1}, 3])
+def test_owners_that_are_none_are_refused(owners):
+    with pytest.raises(ScheduleError, match="stage_to_rank is a sequence that gives each stage the rank of a row"):
+        Schedule("mine", rows("0F0 0B0", "1F0 1B0"), owners)
+
+
+def test_what_a_schedule_hands_out_cannot_change_it():
+    schedule = make("1f1b", num_ranks=2)
+    with pytest.raises(TypeError):
+        schedule.starts[schedule.rows[0][0]] = 7
+
+
+def test_the_clock_and_the_rules_agree_on_what_an_action_needs():
+    tables = [make(name, num_ranks=3, num_microbatches=6) for name in SCHEDULES]
+    tables.append(Schedule("mixed", ["0F0 0F1 0I0 0B1 0W0", "1F0 1B0 1F1 1I1 1W1"]))
+    for schedule in tables:
+        present = frozenset(schedule.order)
+        makes = {}
+        for action in schedule.order:
+            result = _needs(action, schedule.num_stages, schedule.num_microbatches)[3]
+            assert makes.setdefault(result, action) == action
+        for action in schedule.order:
+            own, source, boundary, _ = _needs(action, schedule.num_stages, schedule.num_microbatches)
+            found = {makes[number] for number in (own, source) if number is not None}
+            assert found == set(dependencies(action, schedule.num_stages, present))
+            if source is not None:
+                assert {boundary, boundary + 1} == {action.stage, makes[source].stage}
 
 
 def test_all_violations_are_listed_and_a_long_list_is_cut():
@@ -173,14 +247,16 @@ def test_a14_rows_that_wait_for_one_another_are_refused_with_the_shortest_cycle_
 def test_a_large_broken_table_is_refused_at_once_and_only_the_ranks_that_matter_are_shown():
     good = make("1f1b", num_ranks=32, num_microbatches=64)
     swapped = [list(row) for row in good.rows]
-    swapped[7][20], swapped[7][90] = swapped[7][90], swapped[7][20]
+    early, late = (swapped[7].index(parse(text)) for text in ("7F30", "7B30"))
+    swapped[7][early], swapped[7][late] = swapped[7][late], swapped[7][early]
     with pytest.raises(ScheduleError) as error:
         Schedule("mine", swapped)
     text = str(error.value)
     assert len(text.splitlines()) < 20
-    assert f"stands after {swapped[7][20]} in its row" in text
-    assert f">{swapped[7][20]}<" in text
-    assert "ranks 0 to 5: ..." in text
+    assert "Got: 7B30 needs 7F30\n       7F30 stands after 7B30 in its row." in text
+    assert ">7B30<" in text
+    assert ">7F30<" in text
+    assert "ranks 0 to 6: ..." in text
     assert "ranks 8 to 31: ..." in text
 
 
@@ -193,13 +269,16 @@ def test_owners_are_read_off_the_rows_or_given():
     assert Schedule("mine", cells).stage_to_rank == (1, 0)
     with pytest.raises(ScheduleError, match="1F0 stands in the row of rank 0, its stage belongs to rank 1"):
         Schedule("mine", cells, (0, 1))
-    with pytest.raises(ScheduleError, match="each stage belongs to the rank of one row"):
+    with pytest.raises(ScheduleError, match="stage_to_rank is a sequence that gives each stage the rank of a row"):
         Schedule("mine", cells, (0, 2))
 
 
 def test_an_unknown_name_gets_the_nearest_one():
     with pytest.raises(ScheduleError, match="Fix: write 'gpipe'"):
         make("gpip", num_ranks=2)
+    for name in ("foo", None, 1, ["1f1b"]):
+        with pytest.raises(ScheduleError, match="Fix: pass one of these names, or a Schedule"):
+            make(name, num_ranks=2)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(0, 1, 1), (1, 0, 1), (-1, -1, 1), (1.5, 2, 1), (2, 2, 0), (True, 2, 1)])
@@ -229,6 +308,14 @@ def test_csv_round_trips_both_ways(name):
         schedule = make(name, num_ranks=p, num_microbatches=m, stages_per_rank=v)
         assert from_csv(schedule.to_csv()) == schedule
         assert from_csv(schedule.to_csv(), name="again").to_csv() == schedule.to_csv()
+
+
+def test_csv_has_no_text_no_action_or_a_mark_of_excel():
+    assert from_csv("\ufeff0F0,0B0\r\n") == Schedule("mine", rows("0F0 0B0"))
+    assert from_csv("0F0,0B0\r1F0,1B0\r").num_ranks == 2
+    for text in (None, "", "0F0,0B0\n\n1F0,1B0\n"):
+        with pytest.raises(ScheduleError):
+            from_csv(text)
 
 
 def test_csv_passes_over_idle_cells_and_reads_overlapped_pairs():

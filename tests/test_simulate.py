@@ -3,6 +3,7 @@
 import fractions
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -213,12 +214,35 @@ def test_costs_of_single_stages_are_taken_where_they_belong():
         {"transfer": "fast"},
         {"dispatch": float("inf")},
         {"weight_grad": None},
+        {"forward": {1, 2, 3}},
+        {"forward": 10**400},
+        {"forward": True},
     ],
 )
 def test_what_is_no_cost_is_refused(costs):
     with pytest.raises(ScheduleError) as error:
         simulate(make("1f1b", num_ranks=3), **costs)
     assert f"Got: {next(iter(costs))}=" in str(error.value)
+
+
+def test_arrays_of_costs_count_as_pythons_numbers():
+    schedule = make("1f1b", num_ranks=2, num_microbatches=200)
+    plain = simulate(schedule, forward=[100, 100], transfer=[0.5])
+    assert simulate(schedule, forward=np.array([100, 100], np.int8), transfer=np.array([0.5, 0])).makespan == plain.makespan
+    assert simulate(schedule, forward=np.uint8(100), transfer=np.array(0.5)).makespan == plain.makespan
+    assert isinstance(simulate(schedule, forward=np.float32(0.1)).makespan, float)
+
+
+def test_exact_costs_have_exact_causes():
+    r = simulate(
+        make("1f1b", num_ranks=2, num_microbatches=2), forward=[fractions.Fraction(1, 3), 1], transfer=fractions.Fraction(1, 7)
+    )
+    assert [sum(causes) for causes in r.causes] == list(r.idle)
+
+
+def test_what_is_no_schedule_is_refused():
+    with pytest.raises(ScheduleError, match="it takes a Schedule"):
+        simulate("1f1b")
 
 
 def test_a_simulation_prints_a_line_and_a_row_a_rank():

@@ -5,7 +5,6 @@ trees.
 """
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +22,7 @@ from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, Settings, check_key
 from jaxpp.runtime.transfer import private
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.program import Ref, Role, shapes_of
@@ -52,7 +52,7 @@ def settings(
     """
     num_microbatches = num_stages if num_microbatches is None else num_microbatches
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    low = [f"{name}={value!r}" for name, value in counts.items() if not isinstance(value, numbers.Integral) or value < 1]
+    low = [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]
     if low:
         raise ArgumentError(
             "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"

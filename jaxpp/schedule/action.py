@@ -11,7 +11,8 @@ from jaxpp.errors import ScheduleError
 
 __all__ = ["Action", "Kind", "parse"]
 
-_GRAMMAR = re.compile(r"(\d+)([FBIW])(\d+)")
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_GRAMMAR = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
 
 
 class Kind(enum.StrEnum):
@@ -46,17 +47,27 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> Action:
-    """Read an action from its printed form.
+    """Read an action from its printed form; the inverse of ``str``.
+
+    Args:
+        text: such as ``"2F0"``; blanks around it are passed over.
+
+    Returns:
+        the action.
 
     Raises:
-        ScheduleError: the text is not digits, one of F B I W, digits.
+        ScheduleError: the text is not a number, one of F B I W, a number.
+
+    Example:
+        >>> parse("2F0").stage
+        2
     """
-    match = _GRAMMAR.fullmatch(text.strip())
+    match = _GRAMMAR.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ScheduleError(
-            f"action {text!r}",
+            "action",
             "an action is written <stage><kind><microbatch>, the kind one of F, B, I, W",
-            repr(text),
+            repr(text) if len(repr(text)) < 80 else repr(text)[:80] + "...",
             "write it like 2F0",
         )
     stage, kind, microbatch = match.groups()

@@ -7,13 +7,16 @@ runs.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
-from jaxpp.schedule.action import Action, parse
-from jaxpp.schedule.clock import UNIT, Row, Times, bars, replay
+from jaxpp.schedule.action import Action
+from jaxpp.schedule.circles import check_runs
+from jaxpp.schedule.clock import UNIT, Number, Row, Times, bars, replay
 from jaxpp.schedule.draw import Drawing, Drawn
-from jaxpp.schedule.laws import check_complete, check_runs, count, owners
+from jaxpp.schedule.laws import check_complete, check_owners, count, owners, read
 
 __all__ = ["Schedule"]
 
@@ -26,7 +29,8 @@ class Schedule(Drawn):
 
     Args:
         name: what to call it.
-        rows: ``rows[rank]`` holds the rank's actions in the order it runs them, each an ``Action`` or its printed form, ``"2F0"``.
+        rows: ``rows[rank]`` holds the rank's actions in the order it runs them, each an ``Action`` or its printed form, ``"2F0"``;
+            or one string of them.
         stage_to_rank: ``stage_to_rank[stage]`` is the rank that owns the stage; read off the rows unless given.
 
     Raises:
@@ -49,9 +53,9 @@ class Schedule(Drawn):
     """Start and end of every action on the unit clock, an as-soon-as-possible replay of the rows."""
 
     def __post_init__(self):
-        rows = tuple(tuple(a if isinstance(a, Action) else parse(a) for a in row) for row in self.rows)
+        rows = read(self.name, self.rows)
         object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "stage_to_rank", tuple(self.stage_to_rank) or owners(rows))
+        object.__setattr__(self, "stage_to_rank", check_owners(self.name, self.stage_to_rank, len(rows)) or owners(rows))
         check_complete(self.name, rows, self.stage_to_rank, self.num_microbatches)
         times = replay(rows, self.stage_to_rank, self.num_microbatches, lambda action: UNIT[action.kind])
         check_runs(self.name, rows, self.stage_to_rank, times)
@@ -73,10 +77,10 @@ class Schedule(Drawn):
         return count(action.microbatch for row in self.rows for action in row)
 
     @cached_property
-    def starts(self) -> dict[Action, int]:
+    def starts(self) -> Mapping[Action, Number]:
         """When each action starts on the unit clock, in slots."""
         flat = itertools.chain.from_iterable
-        return dict(zip(flat(self.rows), flat(self.times.starts), strict=True))  # pyright: ignore[reportReturnType]
+        return MappingProxyType(dict(zip(flat(self.rows), flat(self.times.starts), strict=True)))
 
     @cached_property
     def order(self) -> tuple[Action, ...]:

@@ -23,7 +23,21 @@ UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
 def dependencies(action: Action, num_stages: int, present: frozenset[Action]) -> Iterator[Action]:
-    """What must be done before ``action``, among the actions that are ``present``."""
+    """What must be done before an action may start: the rules, one by one.
+
+    Args:
+        action: of a schedule.
+        num_stages: of the schedule.
+        present: all its actions; they tell whether a stage runs B or I.
+
+    Yields:
+        actions.
+
+    Example:
+        >>> rows = frozenset({Action(0, Kind.F, 0), Action(1, Kind.F, 0), Action(1, Kind.B, 0), Action(0, Kind.B, 0)})
+        >>> [str(need) for need in dependencies(Action(0, Kind.B, 0), 2, rows)]
+        ['0F0', '1B0']
+    """
     stage, kind, microbatch = action
     if kind == Kind.F:
         if stage > 0:
@@ -122,7 +136,7 @@ def replay(
 
 
 def _needs(action: Action, num_stages: int, num_microbatches: int) -> tuple[int | None, int | None, int, int]:
-    """Numbers for what an action needs of its own stage, what it needs of another and over which boundary, and what it makes.
+    """``dependencies``, in numbers: what an action needs of its own stage, what of another and over which boundary, what it makes.
 
     The forward of a stage and microbatch is even, its cotangent odd, its gradient negative.
     """

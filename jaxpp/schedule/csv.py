@@ -5,7 +5,6 @@ Empty cells are idle slots and are passed over: the clock finds them again. A pa
 """
 
 import csv
-import io
 import re
 
 from jaxpp.errors import ScheduleError
@@ -36,9 +35,13 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         >>> from_csv(s.to_csv()) == s
         True
     """
+    if not isinstance(text, str):
+        raise ScheduleError(
+            f"from_csv({name!r})", "the CSV is text", type(text).__name__, "pass the text of the file, read with read_text()"
+        )
     rows: list[list[Action]] = []
     wrong: list[str] = []
-    for line, cells in enumerate(csv.reader(io.StringIO(text.strip("\r\n"))), start=1):
+    for line, cells in enumerate(csv.reader(text.lstrip("\ufeff").splitlines()), start=1):
         rows.append([])
         for column, cell in enumerate(cells, start=1):
             pair = _PAIR.fullmatch(cell.strip())

@@ -3,7 +3,7 @@
 ::
 
     rank 0   F0 F1 F2 F3          B0 B1 B2 B3
-    rank 1      F0 F1 F2 F3    B0 B1 B2 B3
+    rank 1      F0 F1 F2 F3    B0 B1 B2 B3    (B takes two slots; not to scale)
 
 Bubble (p - 1) / (m + p - 1); residuals of all m microbatches on every rank. The order is PyTorch's ``ScheduleGPipe``.
 

@@ -2,34 +2,79 @@
 
 1. Each stage runs each microbatch's forward once, and its backward once: one B, or one I and one W.
 2. It runs them on the rank that owns the stage.
-3. The rows do not wait for one another in a circle.
+3. The rows do not wait for one another in a circle (``circles``).
 
 Numbers have no gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
 
 import itertools
+import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxpp.errors import ScheduleError
-from jaxpp.schedule.action import Action, Kind
-from jaxpp.schedule.clock import Row, Times, dependencies
+from jaxpp.schedule.action import Action, Kind, parse
+from jaxpp.schedule.clock import Row
 
-__all__ = ["check_complete", "check_runs", "count", "owners"]
+__all__ = ["check_complete", "check_owners", "count", "is_count", "owners", "picture", "read"]
 
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
 _MOST_LINES = 12
 _RUN = 8
-_MOST_ROOTS = 1000
 
 
-def count(numbers: Iterable[int]) -> int:
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is a whole number, NumPy's included, of at least ``least``."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def count(present: Iterable[int]) -> int:
     """How many of 0, 1, 2, ... are there before the first gap."""
-    found, n = set(numbers), 0
+    found, n = set(present), 0
     while n in found:
         n += 1
     return n
+
+
+def read(name: str, rows: Any) -> tuple[Row, ...]:
+    """The rows as tuples of actions.
+
+    Args:
+        name: of the schedule.
+        rows: one a rank: actions or their text, one by one or in one string.
+
+    Raises:
+        ScheduleError: naming every cell that is no action, and every row that has none.
+    """
+    wrong: list[str] = []
+    found: list[Row] = []
+    for rank, row in enumerate(rows if _is_listing(rows) else [rows]):
+        cells = row.split() if isinstance(row, str) else tuple(row) if _is_listing(row) else (row,)
+        actions = [_read_cell(cell) for cell in cells]
+        wrong += [f"rank {rank}, cell {k}: {cells[k]!r}" for k, action in enumerate(actions) if action is None]
+        wrong += [] if actions else [f"rank {rank}: no action"]
+        found.append(tuple(action for action in actions if action is not None))
+    if wrong or not found:
+        rule = "a row holds the actions of its rank, at least one, each an Action or its text <stage><kind><microbatch>"
+        fix = "write rows like [['0F0', '0B0'], ['1F0', '1B0']]"
+        raise ScheduleError(f"schedule {name!r}", rule, _short(wrong) or "no rows", fix)
+    return tuple(found)
+
+
+def _is_listing(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Action))
+
+
+def _read_cell(cell: Any) -> Action | None:
+    if isinstance(cell, str):
+        try:
+            return parse(cell)
+        except ScheduleError:
+            return None
+    whole = isinstance(cell, Action) and is_count(cell.stage) and is_count(cell.microbatch) and cell.kind in _BITS
+    return Action(int(cell.stage), Kind(cell.kind), int(cell.microbatch)) if whole else None
 
 
 def owners(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -42,64 +87,81 @@ def owners(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(best[stage] for stage in range(count(best)))
 
 
+def check_owners(name: str, stage_to_rank: Any, num_ranks: int) -> tuple[int, ...]:
+    """The owners as given; none if there are none.
+
+    Raises:
+        ScheduleError: if they are no sequence of ranks.
+    """
+    given = stage_to_rank if stage_to_rank is not None else ()
+    if isinstance(given, Sequence) and all(is_count(rank) and rank < num_ranks for rank in given):
+        return tuple(map(int, given))
+    rule = "stage_to_rank is a sequence that gives each stage the rank of a row"
+    got = f"stage_to_rank={stage_to_rank!r}, {num_ranks} rows"
+    raise ScheduleError(f"schedule {name!r}", rule, got, f"use whole numbers below {num_ranks}, or leave it out")
+
+
 def check_complete(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], num_microbatches: int) -> None:
     """Laws 1 and 2.
 
     Raises:
         ScheduleError: with every violation, and the rows with the bad cells marked.
     """
-    where, num_stages = f"schedule {name!r}", len(stage_to_rank)
-    if not any(rows):
-        raise ScheduleError(where, "a schedule needs at least one action", "no action in any row", "fill the rows")
-    astray = [rank for rank in stage_to_rank if not 0 <= rank < len(rows)]
-    if astray:
-        got = f"stage_to_rank={tuple(stage_to_rank)}, {len(rows)} rows"
-        raise ScheduleError(where, "each stage belongs to the rank of one row", got, f"use ranks 0 to {len(rows) - 1}")
-    wrong: list[str] = []
+    num_stages = len(stage_to_rank)
+    wrong = _outside("stage", rows, num_stages) + _outside("microbatch", rows, num_microbatches)
     marked: set[tuple[int, int]] = set()
-    seen: dict[Action, int] = {}
+    seen: set[Action] = set()
     masks = [[0] * num_microbatches for _ in range(num_stages)]
     for rank, row in enumerate(rows):
         for k, action in enumerate(row):
             stage, kind, microbatch = action
-            inside = stage < num_stages and microbatch < num_microbatches
-            if inside and action not in seen and stage_to_rank[stage] == rank:
-                seen[action] = rank
-                masks[stage][microbatch] |= _BITS[kind]
+            if stage >= num_stages or microbatch >= num_microbatches:
+                marked.add((rank, k))
                 continue
-            marked.add((rank, k))
-            wrong.append(_misplaced(action, rank, stage_to_rank, num_microbatches, seen.get(action)))
-            if inside and action not in seen:
-                masks[stage][microbatch] |= _BITS[kind]
-            seen.setdefault(action, rank)
+            masks[stage][microbatch] |= _BITS[kind]
+            if stage_to_rank[stage] != rank:
+                marked.add((rank, k))
+                wrong.append(f"{action} stands in the row of rank {rank}, its stage belongs to rank {stage_to_rank[stage]}")
+            elif action in seen:
+                marked.add((rank, k))
+                wrong.append(f"{action}, rank {rank}: a duplicate")
+            seen.add(action)
     missing: dict[int, list[str]] = {}
+    mixed: set[tuple[int, int]] = set()
     for stage, of_stage in enumerate(masks):
         for microbatch, mask in enumerate(of_stage):
             if mask not in _WHOLE:
                 lacks = _lacking(mask, stage, microbatch, wrong)
                 missing.setdefault(stage_to_rank[stage], []).extend(lacks)
-                of_this = {a for a in seen if a.stage == stage and a.microbatch == microbatch} if not lacks else set()
-                marked |= {(rank, k) for rank, row in enumerate(rows) for k, a in enumerate(row) if a in of_this}
+                mixed |= set() if lacks else {(stage, microbatch)}
     if wrong:
-        more = len(wrong) - _MOST_LINES
+        cells = ((rank, k, action) for rank, row in enumerate(rows) for k, action in enumerate(row))
+        marked |= {(rank, k) for rank, k, a in cells if a.kind != Kind.F and (a.stage, a.microbatch) in mixed}
         raise ScheduleError(
-            where,
+            f"schedule {name!r}",
             "each stage runs each microbatch's forward once and its backward once (B, or I and W), on the rank that owns it",
-            wrong if more <= 0 else [*wrong[:_MOST_LINES], f"... and {more} more"],
+            _short(wrong),
             "write each action once, in the row of its stage's rank",
-            _picture(rows, marked, missing),
+            picture(rows, marked, missing),
         )
 
 
-def _misplaced(action: Action, rank: int, owner: Sequence[int], num_microbatches: int, earlier: int | None) -> str:
-    if action.stage >= len(owner):
-        return f"{action}, rank {rank}: stage {action.stage} is out of range, the stages are 0 to {len(owner) - 1}"
-    if action.microbatch >= num_microbatches:
-        last = num_microbatches - 1
-        return f"{action}, rank {rank}: microbatch {action.microbatch} is out of range, the microbatches are 0 to {last}"
-    if earlier is not None:
-        return f"{action}, rank {rank}: a duplicate, it stands in the row of rank {earlier} already"
-    return f"{action} stands in the row of rank {rank}, its stage belongs to rank {owner[action.stage]}"
+def _short(lines: list[str]) -> list[str]:
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 1 else [*lines[:_MOST_LINES], f"... and {more} more"]
+
+
+def _outside(what: str, rows: Sequence[Row], size: int) -> list[str]:
+    """A line for the numbers that lie behind a gap."""
+    beyond = [action for row in rows for action in row if getattr(action, what) >= size]
+    if not beyond:
+        return []
+    found = sorted({getattr(action, what) for action in beyond})
+    plural = {"stage": "stages", "microbatch": "microbatches"}[what]
+    which = f"{what} {found[0]} is" if len(found) == 1 else f"{plural} {found[0]} to {found[-1]} are"
+    more = len(beyond) - _RUN // 2
+    cells = ", ".join(map(str, beyond[: _RUN // 2])) + (f" and {more} more" if more > 0 else "")
+    return [f"{which} out of range, for there is no {what} {size}: {cells}"]
 
 
 def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str]) -> list[str]:
@@ -117,88 +179,7 @@ def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str]) -> list[s
     return lacks
 
 
-def check_runs(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], times: Times) -> None:
-    """Law 3, given how far a replay came.
-
-    Raises:
-        ScheduleError: with the shortest circle of actions that wait for one another, marked in the rows.
-    """
-    begun = [len(starts) for starts in times.starts]
-    if begun == [len(row) for row in rows]:
-        return
-    cycle = _Stuck(rows, begun, len(stage_to_rank)).shortest_cycle()
-    cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
-    raise ScheduleError(
-        f"schedule {name!r}",
-        "the rows must not wait for one another in a circle",
-        [why for _, why in cycle.values()],
-        "order each row so that what an action needs can run before it",
-        _picture(rows, cells, {}),
-    )
-
-
-Link = tuple[Action, str]
-"""What an action waits for, and why."""
-
-
-class _Stuck:
-    """The actions that never ran, of which each waits for others: those it depends on, and those before it in its row."""
-
-    def __init__(self, rows: Sequence[Row], begun: Sequence[int], num_stages: int):
-        self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
-        self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
-        self._num_stages = num_stages
-        self._present = frozenset(action for row in rows for action in row)
-
-    def shortest_cycle(self) -> dict[Action, Link]:
-        """The fewest actions of which each waits for the next and the last for the first.
-
-        In a very large table: the fewest through the first stuck action of a rank, for there is always such a circle.
-        """
-        roots = self.place if len(self.place) <= _MOST_ROOTS else [row[0] for row in self.rows if row]
-        best: dict[Action, Link] = {}
-        for root in roots:
-            best = self._cycle(root, len(best) or len(self.place) + 1) or best
-        assert best, "rows that are stuck wait in a circle"
-        return best
-
-    def _cycle(self, root: Action, limit: int) -> dict[Action, Link] | None:
-        """The shortest cycle through ``root``, if it has fewer than ``limit`` actions."""
-        reached: dict[Action, Link | None] = {root: None}
-        behind = [0] * len(self.rows)  # how many actions of each row have been reached from one that stands after them
-        level = [root]
-        for _ in range(limit - 1):
-            further: list[Action] = []
-            for action in level:
-                for need, why in self._waits(action, behind):
-                    if need == root:
-                        return _walk_back(reached, action, (root, why))
-                    if need not in reached:
-                        reached[need] = (action, why)
-                        further.append(need)
-            level = further
-        return None
-
-    def _waits(self, action: Action, behind: list[int]) -> Iterator[Link]:
-        for need in dependencies(action, self._num_stages, self._present):
-            if need in self.place:
-                yield need, f"{action} needs {need}"
-        rank, k = self.place[action]
-        for before in self.rows[rank][behind[rank] : k]:
-            yield before, f"{action} stands after {before} in its row"
-        behind[rank] = max(behind[rank], k)
-
-
-def _walk_back(reached: Mapping[Action, Link | None], last: Action, closing: Link) -> dict[Action, Link]:
-    """The cycle that ``closing`` closes at ``last``, from its first action on."""
-    links = [(last, closing)]
-    while (step := reached[links[-1][0]]) is not None:
-        before, why = step
-        links.append((before, (links[-1][0], why)))
-    return dict(reversed(links))
-
-
-def _picture(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
+def picture(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
     """The rows, ``>bad<`` cells marked, missing ones at the end; what is long and unmarked is left out."""
     touched = {rank for rank, _ in marked} | set(missing)
     lines = []
@@ -215,12 +196,9 @@ def _cells(row: Row, rank: int, marked: Collection[tuple[int, int]], missing: Se
     for bad, group in itertools.groupby(enumerate(row), key=lambda cell: (rank, cell[0]) in marked):
         cells = [str(action) for _, action in group]
         left_out = len(cells) - _RUN
-        if bad:
-            yield from (f">{cell}<" for cell in cells)
-        elif left_out <= 1:
-            yield from cells
-        else:
-            yield from (*cells[: _RUN // 2], f"({left_out} more)", *cells[-_RUN // 2 :])
+        if left_out > 1:
+            cells = [*cells[: _RUN // 2], f"({left_out} more)", *cells[-_RUN // 2 :]]
+        yield from (f">{cell}<" for cell in cells) if bad else cells
     yield from (f">{cell} missing<" for cell in missing[:_RUN])
     if len(missing) > _RUN:
         yield f"({len(missing) - _RUN} more missing)"

@@ -4,7 +4,7 @@
 
     rank 0   F0             B0  F1             B1
     rank 1       F0     B0          F1     B1
-    rank 2          F0B0               F0B1
+    rank 2          F0B0               F1B1    (B takes two slots; not to scale)
 
 Bubble (p - 1) / p, whatever the number of microbatches; residuals of one microbatch on every rank.
 """

@@ -4,7 +4,7 @@
 
     rank 0   F0 F1 F2       B0    F3 B1    B2    B3
     rank 1      F0 F1    B0    F2 B1    F3 B2    B3
-    rank 2         F0 B0    F1 B1    F2 B2    F3 B3
+    rank 2         F0 B0    F1 B1    F2 B2    F3 B3    (B takes two slots; not to scale)
 
 Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down).
 Bubble (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. The order is the one that PyTorch's

@@ -11,6 +11,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.dualpipe_v import dualpipe_v
 from jaxpp.schedule.gpipe import gpipe
 from jaxpp.schedule.interleaved import can_interleave, interleaved
+from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.looped_bfs import looped_bfs
 from jaxpp.schedule.naive import naive
 from jaxpp.schedule.one_f_one_b import one_f_one_b
@@ -45,7 +46,11 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
         "gpipe": Recipe(gpipe),
         "1f1b": Recipe(one_f_one_b),
         "interleaved": Recipe(
-            interleaved, 2, varies=True, allows=can_interleave, rule="the microbatches split into max(1, m // ranks) equal rounds"
+            interleaved,
+            2,
+            varies=True,
+            allows=can_interleave,
+            rule="the microbatches split into equal rounds, one for each time that the ranks go into them",
         ),
         "looped-bfs": Recipe(looped_bfs, 2, varies=True),
         "zb-h1": Recipe(zb_h1),
@@ -53,7 +58,9 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
         "zb-v": Recipe(zb_v, 2),
         "v-half": Recipe(v_half, 2),
         "v-min": Recipe(v_min, 2),
-        "dualpipe-v": Recipe(dualpipe_v, 2, allows=lambda p, m: m >= 2 * p, rule="there are at least 2 microbatches a rank"),
+        "dualpipe-v": Recipe(
+            dualpipe_v, 2, allows=lambda p, m: m >= 2 * p, rule="there are at least as many microbatches as stages, two a rank"
+        ),
     }
 )
 """Every schedule there is, by name. A new one is a function and a line here; the tests walk this table."""
@@ -84,20 +91,20 @@ def make(name: str, *, num_ranks: int, num_microbatches: int | None = None, stag
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     given = {key: value for key, value in counts.items() if value is not None or key == "num_ranks"}
     where = f"make({name!r}, {', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    low = [f"{key}={value!r}" for key, value in given.items() if not isinstance(value, int) or isinstance(value, bool) or value < 1]
+    low = [f"{key}={value!r}" for key, value in given.items() if not is_count(value, least=1)]
     if low:
         raise ScheduleError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
-    v = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
+    num_ranks, v = int(num_ranks), recipe.stages_per_rank if stages_per_rank is None else int(stages_per_rank)
     if v != recipe.stages_per_rank and not recipe.varies:
         others = " or ".join(repr(key) for key, other in SCHEDULES.items() if other.varies)
         n = recipe.stages_per_rank
         fix = f"pass stages_per_rank={n}" + (f", or use {others}" if n == 1 else "")
         raise ScheduleError(where, f"{name} runs {n} stage{'s' * (n > 1)} on each rank", f"stages_per_rank={v}", fix)
-    m = num_ranks * v if num_microbatches is None else num_microbatches
+    m = num_ranks * v if num_microbatches is None else int(num_microbatches)
     if not recipe.allows(num_ranks, m):
         near = " or ".join(f"num_microbatches={n}" for n in _nearest(m, lambda n: recipe.allows(num_ranks, n)))
         raise ScheduleError(
-            where, f"{name} needs that {recipe.rule}", f"num_ranks={num_ranks}, num_microbatches={m}", f"pass {near}"
+            where, f"{name} runs where {recipe.rule}", f"num_ranks={num_ranks}, num_microbatches={m}", f"pass {near}"
         )
     return recipe.build(num_ranks, m, v) if recipe.varies else recipe.build(num_ranks, m)
 
@@ -117,9 +124,9 @@ def make_for_stages(name: str, *, num_stages: int, num_microbatches: int) -> Sch
 
 
 def _find(name: str) -> Recipe:
-    if name in SCHEDULES:
+    if isinstance(name, str) and name in SCHEDULES:
         return SCHEDULES[name]
-    near = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.3)
+    near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))
     fix = f"write {near[0]!r}" if near else "pass one of these names, or a Schedule"
     raise ScheduleError(f"schedule {name!r}", f"the schedules are {names}", repr(name), fix)

@@ -8,12 +8,13 @@ ranks idle.
 is lost when steps follow one another without a barrier.
 """
 
-import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind
@@ -75,14 +76,14 @@ class Simulation(Drawn):
     times: Times
 
     @cached_property
-    def starts(self) -> dict[Action, Number]:
+    def starts(self) -> Mapping[Action, Number]:
         """When each action starts."""
-        return {bar.action: bar.start for bar in bars(self.schedule.rows, self.times)}
+        return MappingProxyType({bar.action: bar.start for bar in bars(self.schedule.rows, self.times)})
 
     @cached_property
-    def ends(self) -> dict[Action, Number]:
+    def ends(self) -> Mapping[Action, Number]:
         """When each action ends."""
-        return {bar.action: bar.end for bar in bars(self.schedule.rows, self.times)}
+        return MappingProxyType({bar.action: bar.end for bar in bars(self.schedule.rows, self.times)})
 
     def drawing(self) -> Drawing:
         """The actions on the virtual clock."""
@@ -145,7 +146,7 @@ class Simulation(Drawn):
         A rank of heavy stages idles less than with equal ones; then all its idle time counts as fill and drain.
         """
         mean = self.costs._replace(
-            **{name: (sum(costs) / len(costs),) * len(costs) for name, costs in self.costs._asdict().items() if name in _STAGED}
+            **{name: (_mean(costs),) * len(costs) for name, costs in self.costs._asdict().items() if name in _STAGED}
         )
         free = {"transfer": (), "dispatch": 0}
         even = Simulation(self.schedule, mean._replace(**free), _replay(self.schedule, mean._replace(**free)))
@@ -168,7 +169,7 @@ class Simulation(Drawn):
         rows = [head]
         columns = zip(self.busy, self.idle, self.causes, self.own_bubble, self.peak_residuals, strict=True)
         for rank, (busy, idle, causes, own, peak) in enumerate(columns):
-            rows.append([str(rank), *(f"{float(x):.6g}" for x in (busy, idle, *causes, own)), str(peak)])
+            rows.append([str(rank), *(_short(x, self.makespan) for x in (busy, idle, *causes, own)), str(peak)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([self.overview(), "", *lines])
@@ -176,7 +177,13 @@ class Simulation(Drawn):
     __repr__ = __str__
 
 
+def _short(time: Number, makespan: Number) -> str:
+    """A time with six digits; rounding noise is no time."""
+    return f"{float(time) if abs(time) > 1e-9 * makespan else 0:.6g}"
+
+
 _STAGED = frozenset({"forward", "input_grad", "weight_grad"})
+_MOST = 1e100
 
 
 def simulate(
@@ -197,12 +204,12 @@ def simulate(
         input_grad: time of I likewise.
         weight_grad: time of W likewise; B takes I and W together.
         transfer: time from one rank to another, a number or one a stage: ``transfer[s]`` is of what crosses between stages s and
-            s + 1, either way. Links are not shared, and nothing is sent between stages of one rank.
+            s + 1, either way, so the last stage's may be left out. Links are not shared; on one rank nothing is sent.
         dispatch: time the host takes to hand over one action, in ``schedule.order``.
         overlap: whether a rank computes on while it sends.
 
     Raises:
-        ScheduleError: a negative or infinite cost, or a number of costs that is not the number of stages.
+        ScheduleError: a cost that is negative or not finite (1e100 is the most), or costs that are not one a stage.
 
     Example:
         >>> from jaxpp.schedule import make
@@ -212,29 +219,47 @@ def simulate(
         >>> simulate(make("1f1b", num_ranks=4, num_microbatches=8)).peak_residuals
         (4, 3, 2, 1)
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError("simulate(schedule, ...)", "it takes a Schedule", repr(schedule), "pass make(name, num_ranks=...)")
     given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": transfer}
-    staged = {name: _staged(value, schedule.num_stages) for name, value in given.items()}
-    wrong = [f"{name}={given[name]!r}" for name, costs in staged.items() if not costs]
-    wrong += [] if _is_cost(dispatch) else [f"dispatch={dispatch!r}"]
+    staged = {name: _staged(value, schedule.num_stages, name == "transfer") for name, value in given.items()}
+    host = _numbers(dispatch)
+    wrong = [f"{name}={given[name]!r}" for name, costs in staged.items() if costs is None]
+    wrong += [] if _is_cost(host) else [f"dispatch={dispatch!r}"]
     if wrong:
         raise ScheduleError(
             "simulate(...)",
-            "a cost is a finite number of at least 0, or a sequence of one a stage",
+            "a cost is a finite number of at least 0, or a sequence of one a stage; dispatch is one number",
             wrong,
-            f"pass one number, or {schedule.num_stages} of them",
+            f"pass one number, or {schedule.num_stages} of them (transfer: {schedule.num_stages - 1} will do)",
         )
-    costs = Costs(**staged, dispatch=dispatch, overlap=overlap)
+    costs = Costs(**{name: found or () for name, found in staged.items()}, dispatch=host, overlap=overlap)
     return Simulation(schedule, costs, _replay(schedule, costs))
 
 
-def _is_cost(value: object) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value) and not value < 0
+def _numbers(value: Any) -> Any:
+    """Arrays as Python's numbers: an array's own would wrap around or round when they are added up."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _staged(value: Number | Sequence[Number], num_stages: int) -> tuple[Number, ...]:
-    """One cost a stage; none if the value is not a cost, or not as many."""
-    costs = tuple(value) if isinstance(value, Iterable) else (value,) * num_stages
-    return costs if len(costs) == num_stages and all(map(_is_cost, costs)) else ()
+def _is_cost(value: Any) -> bool:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 <= value <= _MOST  # pyright: ignore[reportOperatorIssue]
+
+
+def _staged(value: Any, num_stages: int, boundaries: bool) -> tuple[Number, ...] | None:
+    """One cost a stage, or a boundary between two; None if the value is no cost, or not as many."""
+    value = _numbers(value)
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    costs: tuple[Any, ...] = tuple(map(_numbers, value)) if many else (value,) * num_stages
+    fits = len(costs) == num_stages or (boundaries and len(costs) == num_stages - 1)
+    return costs[: num_stages - boundaries] if fits and all(map(_is_cost, costs)) else None
+
+
+def _mean(costs: Sequence[Number]) -> Number:
+    """Exact if the costs are."""
+    total: Any = sum(costs)
+    return total / len(costs) if isinstance(total, float) else Fraction(total, len(costs))  # pyright: ignore[reportReturnType]
 
 
 def _durations(costs: Costs) -> Callable[[Action], Number]:
@@ -245,7 +270,7 @@ def _durations(costs: Costs) -> Callable[[Action], Number]:
 
 def _replay(schedule: Schedule, costs: Costs) -> Times:
     owner = schedule.stage_to_rank
-    hop = [0 if owner[s] == owner[s + 1] else time for s, time in enumerate(costs.transfer[:-1])]
+    hop = [0 if owner[s] == owner[s + 1] else time for s, time in enumerate(costs.transfer)]
     dispatched = {a: (k + 1) * costs.dispatch for k, a in enumerate(schedule.order)} if costs.dispatch else None
     return replay(
         schedule.rows,

@@ -16,7 +16,7 @@ min(m, 2 p - 1) microbatches on every rank. No rank idles between its first and 
 as staggered as they began: the makespan is that of zb-h1, but where steps follow one another without a barrier nothing is lost.
 
 I and W are compiled apart, so XLA may fuse and round otherwise than in B: the last bits of a gradient may differ from 1f1b's, not
-between the schedules that split every backward.
+between the schedules that split every backward. (In a bfloat16 model these are bfloat16's last bits.)
 
 The order of zb-h1 is that of PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank; zb-h2 has no generator there.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["count_bytes", "count_flops"]
+__all__ = ["coarsest_dtype", "count_bytes", "count_flops"]
 
 _FREE = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice concatenate convert_element_type iota copy pad "
@@ -45,6 +45,16 @@ def count_flops(eqn: JaxprEqn) -> float:
     if name in _FREE:
         return 0.0
     return float(sum(math.prod(_shape(var)) for var in eqn.outvars))
+
+
+def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> Any:
+    """The floating type with the fewest digits that is computed with, looking into loops and calls; None without any."""
+    found: list[Any] = []
+    for eqn in eqns:
+        found += [getattr(var.aval, "dtype", None) for var in eqn.outvars]
+        found += [coarsest_dtype(jaxpr.eqns) for jaxpr in _inner(eqn)]
+    floating = [dtype for dtype in found if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+    return max(floating, key=lambda dtype: jnp.finfo(dtype).eps, default=None)
 
 
 def _flops(eqns: Iterable[JaxprEqn]) -> float:
