@@ -77,6 +77,22 @@ def test_the_bubble_equals_its_formula(p, m):
         assert run("dualpipe-v", p, m).makespan == full + fractions.Fraction(p - 1, 2)
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 3, 1), (1, 2, 1), (3, 4, 2), (1, 1, 0), (4, 5, 3)])
+def test_the_bubble_equals_its_formula_where_f_i_and_w_differ(p, f, i, w):
+    def found(name, v=1):
+        costs = {key: fractions.Fraction(cost, v) for key, cost in (("forward", f), ("input_grad", i), ("weight_grad", w))}
+        return run(name, p, 4 * p, v, **costs)
+
+    full = 4 * p * (f + i + w)
+    assert found("gpipe").makespan - full == found("1f1b").makespan - full == (p - 1) * (f + i + w)
+    assert found("interleaved", 2).makespan - full == fractions.Fraction((p - 1) * (f + i + w), 2)
+    assert found("zb-h1").makespan - full == (p - 1) * (f + i - w)
+    assert found("zb-h2").own_bubble[0] == (p - 1) * (f + i - 2 * w)
+    overlapped = fractions.Fraction((p - 1) * ((f + i + w) + (i + w) - 3 * w), 2)
+    assert found("dualpipe-v", 2).makespan - full <= overlapped
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_residuals_equal_their_formula(p, m):
     peaks = {

@@ -11,7 +11,9 @@ draining is shortened with I and W as in zb-h1.
 
 With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v; residuals of 2 p + 1 stages, half a microbatch more than
 1f1b. Needs at least as many microbatches as stages (2 p). The order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs
-written F, then B. Some backwards are split and some are not, so the last bits of gradients are neither 1f1b's nor zb-h1's.
+written F, then B. The paper's bubble, (p - 1) (F&B + B - 3 W), with F&B = F + B for a pair that does not overlap, is an upper
+bound here: at F = I = W = 1 it gives 2 (p - 1) slots, and the clock p - 1. Some backwards are split and some are not, so the last
+bits of gradients are neither 1f1b's nor zb-h1's.
 
 Reference: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, and the DualPipe notes on the cut-in-half variant.
 """
