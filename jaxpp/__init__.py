@@ -1,8 +1,9 @@
 """Pipeline parallelism for any JAX/Flax model, from one Python process."""
 
-from jaxpp import schedule
+from jaxpp import observe, schedule
 from jaxpp.grad import value_and_grad
-from jaxpp.pipeline import Metrics, Pipeline, State
+from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.transfer import gather
+from jaxpp.state import Metrics, State
 
-__all__ = ["Metrics", "Pipeline", "State", "gather", "schedule", "value_and_grad"]
+__all__ = ["Metrics", "Pipeline", "State", "gather", "observe", "schedule", "value_and_grad"]

@@ -2,8 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,49 +10,21 @@ import optax
 
 from jaxpp.by_hand import by_hand, compose, scope
 from jaxpp.errors import ArgumentError, CutError, StateError
+from jaxpp.observe.profile import Profile, record
 from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine, settings
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import bring, gather, put
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.laws import is_count
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss import describe
 from jaxpp.stages.table import Stages, tabulate
+from jaxpp.state import Metrics, State
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Params
 from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
 
 __all__ = ["Metrics", "Pipeline", "State"]
-
-
-class State(NamedTuple):
-    """What training changes: two ordinary trees whose leaves live on the stages that own them.
-
-    Attributes:
-        params: the user's parameter tree.
-        opt_state: the optax state for the whole of it.
-    """
-
-    params: Any
-    opt_state: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Metrics:
-    """What a step reports, as device scalars; reading one waits for it. ``metrics.loss`` and ``metrics["loss"]`` are the same.
-
-    Attributes:
-        loss: the weighted mean over microbatches.
-        aux: the loss's aux: scalars averaged like the loss, arrays with one row an example joined; ``()`` without ``has_aux``.
-        grad_norm: the global norm of the gradient before the optimizer; None from ``evaluate``.
-    """
-
-    loss: Array
-    aux: Any = ()
-    grad_norm: Any = None
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
 
 
 class Pipeline:
@@ -314,6 +285,31 @@ class Pipeline:
         compare("grads", spread, grads, floor=floor, coarsest=coarsest)
         stepped, _ = self.step(state, batch, key, donate=False)
         compare("", stepped, State(*_plain_update(engine.optimizer, gather(spread), opt_state, params, gather(found.loss))))
+
+    def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3) -> Profile:
+        """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.
+
+        It differs from a timer around each action in that nothing waits: watcher threads note when results are there. The state
+        is copied once, and steps are trained on the copy, so there must be room for a second one.
+
+        Args:
+            state: from ``init`` or ``step``.
+            batch: as for ``step``.
+            key: as for ``step``.
+            num_steps: how many steps to watch, after one that is not; at least 1.
+
+        Returns:
+            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause.
+            ``print`` it; ``profile.figure()`` draws it; ``jaxpp.observe.to_perfetto(profile)`` is a trace for Perfetto.
+
+        Raises:
+            ArgumentError: fewer than one step.
+            StateError: the state was consumed.
+            BatchError: the batch cannot be split.
+        """
+        if not is_count(num_steps, least=1):
+            raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
+        return record(self._engine, self._leaves(state), batch, key, num_steps)
 
     def _leaves(self, state: State) -> list[Any]:
         """The state's leaves, each on its owner.

@@ -17,6 +17,7 @@ ALLOWED = {
     "schedule": {"schedule", "errors"},
     "stages": {"stages", "errors", "types"},
     "runtime": {"runtime", "stages", "schedule", "errors", "types"},
+    "observe": {"observe", "runtime", "stages", "schedule", "errors", "types"},
 }
 
 
@@ -82,5 +83,5 @@ def test_only_transfer_moves_arrays_in_a_step():
 def test_the_front_door_has_the_names_of_the_design():
     for name in ("value_and_grad", "gather", "Pipeline", "schedule"):
         assert name in jaxpp.__all__
-    for name in ("init", "step", "evaluate", "verify", "stages", "schedule", "from_stages"):
+    for name in ("init", "step", "evaluate", "verify", "profile", "stages", "schedule", "from_stages"):
         assert hasattr(jaxpp.Pipeline, name)

@@ -154,19 +154,21 @@ class Engine:
         return execute(draft.finish(self.preparer.programs, inputs, outputs), params)
 
     def plan(
-        self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True
+        self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
     ) -> tuple[Plan, int, Any]:
         """The plan for a batch of these shapes, how many aux leaves it returns, and their tree; made at the first call."""
         check_key(key)
         leaves, tree = jax.tree.flatten(batch)
         shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
-        cache_key = (kind, loss_fn, donate, tree, shapes, None if key is None else (key.shape, key.dtype))
+        cache_key = (kind, loss_fn, donate, watched, tree, shapes, None if key is None else (key.shape, key.dtype))
         found = self._plans.get(cache_key)
         if found is None:
-            found = self._plans[cache_key] = self._lower(kind, batch, key, loss_fn, donate)
+            found = self._plans[cache_key] = self._lower(kind, batch, key, loss_fn, donate, watched)
         return found
 
-    def _lower(self, kind: Kind, batch: Any, key: Any, loss_fn: LossFn | None, donate: bool) -> tuple[Plan, int, Any]:
+    def _lower(
+        self, kind: Kind, batch: Any, key: Any, loss_fn: LossFn | None, donate: bool, watched: bool
+    ) -> tuple[Plan, int, Any]:
         schedule, placement = self.settings.schedule, self.settings.placement
         train = kind != "forward"
         job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
@@ -184,7 +186,7 @@ class Engine:
             results = draft_update(draft, self.update, placement, loss, donate=donate)
         inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
-        plan = draft.finish(self.preparer.programs, inputs, [loss, *aux, *results])
+        plan = draft.finish(self.preparer.programs, inputs, [loss, *aux, *results], watched=watched)
         return plan, len(aux), job.cuts[0].loss.aux_tree
 
     def run(
@@ -197,6 +199,7 @@ class Engine:
         loss_fn: LossFn | None = None,
         donate: bool = True,
         observer: Observer | None = None,
+        watched: bool = False,
     ) -> Outcome:
         """Run one step.
 
@@ -208,8 +211,9 @@ class Engine:
             loss_fn: another loss, for ``forward``.
             donate: whether ``update`` takes over the buffers of ``leaves``.
             observer: sees every instruction.
+            watched: whether the observer asks them whether they are done.
         """
-        plan, num_aux, aux_tree = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate)
+        plan, num_aux, aux_tree = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         keys = [] if key is None else [jax.random.key_data(key) if typed else private(key)]
         arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]

@@ -39,7 +39,7 @@ def execute(plan: Plan, arguments: Sequence[Any], observer: Observer | None = No
     instruction = None
     try:
         for instruction in plan.instructions:
-            _, call, inputs, outputs, free = instruction
+            _, call, inputs, outputs, free, _ = instruction
             for slot, value in zip(outputs, call(*[slots[i] for i in inputs])):  # noqa: B905  (checked when lowered)
                 slots[slot] = value
             if observer is not None:

@@ -291,14 +291,14 @@ def _act(draft: Draft, job: Job, action: Action, program: Program) -> None:
     label = str(action)
     inputs = [_name(stage, ref, i, variant) for ref in program.inputs]
     outputs = [_name(stage, ref, i, variant) for ref in program.outputs]
-    draft.compute(label, program, job.placement[stage], inputs, outputs)
+    draft.compute(label, program, job.placement[stage], inputs, outputs, action=action)
     for ref in program.outputs:
         if ref.role == Role.ACTIVATION:
             for peer in cut.consumers[ref.index]:
-                draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer])
+                draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer], action)
         elif ref.role == Role.COTANGENT:
             peer = cut.producer[ref.index]
-            draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer])
+            draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer], action)
 
 
 def _unpack(draft: Draft, job: Job) -> None:

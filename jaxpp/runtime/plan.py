@@ -11,17 +11,18 @@ A send between stages on one device is no instruction: both names are one value.
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp.runtime.transfer import sender
-from jaxpp.stages.program import Program
+from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Device
 
-__all__ = ["Draft", "Instruction", "Plan", "Programs"]
+__all__ = ["About", "Draft", "Instruction", "Plan", "Programs"]
 
 Name = Hashable
 """What a draft calls a value."""
@@ -36,6 +37,7 @@ class Instruction(NamedTuple):
         inputs: slots it reads.
         outputs: slots it writes.
         free: slots whose value nobody reads after it.
+        about: what it is, for those who watch.
     """
 
     label: str
@@ -43,6 +45,23 @@ class Instruction(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     free: tuple[int, ...]
+    about: "About"
+
+
+class About(NamedTuple):
+    """What an instruction is about.
+
+    Attributes:
+        device: where it runs, or where it sends to.
+        action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
+        sends: whether it is a send.
+        watch: in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1.
+    """
+
+    device: Device
+    action: Hashable | None
+    sends: bool
+    watch: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,19 @@ class Programs:
 
     def __init__(self):
         self._compiled: dict[tuple[int, Device, tuple[int, ...]], Any] = {}
+        self._tokened: dict[int, Program] = {}
         self._alive: list[Program] = []
+
+    def with_token(self, program: Program) -> Program:
+        """The same program with one more result, a byte that is there when the program is done."""
+        if id(program) not in self._tokened:
+            self._tokened[id(program)] = replace(
+                program,
+                function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)],
+                outputs=(*program.outputs, Ref(Role.VALUE)),
+            )
+            self._alive.append(program)
+        return self._tokened[id(program)]
 
     def compile(self, jobs: Iterable[tuple[Program, Device, tuple[int, ...]]]) -> None:
         """Compile what is not compiled yet, on as many threads as there are cores."""
@@ -113,9 +144,10 @@ def _lower(program: Program, device: Device, donated: tuple[int, ...]) -> Any:
 class _Line(NamedTuple):
     label: str
     job: tuple[Program, Device, tuple[int, ...]] | None
-    device: Device | None
+    device: Device
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
+    action: Hashable | None
 
 
 @dataclass
@@ -142,23 +174,50 @@ class Draft:
         inputs: Sequence[Name],
         outputs: Sequence[Name],
         donated: tuple[int, ...] | None = None,
+        action: Hashable | None = None,
     ) -> None:
         """Run ``program`` on ``device``; its own accumulators are donated unless ``donated`` says otherwise."""
         job = (program, device, program.donated if donated is None else donated)
-        self.lines.append(_Line(label, job, None, tuple(map(self.resolve, inputs)), tuple(map(self.resolve, outputs))))
+        names = tuple(map(self.resolve, inputs)), tuple(map(self.resolve, outputs))
+        self.lines.append(_Line(label, job, device, *names, action))
         self.homes.update((name, device) for name in outputs)
 
-    def send(self, label: str, source: Name, target: Name, device: Device) -> None:
+    def send(self, label: str, source: Name, target: Name, device: Device, action: Hashable | None = None) -> None:
         """Make the value called ``source`` available on ``device`` as ``target``."""
         source = self.resolve(source)
         if self.homes.get(source) == device:
             self._alias[target] = source
             return
-        self.lines.append(_Line(label, None, device, (source,), (target,)))
+        self.lines.append(_Line(label, None, device, (source,), (target,), action))
         self.homes[target] = device
 
-    def finish(self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name]) -> Plan:
-        """Compile the programs and turn names into slots."""
+    def _watched(self, programs: "Programs") -> list[Name | None]:
+        """For each line an output that can be waited for, because nobody donates it; a program without one gets a token."""
+        found: list[Name | None] = []
+        donated: set[Name] = set()
+        for number in reversed(range(len(self.lines))):
+            line = self.lines[number]
+            safe = next((name for name in line.outputs if name not in donated), None)
+            if safe is None and line.job is not None:
+                program, device, given = line.job
+                safe = ("token", number)
+                job = programs.with_token(program), device, given
+                line = self.lines[number] = line._replace(job=job, outputs=(*line.outputs, safe))
+            found.append(safe)
+            donated -= set(line.outputs)
+            donated |= {line.inputs[k] for k in line.job[2]} if line.job else set()
+        return found[::-1]
+
+    def finish(self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name], *, watched: bool = False) -> Plan:
+        """Compile the programs and turn names into slots.
+
+        Args:
+            programs: holds the compiled programs.
+            inputs: names of the arguments.
+            outputs: names of the results.
+            watched: whether it must be possible to ask every instruction whether it is done.
+        """
+        watch = self._watched(programs) if watched else [None] * len(self.lines)
         programs.compile(line.job for line in self.lines if line.job is not None)
         last: dict[Name, int] = {}
         for number, line in enumerate(self.lines):
@@ -174,12 +233,11 @@ class Draft:
             read = tuple(slots[name] for name in line.inputs)
             written = tuple(slots[name] for name in line.outputs)
             done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
-            if line.job is not None:
-                call = programs[line.job]
-            else:
-                assert line.device is not None
-                call = senders.setdefault(line.device, sender(line.device))
-            instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done))))
+            send = senders.setdefault(line.device, sender(line.device))
+            call = send if line.job is None else programs[line.job]
+            seen = -1 if watch[number] is None else slots[watch[number]]
+            about = About(line.device, line.action, line.job is None, seen)
+            instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
         return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
 
 

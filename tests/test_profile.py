@@ -1,0 +1,161 @@
+"""A profile tells what really ran: it obeys the schedule, idle time is told apart without remainder, nothing is changed."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError
+from jaxpp.observe.profile import Causes, Profile, Span
+from jaxpp.schedule import SCHEDULES, Kind, dependencies, make
+from tests.conftest import gpt_case, mlp_case
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """A pipeline with its state, and its profile, for each schedule."""
+    case, found = mlp_case(batch_size=16), {}
+    for name in SCHEDULES:
+        options = {"num_stages": 4, "num_microbatches": 4, "schedule": name, "has_aux": True}
+        pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
+        state = pipe.init(case.init, jax.random.key(0), case.batch)
+        before = jax.tree.map(np.asarray, state)
+        profile = pipe.profile(state, case.batch, num_steps=2)
+        found[name] = pipe, state, before, profile
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_timeline_obeys_the_schedule(runs, name):
+    pipe, _, _, profile = runs[name]
+    schedule = pipe.schedule
+    ran = {action for action in schedule.order if (action.stage, action.kind) != (0, Kind.I)}
+    assert set(profile.actions) == ran
+    present = frozenset(schedule.order)
+    for action, span in profile.actions.items():
+        assert 0 <= span.begun <= span.start <= span.end
+        assert span.begun <= span.handed
+        assert span.rank == schedule.stage_to_rank[action.stage]
+        for need in dependencies(action, schedule.num_stages, present):
+            if need in ran:
+                assert profile.actions[need].end <= span.start, (need, action)
+    for span in profile.transfers:
+        assert profile.actions[span.action].end <= span.start <= span.end
+    if not profile.beside:
+        for row in schedule.rows:
+            spans = [profile.actions[action] for action in row if action in ran]
+            assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_causes_sum_to_the_idle_time_and_none_is_negative(runs, name):
+    profile = runs[name][3]
+    for idle, busy, causes in zip(profile.idle, profile.busy, profile.causes, strict=True):
+        assert sum(causes) == pytest.approx(idle, rel=1e-6)
+        assert min(causes) >= -1e-9
+        assert busy + idle == pytest.approx(profile.seconds)
+    assert 0 < profile.bubble_fraction < 1
+    assert len(profile.step_seconds) == 2
+    assert sorted(profile.step_seconds)[1] == pytest.approx(profile.seconds, rel=0.05)
+
+
+def test_profiling_leaves_the_state_as_it_was_and_the_pipeline_goes_on(runs):
+    pipe, state, before, _ = runs["1f1b"]
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+    case = mlp_case(batch_size=16)
+    _, metrics = pipe.step(state, case.batch, donate=False)
+    assert jnp.isfinite(metrics.loss)
+
+
+def test_the_number_of_transfers_is_that_of_the_boundaries_between_ranks(runs):
+    for name in ("1f1b", "zb-v", "interleaved"):
+        pipe, _, _, profile = runs[name]
+        owner = pipe.schedule.stage_to_rank
+        crossings = sum(a != b for a, b in itertools.pairwise(owner))
+        assert len(profile.transfers) == 2 * crossings * 4, name
+
+
+def span(label, action, rank, start, end, begun=None, sends=False):
+    begun = start if begun is None else begun
+    return Span(label, action, rank, sends, start, end, begun, begun)
+
+
+def test_causes_of_a_made_up_run_are_those_it_was_made_with():
+    schedule = make("naive", num_ranks=2, num_microbatches=1)
+    f0, b0, f1, b1 = (a for row in schedule.rows for a in row)
+    spans = (
+        span("begin", None, 0, 0.0, 1.0),
+        span("0F0", f0, 0, 1.0, 2.0),
+        span("send", f0, 1, 2.0, 2.5, sends=True),
+        span("1F0", f1, 1, 2.5, 5.5),
+        span("1B0", b1, 1, 5.5, 7.5),
+        span("send", b1, 0, 7.5, 8.0, sends=True),
+        span("0B0", b0, 0, 9.0, 11.0, begun=9.0),
+        span("update", None, 0, 11.0, 14.0),
+    )
+    profile = Profile(schedule, spans, (14.0,), 0)
+    assert profile.busy == (3.0, 5.0)
+    assert profile.simulated_seconds == 9.0
+    # equal stages (F 2, B 2) take 8 of which each idles 4; as they were also 8; transfers make it 9, the late 0B0 11, the update 14
+    assert profile.causes == (Causes(4.0, 1.0, 1.0, 2.0, 3.0), Causes(3.0, 0.0, 1.0, 2.0, 3.0))
+    assert profile.latencies == (10.0,)
+    assert "waiting for transfers 7.1%" in str(profile)
+
+
+def test_a_transfer_longer_than_what_could_hide_it_is_warned_of():
+    schedule = make("naive", num_ranks=2, num_microbatches=1)
+    f0, b0, f1, b1 = (a for row in schedule.rows for a in row)
+    spans = (
+        span("0F0", f0, 0, 0.0, 1.0),
+        span("send", f0, 1, 1.0, 4.0, sends=True),
+        span("1F0", f1, 1, 4.0, 5.0),
+        span("1B0", b1, 1, 5.0, 6.0),
+        span("send", b1, 0, 6.0, 9.0, sends=True),
+        span("0B0", b0, 0, 9.0, 10.0),
+    )
+    text = str(Profile(schedule, spans, (10.0,), 0))
+    assert "warning: a transfer over boundary 1 takes 3e+03 ms, longer than the forward that could hide it (1e+03 ms)" in text
+    assert "warning" not in str(Profile(schedule, spans[:1] + spans[2:4] + spans[5:], (10.0,), 0))
+
+
+def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles(runs):
+    profile = runs["zb-h1"][3]
+    events = json.loads(jaxpp.observe.to_perfetto(profile))["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [names[rank, 0] for rank in range(4)] == ["computes"] * 4
+    slices = [e for e in events if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 and (e["pid"], e["tid"]) in names for e in slices)
+    for action, found in profile.actions.items():
+        (event,) = [e for e in slices if e["name"] == str(action) and e["cat"] == action.kind]
+        assert (event["pid"], event["tid"]) == (found.rank, 0)
+        assert event["dur"] == pytest.approx(1e6 * (found.end - found.start))
+        assert event["ts"] == pytest.approx(1e6 * found.start)
+
+
+def test_a_profile_prints_and_draws_itself(runs):
+    profile = runs["zb-v"][3]
+    assert "zb-v: 2 ranks, 4 stages, 4 microbatches; measured: " in str(profile)
+    assert "optimizer" in str(profile)
+    assert "<svg" in profile._repr_html_()
+
+
+def test_a_loss_with_tied_parameters_a_key_and_fewer_devices_is_profiled():
+    case = gpt_case()
+    options = {"num_stages": 2, "num_microbatches": 2, "has_aux": True, "devices": jax.devices()[:1]}
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), **options)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    profile = pipe.profile(state, case.batch, case.key, num_steps=1)
+    assert not profile.transfers
+    assert {s.rank for s in profile.actions.values()} == {0, 1}
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 1.5, True])
+def test_fewer_than_one_step_is_refused(runs, num_steps):
+    pipe, state, _, _ = runs["1f1b"]
+    with pytest.raises(ArgumentError, match="num_steps is a whole number of at least 1"):
+        pipe.profile(state, mlp_case(batch_size=16).batch, num_steps=num_steps)
