@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp.runtime.transfer import sender
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Device
 
@@ -26,6 +27,9 @@ __all__ = ["About", "Draft", "Instruction", "Plan", "Programs"]
 
 Name = Hashable
 """What a draft calls a value."""
+
+_SMALL = 1 << 16
+"""Bytes of a result that may be held on to while a step is watched."""
 
 
 class Instruction(NamedTuple):
@@ -104,6 +108,7 @@ class Programs:
     def __init__(self):
         self._compiled: dict[tuple[int, Device, tuple[int, ...]], Any] = {}
         self._tokened: dict[int, Program] = {}
+        self._small: dict[int, tuple[int, ...]] = {}
         self._alive: list[Program] = []
 
     def with_token(self, program: Program) -> Program:
@@ -116,6 +121,13 @@ class Programs:
             )
             self._alive.append(program)
         return self._tokened[id(program)]
+
+    def small_results(self, program: Program, names: Sequence[Name]) -> list[Name]:
+        """The names of the results that have few bytes."""
+        if id(program) not in self._small:
+            self._small[id(program)] = tuple(k for k, aval in enumerate(program.results) if count_bytes(aval) <= _SMALL)
+            self._alive.append(program)
+        return [names[k] for k in self._small[id(program)]]
 
     def compile(self, jobs: Iterable[tuple[Program, Device, tuple[int, ...]]]) -> None:
         """Compile what is not compiled yet, on as many threads as there are cores."""
@@ -192,12 +204,16 @@ class Draft:
         self.homes[target] = device
 
     def _watched(self, programs: "Programs") -> list[Name | None]:
-        """For each line an output that can be waited for, because nobody donates it; a program without one gets a token."""
+        """For each line an output that can be asked for: a small one that nobody donates. A program without one gets a token.
+
+        (To hold on to a large one, if only until it is there, would keep its memory from being used again.)
+        """
         found: list[Name | None] = []
         donated: set[Name] = set()
         for number in reversed(range(len(self.lines))):
             line = self.lines[number]
-            safe = next((name for name in line.outputs if name not in donated), None)
+            small = line.outputs if line.job is None else programs.small_results(line.job[0], line.outputs)
+            safe = next((name for name in small if name not in donated), None)
             if safe is None and line.job is not None:
                 program, device, given = line.job
                 safe = ("token", number)
