@@ -4,7 +4,8 @@ Problem: a timer that blocks on every action destroys the overlap it is to measu
 take Python's lock from it (with one a device, a step of small stages took 2.3 times as long). Idea: ask, do not wait. Mechanism: an
 observer of the executor keeps one result of each instruction in a queue of its device (one for programs, one for arrivals), and
 after each instruction looks whether the heads of the queues are there; when the host has handed all over, it goes on looking until
-the queues are empty. A stamp is late by one instruction's dispatch at most, or by the pause between two looks.
+the queues are empty. A stamp is late by one instruction's dispatch at most (which on forced CPU devices may run a small program, or
+wait for a core), or by the pause between two looks.
 
 Nothing is sent, copied or run for it; a program whose every result is given away later returns one byte more
 (``Draft.finish(watched=True)``).
