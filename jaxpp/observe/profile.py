@@ -123,7 +123,7 @@ class Profile(Drawn):
 
     @property
     def host_seconds(self) -> float:
-        """Host time an action, its sends included: the median over the step."""
+        """Host time an action, its sends included: the mean over the step."""
         return sum(span.handed - span.begun for span in self.spans if span.action is not None) / max(1, len(self.actions))
 
     @cached_property
@@ -288,4 +288,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _milli(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}"
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

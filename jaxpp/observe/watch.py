@@ -7,8 +7,8 @@ after each instruction looks whether the heads of the queues are there; when the
 the queues are empty. A stamp is late by one instruction's dispatch at most (which on forced CPU devices may run a small program, or
 wait for a core), or by the pause between two looks.
 
-Nothing is sent, copied or run for it; a program whose every result is given away later returns one byte more
-(``Draft.finish(watched=True)``).
+Nothing is sent, copied or run for it; a program without a small result that stays returns one byte more
+(``Draft.finish(watched=True)``), so that nothing large is held on to.
 """
 
 import time
