@@ -57,7 +57,13 @@ class ArgumentError(JaxppError):
 
 
 class CutError(JaxppError):
-    """The loss cannot be cut as asked: too many stages, or an unknown or misplaced cut."""
+    """The loss cannot be cut as asked: too many stages, or an unknown or misplaced cut.
+
+    Attributes:
+        unknown: the names of cuts that the model does not have.
+    """
+
+    unknown: tuple[str, ...] = ()
 
 
 class LossError(JaxppError):

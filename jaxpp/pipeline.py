@@ -198,12 +198,11 @@ class Pipeline:
         except CutError as error:
             if not self._functions:
                 raise
-            got = {line.strip().removeprefix("Got: ").rstrip(".") for line in str(error).splitlines()}
-            unknown = [k for k in range(len(self._functions)) if repr(scope(k)) in got]
+            idle = [f"stage {k} does not" for k in range(len(self._functions)) if scope(k) in error.unknown]
             raise CutError(
                 "Pipeline.from_stages",
                 "each stage computes something that the next one reads",
-                [f"stage {k} does not" for k in unknown] or "one that returns what it is given",
+                idle or "one that returns what it is given",
                 "leave it out",
             ) from error
         layout, update = engine.preparer.layout, engine.update
@@ -289,8 +288,8 @@ class Pipeline:
     def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3) -> Profile:
         """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.
 
-        It differs from a timer around each action in that nothing waits: watcher threads note when results are there. The state
-        is copied once, and steps are trained on the copy, so there must be room for a second one.
+        It differs from a timer around each action in that nothing waits: after each dispatch the host asks which results are
+        there. The state is copied once, and steps are trained on the copy, so there must be room for a second one.
 
         Args:
             state: from ``init`` or ``step``.

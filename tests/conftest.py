@@ -84,10 +84,3 @@ def x64():
     """Double precision for one test."""
     with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture
-def golden():
-    """Reads a golden text file."""
-    folder = pathlib.Path(__file__).parent / "golden"
-    return lambda name: (folder / name).read_text()

@@ -23,7 +23,7 @@ from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Bar, replay
-from jaxpp.schedule.draw import Drawing, Drawn
+from jaxpp.schedule.draw import Drawing, Drawn, align
 
 __all__ = ["Causes", "Profile", "Span", "record"]
 
@@ -194,9 +194,7 @@ class Profile(Drawn):
         rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]]
         for rank, (busy, idle, causes) in enumerate(zip(self.busy, self.idle, self.causes, strict=True)):
             rows.append([str(rank), *map(_milli, (busy, idle, *causes))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([self.overview(), "", *table, "", *self._remarks()])
+        return "\n".join([self.overview(), "", *align(rows), "", *self._remarks()])
 
     __repr__ = __str__
 

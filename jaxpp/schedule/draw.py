@@ -15,7 +15,7 @@ from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.figure import pebble_gif, pebbles, timeline
 from jaxpp.schedule.panel import available
 
-__all__ = ["Drawing", "Drawn"]
+__all__ = ["Drawing", "Drawn", "align"]
 
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
@@ -132,6 +132,12 @@ class Drawn:
             text = out.getvalue().decode()
             picture = text[text.index("<svg") :]
         return f'<div style="overflow-x:auto">{picture}</div>'
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of cells, every column as wide as its widest, flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _column(time: Number, makespan: Number, columns: int) -> int:

@@ -20,7 +20,7 @@ from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number, Times, bars, replay
-from jaxpp.schedule.draw import Drawing, Drawn
+from jaxpp.schedule.draw import Drawing, Drawn, align
 
 __all__ = ["Costs", "Idle", "Simulation", "simulate"]
 
@@ -170,9 +170,7 @@ class Simulation(Drawn):
         columns = zip(self.busy, self.idle, self.causes, self.own_bubble, self.peak_residuals, strict=True)
         for rank, (busy, idle, causes, own, peak) in enumerate(columns):
             rows.append([str(rank), *(_short(x, self.makespan) for x in (busy, idle, *causes, own)), str(peak)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([self.overview(), "", *lines])
+        return "\n".join([self.overview(), "", *align(rows)])
 
     __repr__ = __str__
 

@@ -109,13 +109,15 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     if unknown:
         known = _known_names(loss)
         near = [match for name in unknown for match in difflib.get_close_matches(str(name), known, n=1)]
-        raise CutError(
+        error = CutError(
             where,
             "a cut names a module path or a parameter prefix of the model",
             [repr(name) for name in unknown],
             f"write {near[0]!r}" if near else "use one of the names below",
             "names: " + ", ".join(known),
         )
+        error.unknown = tuple(unknown)
+        raise error
     cuts = tuple(place for place in places if place is not None)
     if list(cuts) != sorted(set(cuts)) or cuts[:1] == (0,) or cuts[-1:] == (len(loss.spine),):
         raise CutError(
