@@ -320,9 +320,8 @@ def test_a_stage_by_hand_that_computes_nothing_is_named():
         assert "by_hand" not in str(error.value)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_verify_allows_a_bf16_model_the_digits_of_bf16(schedule):
-    case = mlp_case("float32", compute="bfloat16", depth=4)
-    options = {"num_stages": 2, "num_microbatches": 3, "schedule": schedule, "has_aux": True}
+def test_verify_allows_a_bf16_model_the_digits_of_bf16():
+    case = gpt_case("float32", compute="bfloat16", depth=1)
+    options = {"num_stages": 2, "num_microbatches": 2, "schedule": "zb-h1", "has_aux": True}
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
     pipe.verify(pipe.init(case.init, jax.random.key(0), case.batch), case.batch, case.key)

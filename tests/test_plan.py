@@ -93,6 +93,27 @@ def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule)
     assert not [label for label, ref, _ in watch.made if ref() is not None and id(ref()) not in kept]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_residual_is_let_go_at_its_backward_not_at_the_end_of_the_step(schedule):
+    case = mlp_case(batch_size=16)
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, schedule=schedule, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    last = "B" if schedule == "1f1b" else "W"
+    made, over, checked = {}, [], set()
+
+    def observer(instruction, slots):
+        for label in over[:-2]:  # the loop's own variables may hold on to what the line before it made
+            assert not [ref for ref in made[label] if ref() is not None], f"{label} is held on to at {instruction.label}"
+            checked.add(label)
+        if instruction.label[0] in "01" and instruction.label[1] == "F":  # the last stage's rows are kept, to be joined
+            made[instruction.label] = [weakref.ref(slots[i]) for i in instruction.outputs]
+        over.append(instruction.label.replace(last, "F") if instruction.label[:2] in {f"0{last}", f"1{last}"} else "none")
+
+    made["none"] = []
+    pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=observer)
+    assert checked >= {f"{stage}F{i}" for stage in (0, 1) for i in range(4)}
+
+
 def test_two_hundred_steps_leave_live_bytes_unchanged():
     case = mlp_case(batch_size=8)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=3, num_microbatches=4, has_aux=True)

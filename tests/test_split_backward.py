@@ -120,7 +120,8 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
     compare("grads", jax.tree.structure(params).unflatten(found.leaves), grads, floor=GRAD_FLOOR)
 
 
-def test_a_parameter_whose_gradient_is_the_cotangent_itself():
+@pytest.mark.parametrize("schedule", ["zb-h1", Schedule("mixed", ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0"])])
+def test_a_parameter_whose_gradient_is_the_cotangent_itself(schedule):
     def loss_fn(params, x):
         x = x @ params["w"]
         x = x + params["shift"]  # the gradient of shift is the cotangent that goes on to w's stage
@@ -128,7 +129,7 @@ def test_a_parameter_whose_gradient_is_the_cotangent_itself():
 
     params = {"w": jnp.eye(4), "shift": jnp.full((2, 4), 0.1), "v": jnp.ones((4, 4)) / 2}
     batch = jnp.arange(16.0).reshape(4, 4) / 16
-    options = {"num_stages": 2, "num_microbatches": 2, "schedule": "zb-h1", "cuts": ["shift"]}
+    options = {"num_stages": 2, "num_microbatches": 2, "schedule": schedule, "cuts": ["shift"]}
     found_loss, found = jaxpp.value_and_grad(loss_fn, **options)(params, batch)
     loss, _, grads = oracle(loss_fn, params, batch, None, 2)
     compare("loss", found_loss, loss)
