@@ -321,7 +321,7 @@ def test_a_stage_by_hand_that_computes_nothing_is_named():
 
 
 def test_verify_allows_a_bf16_model_the_digits_of_bf16():
-    case = gpt_case("float32", compute="bfloat16", depth=1)
-    options = {"num_stages": 2, "num_microbatches": 2, "schedule": "zb-h1", "has_aux": True}
+    case = gpt_case("float32", compute="bfloat16", depth=2)
+    options = {"num_stages": 2, "num_microbatches": 3, "schedule": "zb-h1", "has_aux": True}
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
     pipe.verify(pipe.init(case.init, jax.random.key(0), case.batch), case.batch, case.key)

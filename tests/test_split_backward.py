@@ -121,14 +121,15 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", Schedule("mixed", ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0"])])
-def test_a_parameter_whose_gradient_is_the_cotangent_itself(schedule):
+@pytest.mark.parametrize("width", [4, 64], ids=["packed", "unpacked"])
+def test_a_parameter_whose_gradient_is_the_cotangent_itself(schedule, width):
     def loss_fn(params, x):
         x = x @ params["w"]
         x = x + params["shift"]  # the gradient of shift is the cotangent that goes on to w's stage
         return ((jnp.sin(x) @ params["v"]) ** 2).mean()
 
-    params = {"w": jnp.eye(4), "shift": jnp.full((2, 4), 0.1), "v": jnp.ones((4, 4)) / 2}
-    batch = jnp.arange(16.0).reshape(4, 4) / 16
+    params = {"w": jnp.eye(width), "shift": jnp.full((2, width), 0.1), "v": jnp.ones((width, width)) / width}
+    batch = jnp.arange(4.0 * width).reshape(4, width) / (4 * width)
     options = {"num_stages": 2, "num_microbatches": 2, "schedule": schedule, "cuts": ["shift"]}
     found_loss, found = jaxpp.value_and_grad(loss_fn, **options)(params, batch)
     loss, _, grads = oracle(loss_fn, params, batch, None, 2)
