@@ -2,8 +2,9 @@
 
 from jaxpp import observe, schedule
 from jaxpp.grad import value_and_grad
+from jaxpp.observe.detector import DeadStageWarning
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.transfer import gather
 from jaxpp.state import Metrics, State
 
-__all__ = ["Metrics", "Pipeline", "State", "gather", "observe", "schedule", "value_and_grad"]
+__all__ = ["DeadStageWarning", "Metrics", "Pipeline", "State", "gather", "observe", "schedule", "value_and_grad"]

@@ -12,7 +12,7 @@ from jaxpp.runtime.engine import Engine, settings
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule.base import Schedule
-from jaxpp.types import Batch, Device, LossFn
+from jaxpp.types import Batch, Device, LossFn, Remat
 
 __all__ = ["value_and_grad"]
 
@@ -27,6 +27,7 @@ def value_and_grad(
     weight: Callable[[Batch], Any] | None = None,
     cuts: Sequence[str] | None = None,
     devices: Sequence[Device] | None = None,
+    remat: Remat | Sequence[Remat] = None,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -43,6 +44,9 @@ def value_and_grad(
         weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
+        remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only
+            (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
+            or a list of one a stage.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
@@ -71,6 +75,7 @@ def value_and_grad(
             weight=weight,
             cuts=cuts,
             devices=devices,
+            remat=remat,
         )
     )
 

@@ -5,24 +5,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxpp.by_hand import by_hand, compose, scope
 from jaxpp.errors import ArgumentError, CutError, StateError
+from jaxpp.observe.detector import Detector
 from jaxpp.observe.profile import Profile, record
 from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine, settings
-from jaxpp.runtime.prepare import avals_of
-from jaxpp.runtime.transfer import bring, gather, put
+from jaxpp.runtime.transfer import bring, put
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
-from jaxpp.stages.cost import coarsest_dtype
-from jaxpp.stages.loss import describe
 from jaxpp.stages.table import Stages, tabulate
-from jaxpp.state import Metrics, State
-from jaxpp.types import Array, Batch, Device, Key, LossFn, Params
-from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
+from jaxpp.state import Metrics, State, check_state
+from jaxpp.types import Batch, Device, Key, LossFn, Remat
+from jaxpp.verify import verify_grads, verify_update
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
@@ -46,6 +43,11 @@ class Pipeline:
             a mean over them); the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
+        remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only
+            (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
+            or a list of one a stage.
+        cut_gradient: boundaries that carry no gradient, for teaching: s is the one between stages s and s + 1, and the stages up to
+            s then learn nothing.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run.
@@ -65,7 +67,7 @@ class Pipeline:
         True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the options of the front door)
         self,
         loss_fn: LossFn,
         optimizer: optax.GradientTransformation,
@@ -77,6 +79,8 @@ class Pipeline:
         weight: Callable[[Batch], Any] | None = None,
         cuts: Sequence[str] | None = None,
         devices: Sequence[Device] | None = None,
+        remat: Remat | Sequence[Remat] = None,
+        cut_gradient: Sequence[int] = (),
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -94,11 +98,14 @@ class Pipeline:
             weight=weight,
             cuts=cuts,
             devices=devices,
+            remat=remat,
+            cut_gradient=cut_gradient,
         )
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()
         self._trees: Any = None
         self._stages: Stages | None = None
+        self._detector = Detector(())
         self._last: list[Any] = []
 
     @classmethod
@@ -112,6 +119,7 @@ class Pipeline:
         schedule: str | Schedule = "1f1b",
         weight: Callable[[Batch], Any] | None = None,
         devices: Sequence[Device] | None = None,
+        remat: Remat | Sequence[Remat] = None,
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
@@ -123,6 +131,7 @@ class Pipeline:
             schedule: as for ``Pipeline``.
             weight: as for ``Pipeline``.
             devices: as for ``Pipeline``.
+            remat: as for ``Pipeline``.
 
         Returns:
             a pipeline whose parameters are a sequence of one tree a stage, and whose batch is a pair ``(inputs, targets)``.
@@ -137,6 +146,7 @@ class Pipeline:
             weight=weight,
             cuts=[scope(k) for k in range(1, len(functions))],
             devices=devices,
+            remat=remat,
         )
         pipe._functions = functions
         return pipe
@@ -208,6 +218,7 @@ class Pipeline:
         layout, update = engine.preparer.layout, engine.update
         assert layout is not None and update is not None
         self._trees = jax.tree.structure(layout.params), update.tree
+        self._detector = Detector(update.trained)
         cut = engine.preparer.job(batch, key).cuts[0]
         functions = self._functions or by_hand(engine.preparer)
         self._stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions)
@@ -234,8 +245,12 @@ class Pipeline:
             StateError: the state was consumed before, or is another pipeline's.
             BatchError: the batch cannot be split.
             Exception: what the user's loss raises at a new batch shape, unchanged, with a note.
+
+        Warns:
+            DeadStageWarning: the gradients of a stage stay exactly zero; the boundary that carries none is named.
         """
         outcome = self._engine.run("update", self._leaves(state), batch, key, donate=donate)
+        self._detector.see(outcome.squares)
         return self._state(outcome.leaves), Metrics(loss=outcome.loss, aux=outcome.aux, grad_norm=outcome.grad_norm)
 
     def evaluate(self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None) -> Metrics:
@@ -266,24 +281,17 @@ class Pipeline:
         Raises:
             VerifyError: naming the first leaf that differs, with both values.
         """
-        engine, config = self._engine, self._engine.settings
-        leaves, count = self._leaves(state), self._trees[0].num_leaves
-        found = engine.run("grads", leaves[:count], batch, key)
-        layout = engine.preparer.layout
-        assert layout is not None
-        params, opt_state, batch, key = gather((state.params, state.opt_state, batch, key))
-        options = {"has_aux": config.has_aux, "weight": config.weight, "rows": layout.rows}
-        loss, aux, grads = oracle(config.loss_fn, params, batch, key, self.schedule.num_microbatches, **options)
-        spread = self._trees[0].unflatten(found.leaves)
-        traced = engine.preparer.job(batch, key).cuts[0].loss
-        of_params = [eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars)]
-        coarsest = coarsest_dtype(of_params)
-        floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
-        compare("loss", found.loss, loss, coarsest=coarsest)
-        compare("aux", found.aux, aux, coarsest=coarsest)
-        compare("grads", spread, grads, floor=floor, coarsest=coarsest)
+        if self._engine.settings.severed:
+            raise ArgumentError(
+                "pipe.verify",
+                "verify compares with the plain step, whose gradient crosses every boundary",
+                f"cut_gradient={sorted(self._engine.settings.severed)}",
+                "make a pipeline without cut_gradient",
+            )
+        found = self._engine.run("grads", self._leaves(state)[: self._trees[0].num_leaves], batch, key)
+        verify_grads(self._engine, state.params, batch, key, found)
         stepped, _ = self.step(state, batch, key, donate=False)
-        compare("", stepped, State(*_plain_update(engine.optimizer, gather(spread), opt_state, params, gather(found.loss))))
+        verify_update(self._engine, state, found, stepped)
 
     def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3) -> Profile:
         """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.
@@ -322,52 +330,15 @@ class Pipeline:
         mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
         if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
             return leaves
-        self._check_state(state, leaves)
+        layout, update = self._engine.preparer.layout, self._engine.update
+        assert layout is not None and update is not None
+        check_state(state, self._trees, [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs)])
         placed, seen = bring(leaves, self._engine.devices), set()
         for k, leaf in enumerate(leaves):
             if id(leaf) in seen:  # one array in two places: each needs a buffer of its own to give up
                 placed[k] = put(leaf, self._engine.devices[k])
             seen.add(id(leaf))
         return placed
-
-    def _check_state(self, state: Any, leaves: list[Any]) -> None:
-        where = "state"
-        if not isinstance(state, State) or tuple(map(jax.tree.structure, state)) != self._trees:
-            raise StateError(
-                where,
-                "a state has the parameter tree and the optimizer tree this pipeline was initialised with",
-                type(state).__name__ if not isinstance(state, State) else "other tree structures",
-                "pass the state that init or step returned",
-            )
-        gone = [path for path, leaf in jax.tree_util.tree_leaves_with_path(state) if getattr(leaf, "is_deleted", bool)()]
-        if gone:
-            raise StateError(
-                where,
-                "step reuses the buffers of the state it is given, so that state cannot be used again",
-                f"a state consumed by an earlier step ({len(gone)} of {len(leaves)} leaves are gone)",
-                "go on with the state that step returned, or call step(..., donate=False) to keep the old one",
-            )
-        layout, update = self._engine.preparer.layout, self._engine.update
-        assert layout is not None and update is not None
-        expected = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs)]
-        wrong = [
-            f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
-            for (path, leaf), aval in zip(jax.tree_util.tree_leaves_with_path(avals_of(state)), expected, strict=True)
-            if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
-        ]
-        if wrong:
-            raise StateError(
-                where, "a state's leaves keep their shapes and types", wrong, "pass the state that init or step returned"
-            )
-
-
-def _plain_update(optimizer: Any, grads: Any, opt_state: Any, params: Params, loss: Array) -> tuple[Any, Any]:
-    @jax.jit
-    def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
-        updates, new = optax.with_extra_args_support(optimizer).update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), new
-
-    return update(grads, opt_state, params, loss)
 
 
 def _not_ready(where: str) -> StateError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Activation", "Array", "Batch", "Cotangent", "Device", "Grads", "Key", "LossFn", "Params"]
+__all__ = ["Activation", "Array", "Batch", "Cotangent", "Device", "Grads", "Key", "LossFn", "Params", "Policy", "Remat"]
 
 Array = jax.Array
 Device = Any
@@ -27,3 +27,7 @@ Cotangent = Any
 """What crosses a stage boundary backward."""
 LossFn = Callable[..., Any]
 """``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``."""
+Policy = Callable[..., bool]
+"""Whether an operation's result is kept for the backward (``jax.checkpoint_policies``)."""
+Remat = str | Policy | None
+"""What a stage keeps: ``"keep"`` (or None) everything its backward reads, ``"recompute"`` its inputs only, or a policy."""

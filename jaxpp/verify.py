@@ -10,12 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxpp.errors import VerifyError
+from jaxpp.runtime.engine import Engine, Outcome
+from jaxpp.runtime.transfer import gather
+from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
+from jaxpp.state import State
 from jaxpp.types import Batch, Grads, Key, LossFn, Params
 
-__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "compare", "oracle", "tolerance"]
+__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
 
 GRAD_FLOOR = 0.01
 """A gradient smaller than this part of the largest one is compared as if it had that size."""
@@ -123,6 +128,44 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any
                 ],
                 "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it",
             )
+
+
+def verify_grads(engine: Engine, params: Params, batch: Batch, key: Key | None, found: Outcome) -> None:
+    """Compare the loss, aux and gradients that a pipeline found with the oracle's.
+
+    Raises:
+        VerifyError: naming the first leaf that differs.
+    """
+    config, layout = engine.settings, engine.preparer.layout
+    assert layout is not None
+    traced = engine.preparer.job(batch, key).cuts[0].loss
+    spread = jax.tree.unflatten(jax.tree.structure(params), found.leaves)
+    options = {"has_aux": config.has_aux, "weight": config.weight, "rows": layout.rows}
+    params, batch, key = gather((params, batch, key))
+    loss, aux, grads = oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)
+    coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
+    compare("loss", found.loss, loss, coarsest=coarsest)
+    compare("aux", found.aux, aux, coarsest=coarsest)
+    floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
+    compare("grads", spread, grads, floor=floor, coarsest=coarsest)
+
+
+def verify_update(engine: Engine, state: State, found: Outcome, stepped: State) -> None:
+    """Compare an updated state with what plain optax makes of the pipeline's gradients.
+
+    Raises:
+        VerifyError: naming the first leaf that differs.
+    """
+    assert engine.optimizer is not None
+    optimizer = optax.with_extra_args_support(engine.optimizer)
+
+    @jax.jit
+    def update(grads: Any, state: State, loss: Any) -> State:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
+        return State(optax.apply_updates(state.params, updates), opt_state)
+
+    spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
+    compare("", stepped, update(*gather((spread, state, found.loss))))
 
 
 def _inexact(dtype: Any) -> bool:

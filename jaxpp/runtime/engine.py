@@ -26,14 +26,14 @@ from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.program import Ref, Role, shapes_of
-from jaxpp.types import Device, LossFn
+from jaxpp.types import Device, LossFn, Policy, Remat
 
 __all__ = ["Engine", "Outcome", "settings"]
 
 Kind = Literal["update", "grads", "forward"]
 
 
-def settings(
+def settings(  # noqa: PLR0913  (the options of the front door)
     loss_fn: LossFn,
     *,
     num_stages: int,
@@ -43,11 +43,14 @@ def settings(
     weight: Callable[[Any], Any] | None,
     cuts: Sequence[str] | None,
     devices: Sequence[Device] | None,
+    remat: Remat | Sequence[Remat] = None,
+    cut_gradient: Sequence[int] = (),
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
     Raises:
-        ArgumentError: counts below 1, a schedule of other sizes, or a wrong number of cuts.
+        ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of what stages keep, or boundaries that
+            are not there.
         ScheduleError: an unknown schedule.
     """
     num_microbatches = num_stages if num_microbatches is None else num_microbatches
@@ -82,7 +85,46 @@ def settings(
             f"{len(cuts)} cuts and num_stages={num_stages}",
             f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
         )
-    return Settings(loss_fn, made, pool(devices), has_aux, weight, None if cuts is None else tuple(cuts))
+    boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Sequence) else (cut_gradient,)
+    wrong = [repr(b) for b in boundaries if not is_count(b, least=0) or b > num_stages - 2]
+    if wrong:
+        raise ArgumentError(
+            f"cut_gradient={cut_gradient!r}",
+            "boundary s lies between stages s and s + 1",
+            f"{', '.join(wrong)} with {num_stages} stages",
+            f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary",
+        )
+    return Settings(
+        loss_fn,
+        made,
+        pool(devices),
+        has_aux,
+        weight,
+        None if cuts is None else tuple(cuts),
+        _policies(remat, num_stages),
+        frozenset(map(int, boundaries)),
+    )
+
+
+def _policies(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:
+    """What each stage keeps; None if all keep everything."""
+    known = {"keep": None, None: None, "recompute": jax.checkpoint_policies.nothing_saveable}
+    each = remat if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
+    wrong = [
+        f"stage {k}: {item!r}"
+        for k, item in enumerate(each)
+        if not (callable(item) or item is None or (isinstance(item, str) and item in known))
+    ]
+    wrong += [f"{len(each)} for {num_stages} stages"] if len(each) != num_stages else []
+    if wrong:
+        raise ArgumentError(
+            "remat",
+            'a stage keeps everything ("keep"), its inputs only ("recompute"), or what a policy says',
+            wrong,
+            'pass "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
+        )
+    policies: Any = tuple(item if callable(item) else known[item] for item in each)
+    return policies if any(policies) else None
 
 
 class Outcome(NamedTuple):
@@ -93,12 +135,14 @@ class Outcome(NamedTuple):
         aux: the aux leaves.
         leaves: new parameters and optimizer leaves for ``update``, gradients for ``grads``, nothing for ``forward``.
         grad_norm: for ``update``.
+        squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
     """
 
     loss: Any
     aux: list[Any]
     leaves: list[Any]
-    grad_norm: Any
+    grad_norm: Any = None
+    squares: Sequence[Any] = ()
 
 
 class Engine:
@@ -219,8 +263,11 @@ class Engine:
         arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]
         loss, *rest = execute(plan, arguments, observer)
         aux, results = aux_tree.unflatten(rest[:num_aux]), rest[num_aux:]
-        norm = results.pop() if kind == "update" else None
-        return Outcome(loss, aux, results, norm)
+        if kind != "update":
+            return Outcome(loss, aux, results)
+        assert self.update is not None
+        count = len(self.update.owner) + len(self.update.opt_owner)
+        return Outcome(loss, aux, results[:count], results[count], results[count + 1 :])
 
 
 def _aux_names(job: Job) -> list[Name]:

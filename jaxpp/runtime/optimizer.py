@@ -53,7 +53,7 @@ class Update:
 
     Attributes:
         graph: inputs are gradient leaves, optimizer leaves, parameter leaves, the loss; outputs new parameter leaves, new
-            optimizer leaves, the norm of the gradient.
+            optimizer leaves, the norm of the gradient, and its square on each stage that owns parameters.
         birth: ``optimizer.init``: parameter leaves to optimizer leaves.
         tree: structure of the optimizer state.
         owner: the stage of each parameter leaf.
@@ -76,7 +76,12 @@ class Update:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The stage of each result."""
-        return (*self.owner, *self.opt_owner, HUB)
+        return (*self.owner, *self.opt_owner, HUB, *self.trained)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The stages that own parameters."""
+        return tuple(sorted(set(self.owner)))
 
     def names(self, loss: Name) -> list[Name]:
         """The names of the inputs, each on its owner."""
@@ -107,7 +112,9 @@ def plan_update(optimizer: optax.GradientTransformation, params: Any, owner: Seq
         whole_grads, whole = tree.unflatten(grads), tree.unflatten(params)
         updates, new_opt = with_value.update(whole_grads, opt_tree.unflatten(opt), whole, value=loss)
         results = [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
-        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(whole_grads))]
+        own = [[_wide(grad) for grad, home in zip(grads, owner, strict=True) if home == stage] for stage in sorted(set(owner))]
+        parts = [optax.tree.norm(part, squared=True) for part in own]
+        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(whole_grads), *parts)]
 
     def birth(params: list[Any]) -> list[Any]:
         return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
@@ -129,6 +136,11 @@ def plan_update(optimizer: optax.GradientTransformation, params: Any, owner: Seq
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     colors = placer.color(paths)
     return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors)
+
+
+def _wide(grad: Any) -> Any:
+    """A float16 gradient as float32: its square would vanish where it is small."""
+    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 else grad
 
 
 def _born_with(birth: Graph, owner: Sequence[int]) -> list[int | None]:
@@ -253,7 +265,7 @@ def draft_update(draft: Draft, update: Update, placement: Placement, loss: Name,
         donate: whether the old parameters and optimizer state give up their buffers.
 
     Returns:
-        the names of the new parameters, the new optimizer state, and the gradient norm.
+        the names of the new parameters, the new optimizer state, the gradient norm, and the trained stages' parts of its square.
     """
     return _Drafter(draft, update, placement, loss, donate).run()
 

@@ -26,7 +26,7 @@ from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
-from jaxpp.types import Device, LossFn
+from jaxpp.types import Device, LossFn, Policy
 
 __all__ = ["Layout", "Preparer", "Settings", "avals_of", "check_key"]
 
@@ -61,6 +61,8 @@ class Settings:
     has_aux: bool = False
     weight: Callable[[Any], Any] | None = None
     cuts: tuple[str, ...] | None = None
+    remat: tuple[Policy | None, ...] | None = None
+    severed: frozenset[int] = frozenset()
 
     @cached_property
     def placement(self) -> Placement:
@@ -131,7 +133,7 @@ class Preparer:
         spine = _spine(loss)
         rows = self._rows(loss, settings.loss_fn, params, _resized(batch, size), key)
         owner = owners(loss, cuts)
-        first = cut(loss, cuts, owner, rows=rows)
+        first = cut(loss, cuts, owner, rows=rows, remat=settings.remat, severed=settings.severed)
         self.layout = Layout(params, owner, spine, cuts, rows, tuple(code.packs for code in first.stages))
         self._cuts.clear()
         self._cuts[self._cache_key(settings.loss_fn, _resized(batch, size), key, True)] = first
@@ -173,7 +175,8 @@ class Preparer:
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, train=train)
             own = loss_fn is settings.loss_fn
             rows = layout.rows if own else self._rows(loss, loss_fn, layout.params, microbatch, key)
-            self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=rows, packs=layout.packs, train=train)
+            options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
+            self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=rows, **options)
         return self._cuts[cache_key]
 
     def job(self, batch: Any, key: Any, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:

@@ -1,6 +1,6 @@
 """A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts
 from jaxpp.stages.program import shapes_of
 from jaxpp.stages.stage import StageBuilder, StageCode
+from jaxpp.types import Policy
 
 __all__ = ["CutLoss", "cut"]
 
@@ -45,6 +46,8 @@ def cut(
     rows: frozenset[int] = frozenset(),
     packs: Sequence[tuple[Pack, ...]] | None = None,
     train: bool = True,
+    remat: Sequence[Policy | None] | None = None,
+    severed: Collection[int] = (),
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
@@ -55,6 +58,8 @@ def cut(
         rows: the aux leaves that hold one row an example, to be joined rather than averaged.
         packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
+        remat: for each stage the policy that says what its forward keeps; None, for a stage or for all, keeps everything.
+        severed: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -67,8 +72,12 @@ def cut(
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
-    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, consumers, made, rows, packs, train)
-    stages = tuple(builder.build(stage, pieces.get(stage, Piece((), (), ()))) for stage in range(len(ends)))
+    carried = tuple(
+        tuple(t for t in peers if not any(made[v] <= b < t for b in severed)) for v, peers in zip(crossing, consumers, strict=True)
+    )
+    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train)
+    policies = remat or (None,) * len(ends)
+    stages = tuple(builder.build(k, pieces.get(k, Piece((), (), ())), policies[k]) for k in range(len(ends)))
     return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers)
 
 

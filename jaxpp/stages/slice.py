@@ -41,8 +41,14 @@ class Body:
     inputs: list[Ref]
     outputs: list[tuple[Ref, Any]]
 
-    def trace(self, consumers: Sequence[tuple[int, ...]], train: bool) -> Traced:
-        """Trace the slice, under ``jax.vjp`` if it is to be trained."""
+    def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool) -> Traced:
+        """Trace the slice, under ``jax.vjp`` if it is to be trained.
+
+        Args:
+            stage: which stage it is.
+            carried: for each value that crosses, the stages that return a cotangent for it.
+            train: whether to differentiate.
+        """
         loss = self.loss
         run = loss.graph.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
         avals = shapes_of(self.piece.inputs)
@@ -50,12 +56,17 @@ class Body:
         if not train:
             graph, _ = trace(run, *avals)
             return Traced(graph, tuple(self.inputs), results, (), ())
-        wants = [self._differentiable(ref, var) for ref, var in zip(self.inputs, self.piece.inputs, strict=True)]
-        gives = [ref.role != Role.AUX and self._differentiable(ref, atom) for ref, atom in self.outputs]
+        wants = [
+            self._differentiable(ref, var) and (ref.role == Role.PARAM or stage in carried[ref.index])
+            for ref, var in zip(self.inputs, self.piece.inputs, strict=True)
+        ]
+        gives = [
+            self._differentiable(ref, atom) and (ref.role == Role.LOSS or bool(carried[ref.index])) for ref, atom in self.outputs
+        ]
         cotangents: list[Ref] = []
         shapes: list[Any] = []
         for (ref, atom), give in zip(self.outputs, gives, strict=True):
-            peers = (-1,) if ref.role == Role.LOSS else consumers[ref.index] if give else ()
+            peers = (-1,) if ref.role == Role.LOSS else carried[ref.index] if give else ()
             cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 

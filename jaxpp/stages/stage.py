@@ -8,6 +8,9 @@ then has its place by what it depends on:
 * on parameters alone (a bf16 cast, a transposed kernel): the *statics*, computed once per step, so that no residual is ever a
   weight, or a copy, cast or transpose of one;
 * on nothing that costs anything to redo: wherever it is needed.
+
+A stage that is to recompute (``remat``) has one rule more: what the forward computes and the policy does not keep is done again
+wherever the backward needs it. Nothing else changes, for forward and backward are programs of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from jaxpp.errors import ArgumentError
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import Piece, aval_of, carve, descendants, variables
+from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, variables
 from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
 from jaxpp.stages.slice import Body, Traced
 from jaxpp.stages.split_backward import split_backward
+from jaxpp.types import Policy
 
 __all__ = ["StageBuilder", "StageCode"]
 
@@ -69,14 +74,14 @@ class StageBuilder:
     owner: tuple[int, ...]
     homes: dict[Var, int]
     crossing: list[Var]
-    consumers: tuple[tuple[int, ...], ...]
+    carried: tuple[tuple[int, ...], ...]
     made: dict[Var, int]
     rows: frozenset[int]
     packs: Sequence[tuple[Pack, ...]] | None
     train: bool
 
-    def build(self, stage: int, piece: Piece) -> StageCode:
-        """The programs of the stage that runs ``piece``."""
+    def build(self, stage: int, piece: Piece, policy: Policy | None = None) -> StageCode:
+        """The programs of the stage that runs ``piece``; ``policy`` says what its forward keeps, None: everything."""
         loss = self.loss
         numbers = {var: k for k, var in enumerate(self.crossing)}
         refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
@@ -94,8 +99,8 @@ class StageBuilder:
             if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage
         ]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
-        traced = body.trace(self.consumers, self.train)
-        programs = _Programs(traced, stage, self.rows, len(constants))
+        traced = body.trace(stage, self.carried, self.train)
+        programs = _Programs(traced, stage, self.rows, len(constants), policy)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -130,7 +135,7 @@ _HALVES = {"B": {_INPUT, _WEIGHT}, "I": {_INPUT}, "W": {_WEIGHT}}
 class _Programs:
     """Colours a traced stage and turns the pieces into programs."""
 
-    def __init__(self, traced: Traced, stage: int, rows: frozenset[int], num_constants: int):
+    def __init__(self, traced: Traced, stage: int, rows: frozenset[int], num_constants: int, policy: Policy | None):
         self.traced = traced
         self.stage = stage
         self.rows = rows
@@ -142,6 +147,8 @@ class _Programs:
         self.forward_atoms, self.backward_atoms = graph.outputs[:split], graph.outputs[split:]
         homes = dict.fromkeys(variables(self.backward_atoms), _BACKWARD) | dict.fromkeys(variables(self.forward_atoms), _FORWARD)
         colors = self._colors()
+        self.again = set[int]() if policy is None else _recomputed(graph, colors, policy)
+        colors = [None if i in self.again else color for i, color in enumerate(colors)]
         self.pieces = carve(graph, colors, homes)
         self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
         sent = {
@@ -170,6 +177,8 @@ class _Programs:
             _INPUT if ref.role == Role.ACTIVATION or (isinstance(atom, Var) and atom in made) else _WEIGHT
             for ref, atom in zip(returned, self.backward_atoms, strict=True)
         ]
+        if of_input:  # what is recomputed is so once, in I
+            of_input |= self.again.intersection(self._piece(_BACKWARD).eqns)
         parts = [_INPUT if i in of_input else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
         atoms = zip(self.backward_atoms, self.halves, strict=True)
         pieces = carve(graph, parts, {atom: half for atom, half in atoms if isinstance(atom, Var)})
@@ -299,6 +308,27 @@ class _Programs:
     ) -> Program:
         names = (*(self.refs[var] for var in inputs), *more)
         return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
+
+
+def _recomputed(graph: Graph, colors: Sequence[str | None], policy: Policy) -> set[int]:
+    """The equations of the forward whose results are not kept.
+
+    Raises:
+        ArgumentError: a policy that answers anything but True or False.
+    """
+    found = set()
+    for i, (eqn, color) in enumerate(zip(graph.eqns, colors, strict=True)):
+        if color == _FORWARD and not eqn.effects:
+            keep = policy(eqn.primitive, *(aval_of(atom) for atom in eqn.invars), **eqn.params)
+            if not isinstance(keep, bool):
+                raise ArgumentError(
+                    "remat",
+                    "a policy says for each operation whether its result is kept (True) or recomputed (False)",
+                    f"{type(keep).__name__} for {eqn.primitive.name}",
+                    "pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable",
+                )
+            found |= set() if keep else {i}
+    return found
 
 
 def _average_like(aval: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,66 @@
+"""Stages that do not learn: a boundary that carries no gradient raises no error, the stages before it only stay as they are.
+
+Each update returns, for each stage, the sum of its squared gradients, which the gradient's norm needs anyway. The detector looks at
+them some steps later, when they are there, so that nothing waits: at the first steps each, then now and then.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["DeadStageWarning", "Detector"]
+
+_EAGER, _EVERY, _PATIENCE = 8, 16, 3  # steps looked at from the first, one of how many after those, and zeros in a row
+
+
+class DeadStageWarning(UserWarning):
+    """The gradients of a stage stay zero, so it does not learn."""
+
+
+class Detector:
+    """Follows the training of one pipeline, and warns once.
+
+    Args:
+        stages: those that have parameters, in order.
+    """
+
+    def __init__(self, stages: Sequence[int]):
+        self._zeros = dict.fromkeys(stages, 0)
+        self._num_steps = 0
+        self._waiting: deque[Sequence[Any]] = deque()
+        self._warned = False
+
+    def see(self, squares: Sequence[Any]) -> None:
+        """Take the sums of squared gradients of one step, one a stage, and look at those that are there.
+
+        Warns:
+            DeadStageWarning: some stage's were zero several times in a row.
+        """
+        if self._warned:
+            return
+        if self._num_steps < _EAGER or self._num_steps % _EVERY == 0:
+            self._waiting.append(squares)
+        self._num_steps += 1
+        while self._waiting and all(value.is_ready() for value in self._waiting[0]):
+            for stage, value in zip(self._zeros, self._waiting.popleft(), strict=True):
+                self._zeros[stage] = 0 if float(value) else self._zeros[stage] + 1
+        dead = [stage for stage, zeros in self._zeros.items() if zeros >= _PATIENCE]
+        if dead:
+            self._warned = True
+            self._waiting.clear()
+            warnings.warn(_message(dead, list(self._zeros)), DeadStageWarning, stacklevel=3)
+
+
+def _message(dead: Sequence[int], stages: Sequence[int]) -> str:
+    who = f"stage {dead[0]} does" if len(dead) == 1 else f"stages {', '.join(map(str, dead))} do"
+    ends = [stage for stage in dead if stage + 1 not in dead and stage < stages[-1]]
+    where = " and ".join(f"boundary {stage} (between stages {stage} and {stage + 1})" for stage in ends)
+    others = ", while the others learn" if len(dead) < len(stages) else ""
+    lines = [
+        f"{who} not learn{others}: all gradients were exactly zero {_PATIENCE} times in a row.",
+        f"Got: no gradient crosses {where}." if where else "Got: no gradient comes from the loss.",
+        "Fix: look there for stop_gradient, a cast to integers, argmax, or units that are all off; if it is meant so, "
+        'warnings.filterwarnings("ignore", category=jaxpp.DeadStageWarning)',
+    ]
+    return "\n  ".join(lines)

@@ -1,0 +1,107 @@
+"""A boundary that carries no gradient: the stages before it learn nothing, and a warning names it (ACCEPTANCE.md A8)."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError
+from tests.conftest import mlp_case
+
+
+def train(pipe, state, batch, steps):
+    """Train, and say what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", jaxpp.DeadStageWarning)
+        for _ in range(steps):
+            state, metrics = pipe.step(state, batch)
+            jax.block_until_ready(metrics.loss)
+    return state, [w for w in caught if issubclass(w.category, jaxpp.DeadStageWarning)]
+
+
+def stage_of(pipe, state):
+    """The stage of each parameter leaf."""
+    owner = iter(pipe._engine.owner)
+    return jax.tree.map(lambda _: next(owner), state.params)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
+def test_a8_a_cut_gradient_leaves_the_earlier_stages_as_they_are_and_the_warning_names_the_boundary(schedule):
+    case = mlp_case()
+    options = {"num_stages": 4, "num_microbatches": 4, "schedule": schedule, "has_aux": True, "cut_gradient": [1]}
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
+    state = pipe.init(case.params, case.batch)
+    found = pipe._engine.run("grads", jax.tree.leaves(state.params), case.batch, None).leaves
+    for stage, grad in zip(pipe._engine.owner, found, strict=True):
+        assert np.any(np.asarray(grad)) == (stage > 1)
+    state, warned = train(pipe, state, case.batch, 12)
+    (warning,) = warned
+    assert "stages 0, 1 do not learn" in str(warning.message)
+    assert "boundary 1 (between stages 1 and 2)" in str(warning.message)
+    assert warning.filename == __file__
+    same = jax.tree.map(lambda a, b: bool(jnp.array_equal(jax.device_get(a), b)), state.params, case.params)
+    assert same == jax.tree.map(lambda stage: stage <= 1, stage_of(pipe, state))
+
+
+def test_the_gradients_after_a_cut_are_those_of_a_loss_with_stop_gradient_there():
+    def loss_fn(params, x, stop=lambda value: value):
+        skip = jnp.tanh(x @ params["a"])
+        x = stop(jnp.tanh(skip @ params["b"]))
+        return ((jnp.tanh(x @ params["c"]) + stop(skip)) @ params["d"]).var()
+
+    params = {name: jax.random.normal(jax.random.key(k), (8, 8)) for k, name in enumerate("abcd")}
+    batch = jax.random.normal(jax.random.key(9), (8, 8))
+    options = {"num_stages": 4, "num_microbatches": 2, "cuts": ["b", "c", "d"], "cut_gradient": [1]}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(1.0), **options)
+    state = pipe.init(params, batch)
+    moved, _ = pipe.step(state, batch, donate=False)
+    found = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, moved.params)
+    halves = [jax.grad(lambda p, x: loss_fn(p, x, jax.lax.stop_gradient))(params, half) for half in (batch[:4], batch[4:])]
+    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, (b + c) / 2, atol=1e-6), found, *halves)
+    assert not found["a"].any()
+    assert not found["b"].any()
+    assert found["c"].any()
+
+
+def test_without_a_cut_nothing_is_warned_of_in_fifty_steps():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, has_aux=True)
+    _, warned = train(pipe, pipe.init(case.params, case.batch), case.batch, 50)
+    assert not warned
+
+
+def test_a_stage_that_dies_later_is_found_and_warned_of_once():
+    def loss_fn(params, x):
+        return (jax.nn.relu(x @ params["a"] + params["bias"]) @ params["b"] + params["shift"]).mean()
+
+    params = {"a": jnp.eye(4), "b": jnp.eye(4), "bias": jnp.zeros(4), "shift": jnp.zeros(4)}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.0), num_stages=2, num_microbatches=2, cuts=["b"])
+    state = pipe.init(params, jnp.ones((4, 4)))
+    state, warned = train(pipe, state, jnp.ones((4, 4)), 20)
+    assert not warned
+    state, warned = train(pipe, state, -jnp.ones((4, 4)), 80)  # all units are off
+    (warning,) = warned
+    assert "boundary 0 (between stages 0 and 1)" in str(warning.message)
+
+
+def test_a_loss_that_gives_no_gradient_at_all_is_said_so():
+    pipe = jaxpp.Pipeline(lambda p, x: jnp.sign(x @ p["a"] @ p["b"]).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
+    _, warned = train(pipe, pipe.init({"a": jnp.eye(4), "b": jnp.eye(4)}, jnp.ones((4, 4))), jnp.ones((4, 4)), 6)
+    assert "no gradient comes from the loss" in str(warned[0].message)
+
+
+@pytest.mark.parametrize("wrong", [[3], [-1], [0.5], 7, [True], ["1"]])
+def test_boundaries_that_are_not_there_are_refused(wrong):
+    with pytest.raises(ArgumentError, match="boundary s lies between stages s and s \\+ 1"):
+        jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=4, cut_gradient=wrong)
+
+
+def test_verify_says_that_a_cut_gradient_is_meant_to_differ():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True, cut_gradient=[0])
+    with pytest.raises(ArgumentError, match="without cut_gradient"):
+        pipe.verify(pipe.init(case.params, case.batch), case.batch)
