@@ -8,8 +8,9 @@ import jax
 from jax.core import Tracer
 
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import avals_of
+from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Batch, Device, LossFn, Remat

@@ -12,7 +12,8 @@ from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.observe.detector import Detector
 from jaxpp.observe.profile import Profile, record
 from jaxpp.runtime.birth import trace_init
-from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring, put
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count

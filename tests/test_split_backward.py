@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
-from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.lower import lower
+from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cut import cut

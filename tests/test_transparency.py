@@ -7,7 +7,8 @@ import jax
 import pytest
 
 import jaxpp
-from jaxpp.runtime.engine import Engine, settings
+from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.verify import GRAD_FLOOR, compare, oracle

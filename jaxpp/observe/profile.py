@@ -234,7 +234,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
     Returns:
         the profile of the step of median length.
     """
-    plan, _, _ = engine.plan("update", batch, key, watched=True)
+    plan, _ = engine.plan("update", batch, key, watched=True)
     own = [put(leaf, device) for leaf, device in zip(leaves, engine.devices, strict=True)]
     steps: list[list[Stamp]] = []
     for _ in range(num_steps + 1):

@@ -5,126 +5,31 @@ trees.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpp.errors import ArgumentError
 from jaxpp.runtime.birth import draft_params
+from jaxpp.runtime.draft import Draft
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.lower import HOST, Job, Name, forward_actions, grad_name, lower, param_name
-from jaxpp.runtime.optimizer import Update, draft_birth, draft_update, opt_name, plan_update
-from jaxpp.runtime.placement import pool
+from jaxpp.runtime.optimizer import Update, opt_name, plan_update
 from jaxpp.runtime.plan import Plan
-from jaxpp.runtime.prepare import Preparer, Settings, check_key
+from jaxpp.runtime.prepare import Preparer, check_key
+from jaxpp.runtime.settings import Settings
 from jaxpp.runtime.transfer import private
+from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.laws import is_count
-from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.program import Ref, Role, shapes_of
-from jaxpp.types import Device, LossFn, Policy, Remat
+from jaxpp.types import Device, LossFn
 
-__all__ = ["Engine", "Outcome", "settings"]
+__all__ = ["Drafted", "Engine", "Outcome"]
 
 Kind = Literal["update", "grads", "forward"]
-
-
-def settings(  # noqa: PLR0913  (the options of the front door)
-    loss_fn: LossFn,
-    *,
-    num_stages: int,
-    num_microbatches: int | None,
-    schedule: str | Schedule,
-    has_aux: bool,
-    weight: Callable[[Any], Any] | None,
-    cuts: Sequence[str] | None,
-    devices: Sequence[Device] | None,
-    remat: Remat | Sequence[Remat] = None,
-    cut_gradient: Sequence[int] = (),
-) -> Settings:
-    """Check the options and settle the schedule and the devices.
-
-    Raises:
-        ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of what stages keep, or boundaries that
-            are not there.
-        ScheduleError: an unknown schedule.
-    """
-    num_microbatches = num_stages if num_microbatches is None else num_microbatches
-    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    low = [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]
-    if low:
-        raise ArgumentError(
-            "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"
-        )
-    num_stages, num_microbatches = int(num_stages), int(num_microbatches)
-    if not callable(loss_fn):
-        raise ArgumentError(
-            "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
-        )
-    made = schedule
-    if not isinstance(made, Schedule):
-        made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)
-    if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
-        raise ArgumentError(
-            f"schedule={made.name!r}",
-            "a schedule must be made for the pipeline's numbers of stages and microbatches",
-            [
-                f"schedule: {made.num_stages} stages, {made.num_microbatches} microbatches",
-                f"pipeline: {num_stages}, {num_microbatches}",
-            ],
-            f"pass num_stages={made.num_stages}, num_microbatches={made.num_microbatches}, or another schedule",
-        )
-    if cuts is not None and len(cuts) != num_stages - 1:
-        raise ArgumentError(
-            f"cuts={list(cuts)!r}",
-            "n stages have n - 1 cuts between them",
-            f"{len(cuts)} cuts and num_stages={num_stages}",
-            f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
-        )
-    boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Sequence) else (cut_gradient,)
-    wrong = [repr(b) for b in boundaries if not is_count(b, least=0) or b > num_stages - 2]
-    if wrong:
-        raise ArgumentError(
-            f"cut_gradient={cut_gradient!r}",
-            "boundary s lies between stages s and s + 1",
-            f"{', '.join(wrong)} with {num_stages} stages",
-            f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary",
-        )
-    return Settings(
-        loss_fn,
-        made,
-        pool(devices),
-        has_aux,
-        weight,
-        None if cuts is None else tuple(cuts),
-        _policies(remat, num_stages),
-        frozenset(map(int, boundaries)),
-    )
-
-
-def _policies(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:
-    """What each stage keeps; None if all keep everything."""
-    known = {"keep": None, None: None, "recompute": jax.checkpoint_policies.nothing_saveable}
-    each = remat if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
-    wrong = [
-        f"stage {k}: {item!r}"
-        for k, item in enumerate(each)
-        if not (callable(item) or item is None or (isinstance(item, str) and item in known))
-    ]
-    wrong += [f"{len(each)} for {num_stages} stages"] if len(each) != num_stages else []
-    if wrong:
-        raise ArgumentError(
-            "remat",
-            'a stage keeps everything ("keep"), its inputs only ("recompute"), or what a policy says',
-            wrong,
-            'pass "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
-        )
-    policies: Any = tuple(item if callable(item) else known[item] for item in each)
-    return policies if any(policies) else None
 
 
 class Outcome(NamedTuple):
@@ -145,6 +50,24 @@ class Outcome(NamedTuple):
     squares: Sequence[Any] = ()
 
 
+class Drafted(NamedTuple):
+    """A step as lines.
+
+    Attributes:
+        draft: the lines.
+        job: what was lowered.
+        inputs: the names of its arguments: parameters, optimizer leaves (for ``update``), batch leaves, the key.
+        outputs: the names of its results: the loss, aux leaves, then as ``Outcome`` has them.
+        num_aux: how many aux leaves there are.
+    """
+
+    draft: Draft
+    job: Job
+    inputs: list[Name]
+    outputs: list[Name]
+    num_aux: int
+
+
 class Engine:
     """Runs the steps of one pipeline."""
 
@@ -153,7 +76,8 @@ class Engine:
         self.preparer = Preparer(settings)
         self.optimizer = optimizer
         self.update: Update | None = None
-        self._plans: dict[Any, tuple[Plan, int, Any]] = {}
+        self._drafts: dict[Any, tuple[Job, Draft]] = {}
+        self._plans: dict[Any, tuple[Plan, Drafted]] = {}
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -177,6 +101,7 @@ class Engine:
     def settle(self, params: Any, batch: Any, key: Any) -> None:
         """Decide the layout at these shapes, and place the optimizer."""
         layout = self.preparer.settle(params, batch, key)
+        self._drafts.clear()
         self._plans.clear()
         if self.optimizer is not None:
             job = self.preparer.job(batch, key)
@@ -199,25 +124,28 @@ class Engine:
 
     def plan(
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
-    ) -> tuple[Plan, int, Any]:
-        """The plan for a batch of these shapes, how many aux leaves it returns, and their tree; made at the first call."""
-        check_key(key)
-        leaves, tree = jax.tree.flatten(batch)
-        shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
-        cache_key = (kind, loss_fn, donate, watched, tree, shapes, None if key is None else (key.shape, key.dtype))
+    ) -> tuple[Plan, Drafted]:
+        """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
+        cache_key = (kind, loss_fn, donate, watched, _shapes(batch, key))
         found = self._plans.get(cache_key)
         if found is None:
-            found = self._plans[cache_key] = self._lower(kind, batch, key, loss_fn, donate, watched)
+            drafted = self.draft(kind, batch, key, loss_fn=loss_fn, donate=donate)
+            plan = drafted.draft.copy().finish(self.preparer.programs, drafted.inputs, drafted.outputs, watched=watched)
+            found = self._plans[cache_key] = plan, drafted
         return found
 
-    def _lower(
-        self, kind: Kind, batch: Any, key: Any, loss_fn: LossFn | None, donate: bool, watched: bool
-    ) -> tuple[Plan, int, Any]:
-        schedule, placement = self.settings.schedule, self.settings.placement
+    def draft(self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True) -> Drafted:
+        """The lines of a step for a batch of these shapes; nothing is compiled for it."""
+        check_key(key)
         train = kind != "forward"
-        job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
-        actions = schedule.order if train else forward_actions(schedule.num_stages, schedule.num_microbatches)
-        draft = lower(job, actions)
+        cache_key = (train, loss_fn, _shapes(batch, key))
+        if cache_key not in self._drafts:
+            schedule = self.settings.schedule
+            job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
+            actions = schedule.order if train else forward_actions(schedule.num_stages, schedule.num_microbatches)
+            self._drafts[cache_key] = job, lower(job, actions)
+        job, lines = self._drafts[cache_key]
+        draft = lines.copy()
         loss = Name(job.loss_stage, Ref(Role.LOSS))
         aux = _aux_names(job)
         inputs = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
@@ -227,11 +155,10 @@ class Engine:
         elif kind == "update":
             assert self.update is not None
             inputs += [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]
-            results = draft_update(draft, self.update, placement, loss, donate=donate)
+            results = draft_update(draft, self.update, self.settings.placement, loss, donate=donate)
         inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
-        plan = draft.finish(self.preparer.programs, inputs, [loss, *aux, *results], watched=watched)
-        return plan, len(aux), job.cuts[0].loss.aux_tree
+        return Drafted(draft, job, inputs, [loss, *aux, *results], len(aux))
 
     def run(
         self,
@@ -257,17 +184,24 @@ class Engine:
             observer: sees every instruction.
             watched: whether the observer asks them whether they are done.
         """
-        plan, num_aux, aux_tree = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        plan, drafted = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         keys = [] if key is None else [jax.random.key_data(key) if typed else private(key)]
         arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]
         loss, *rest = execute(plan, arguments, observer)
-        aux, results = aux_tree.unflatten(rest[:num_aux]), rest[num_aux:]
+        aux, results = drafted.job.cuts[0].loss.aux_tree.unflatten(rest[: drafted.num_aux]), rest[drafted.num_aux :]
         if kind != "update":
             return Outcome(loss, aux, results)
         assert self.update is not None
         count = len(self.update.owner) + len(self.update.opt_owner)
         return Outcome(loss, aux, results[:count], results[count], results[count + 1 :])
+
+
+def _shapes(batch: Any, key: Any) -> Any:
+    """What a step is lowered for."""
+    leaves, tree = jax.tree.flatten(batch)
+    shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+    return tree, shapes, None if key is None else (getattr(key, "shape", None), getattr(key, "dtype", None))
 
 
 def _aux_names(job: Job) -> list[Name]:

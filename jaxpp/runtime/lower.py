@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp.runtime.draft import Draft
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.plan import Draft
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cut import CutLoss

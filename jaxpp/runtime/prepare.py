@@ -8,7 +8,6 @@ by shape, so a shape is compiled once.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,9 +15,8 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
 from jaxpp.runtime.lower import Job
-from jaxpp.runtime.placement import Placement, place
-from jaxpp.runtime.plan import Programs
-from jaxpp.schedule.base import Schedule
+from jaxpp.runtime.programs import Programs
+from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of, trace, variables
 from jaxpp.stages.loss import TracedLoss, check_floating, describe, key_implementation, trace_loss
@@ -26,9 +24,9 @@ from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
-from jaxpp.types import Device, LossFn, Policy
+from jaxpp.types import LossFn
 
-__all__ = ["Layout", "Preparer", "Settings", "avals_of", "check_key"]
+__all__ = ["Layout", "Preparer", "avals_of", "check_key"]
 
 
 def avals_of(tree: Any) -> Any:
@@ -49,25 +47,6 @@ def check_key(key: Any) -> None:
     if key is not None and not hasattr(key, "dtype"):
         got = f"{type(key).__name__} {key!r}"
         raise ArgumentError("key", "a key is an array made by jax.random.key", got, "pass jax.random.key(seed)")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for."""
-
-    loss_fn: LossFn
-    schedule: Schedule
-    devices: tuple[Device, ...]
-    has_aux: bool = False
-    weight: Callable[[Any], Any] | None = None
-    cuts: tuple[str, ...] | None = None
-    remat: tuple[Policy | None, ...] | None = None
-    severed: frozenset[int] = frozenset()
-
-    @cached_property
-    def placement(self) -> Placement:
-        """The device of each stage: the ranks get the devices in order."""
-        return place(self.schedule, self.devices)
 
 
 @dataclass(frozen=True)

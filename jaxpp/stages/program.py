@@ -8,6 +8,7 @@ A name (``Ref``) says what a value is for the stage that holds it; the plan turn
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class Program:
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
 
-    @property
+    @cached_property
     def results(self) -> list[Any]:
         """Shape and dtype of each result."""
         return jax.eval_shape(self.function, *self.avals)

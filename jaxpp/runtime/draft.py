@@ -1,0 +1,160 @@
+"""A draft: a plan being written, over names instead of slots.
+
+Problem: a loop that looks values up by name, flattens trees or checks shapes costs more than a small stage. Idea: do all of that
+once. Mechanism: a ``Draft`` collects lines over *names*; ``finish`` compiles the programs, numbers the names, finds the last reader
+of each, and frees it there.
+
+A send between stages on one device is no line: both names are one value.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxpp.runtime.plan import About, Instruction, Plan, Slots
+from jaxpp.runtime.programs import Job, Programs
+from jaxpp.runtime.transfer import sender
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.program import Program
+from jaxpp.types import Device
+
+__all__ = ["Draft", "Line"]
+
+Name = Hashable
+"""What a draft calls a value."""
+
+_SMALL = 1 << 16
+"""Bytes of a result that may be held on to while a step is watched."""
+
+
+class Line(NamedTuple):
+    """One line of a draft: a program that runs, or a send.
+
+    Attributes:
+        label: what it is, for people.
+        job: what runs; None for a send.
+        device: where it runs, or where it sends to.
+        inputs: names of what it reads.
+        outputs: names of what it writes.
+        action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
+    """
+
+    label: str
+    job: Job | None
+    device: Device
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    action: Hashable | None
+
+    @property
+    def taken(self) -> set[Name]:
+        """The inputs whose buffers its results take over."""
+        return {self.inputs[k] for k in self.job[2]} if self.job else set()
+
+
+@dataclass
+class Draft:
+    """A plan being written, over names.
+
+    ``homes`` says on which device each name's value is; a name written twice keeps its slot (an accumulator).
+    """
+
+    homes: dict[Name, Device] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    constants: dict[Name, Any] = field(default_factory=dict)
+    _alias: dict[Name, Name] = field(default_factory=dict)
+
+    def resolve(self, name: Name) -> Name:
+        """The name under which a value was first known."""
+        return self._alias.get(name, name)
+
+    def compute(
+        self,
+        label: str,
+        program: Program,
+        device: Device,
+        inputs: Sequence[Name],
+        outputs: Sequence[Name],
+        donated: tuple[int, ...] | None = None,
+        action: Hashable | None = None,
+    ) -> None:
+        """Run ``program`` on ``device``; its own accumulators are donated unless ``donated`` says otherwise."""
+        job = (program, device, program.donated if donated is None else donated)
+        names = tuple(map(self.resolve, inputs)), tuple(map(self.resolve, outputs))
+        self.lines.append(Line(label, job, device, *names, action))
+        self.homes.update((name, device) for name in outputs)
+
+    def send(self, label: str, source: Name, target: Name, device: Device, action: Hashable | None = None) -> None:
+        """Make the value called ``source`` available on ``device`` as ``target``."""
+        source = self.resolve(source)
+        if self.homes.get(source) == device:
+            self._alias[target] = source
+            return
+        self.lines.append(Line(label, None, device, (source,), (target,), action))
+        self.homes[target] = device
+
+    def _watched(self, programs: Programs) -> list[Name | None]:
+        """For each line an output that can be asked for: a small one that nobody donates. A program without one gets a token.
+
+        (To hold on to a large one, if only until it is there, would keep its memory from being used again.)
+        """
+        found: list[Name | None] = []
+        donated: set[Name] = set()
+        for number in reversed(range(len(self.lines))):
+            line = self.lines[number]
+            small = line.outputs if line.job is None else _small(line.job[0], line.outputs)
+            safe = next((name for name in small if name not in donated), None)
+            if safe is None and line.job is not None:
+                program, device, given = line.job
+                safe = ("token", number)
+                job = programs.with_token(program), device, given
+                line = self.lines[number] = line._replace(job=job, outputs=(*line.outputs, safe))
+            found.append(safe)
+            donated -= set(line.outputs)
+            donated |= line.taken
+        return found[::-1]
+
+    def last_uses(self) -> dict[Name, int]:
+        """The number of the last line that reads or writes each name."""
+        last: dict[Name, int] = {}
+        for number, line in enumerate(self.lines):
+            last.update((name, number) for name in (*line.outputs, *line.inputs))
+        return last
+
+    def copy(self) -> "Draft":
+        """A draft with the same lines, to which others can be added."""
+        return Draft(dict(self.homes), list(self.lines), dict(self.constants), dict(self._alias))
+
+    def finish(self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name], *, watched: bool = False) -> Plan:
+        """Compile the programs and turn names into slots.
+
+        Args:
+            programs: holds the compiled programs.
+            inputs: names of the arguments.
+            outputs: names of the results.
+            watched: whether it must be possible to ask every instruction whether it is done.
+        """
+        watch = self._watched(programs) if watched else [None] * len(self.lines)
+        programs.compile(line.job for line in self.lines if line.job is not None)
+        last = self.last_uses()
+        results = tuple(map(self.resolve, outputs))
+        kept = set(results)
+        slots = Slots()
+        arguments = tuple(slots[name] for name in map(self.resolve, inputs))
+        constants = tuple((slots[name], value) for name, value in self.constants.items() if name in last or name in kept)
+        senders: dict[Device, Callable[..., Any]] = {}
+        instructions = []
+        for number, line in enumerate(self.lines):
+            read = tuple(slots[name] for name in line.inputs)
+            written = tuple(slots[name] for name in line.outputs)
+            done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
+            send = senders.setdefault(line.device, sender(line.device))
+            call = send if line.job is None else programs[line.job]
+            seen = -1 if watch[number] is None else slots[watch[number]]
+            about = About(line.device, line.action, line.job is None, seen)
+            instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
+        return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
+
+
+def _small(program: Program, names: Sequence[Name]) -> list[Name]:
+    return [name for name, aval in zip(names, program.results, strict=True) if count_bytes(aval) <= _SMALL]

@@ -1,0 +1,141 @@
+"""What the user asked for, checked before anything is traced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime.placement import Placement, place, pool
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.laws import is_count
+from jaxpp.schedule.registry import make_for_stages
+from jaxpp.types import Device, LossFn, Policy, Remat
+
+__all__ = ["Settings", "settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        loss_fn: ``loss_fn(params, batch[, key])``.
+        schedule: the order of the actions.
+        devices: one a rank, cycled if fewer.
+        has_aux: whether the loss returns ``(loss, aux)``.
+        weight: weight of a microbatch; its size unless given.
+        cuts: names at which stages begin; found unless given.
+        remat: for each stage, which results its forward keeps; None keeps all.
+        severed: boundaries that carry no gradient.
+    """
+
+    loss_fn: LossFn
+    schedule: Schedule
+    devices: tuple[Device, ...]
+    has_aux: bool = False
+    weight: Callable[[Any], Any] | None = None
+    cuts: tuple[str, ...] | None = None
+    remat: tuple[Policy | None, ...] | None = None
+    severed: frozenset[int] = frozenset()
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The device of each stage: the ranks get the devices in order."""
+        return place(self.schedule, self.devices)
+
+
+def settings(  # noqa: PLR0913  (the options of the front door)
+    loss_fn: LossFn,
+    *,
+    num_stages: int,
+    num_microbatches: int | None,
+    schedule: str | Schedule,
+    has_aux: bool,
+    weight: Callable[[Any], Any] | None,
+    cuts: Sequence[str] | None,
+    devices: Sequence[Device] | None,
+    remat: Remat | Sequence[Remat] = None,
+    cut_gradient: Sequence[int] = (),
+) -> Settings:
+    """Check the options and settle the schedule and the devices.
+
+    Raises:
+        ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of what stages keep, or boundaries that
+            are not there.
+        ScheduleError: an unknown schedule.
+    """
+    num_microbatches = num_stages if num_microbatches is None else num_microbatches
+    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    low = [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]
+    if low:
+        raise ArgumentError(
+            "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"
+        )
+    num_stages, num_microbatches = int(num_stages), int(num_microbatches)
+    if not callable(loss_fn):
+        raise ArgumentError(
+            "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
+        )
+    made = schedule
+    if not isinstance(made, Schedule):
+        made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)
+    if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
+        raise ArgumentError(
+            f"schedule={made.name!r}",
+            "a schedule must be made for the pipeline's numbers of stages and microbatches",
+            [
+                f"schedule: {made.num_stages} stages, {made.num_microbatches} microbatches",
+                f"pipeline: {num_stages}, {num_microbatches}",
+            ],
+            f"pass num_stages={made.num_stages}, num_microbatches={made.num_microbatches}, or another schedule",
+        )
+    if cuts is not None and len(cuts) != num_stages - 1:
+        raise ArgumentError(
+            f"cuts={list(cuts)!r}",
+            "n stages have n - 1 cuts between them",
+            f"{len(cuts)} cuts and num_stages={num_stages}",
+            f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
+        )
+    boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Sequence) else (cut_gradient,)
+    wrong = [repr(b) for b in boundaries if not is_count(b, least=0) or b > num_stages - 2]
+    if wrong:
+        raise ArgumentError(
+            f"cut_gradient={cut_gradient!r}",
+            "boundary s lies between stages s and s + 1",
+            f"{', '.join(wrong)} with {num_stages} stages",
+            f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary",
+        )
+    return Settings(
+        loss_fn,
+        made,
+        pool(devices),
+        has_aux,
+        weight,
+        None if cuts is None else tuple(cuts),
+        _policies(remat, num_stages),
+        frozenset(map(int, boundaries)),
+    )
+
+
+def _policies(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:
+    """What each stage keeps; None if all keep everything."""
+    known = {"keep": None, None: None, "recompute": jax.checkpoint_policies.nothing_saveable}
+    each = remat if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
+    wrong = [
+        f"stage {k}: {item!r}"
+        for k, item in enumerate(each)
+        if not (callable(item) or item is None or (isinstance(item, str) and item in known))
+    ]
+    wrong += [f"{len(each)} for {num_stages} stages"] if len(each) != num_stages else []
+    if wrong:
+        raise ArgumentError(
+            "remat",
+            'a stage keeps everything ("keep"), its inputs only ("recompute"), or what a policy says',
+            wrong,
+            'pass "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
+        )
+    policies: Any = tuple(item if callable(item) else known[item] for item in each)
+    return policies if any(policies) else None

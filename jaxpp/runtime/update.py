@@ -1,0 +1,195 @@
+"""The lines of an optimizer placed by ``optimizer``: one program a stage and level, and the scalars that meet between them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from jaxpp.runtime.birth import closed_function
+from jaxpp.runtime.draft import Draft
+from jaxpp.runtime.lower import Name, param_name
+from jaxpp.runtime.optimizer import Color, Update, opt_name
+from jaxpp.runtime.placement import Placement
+from jaxpp.stages.graph import Piece, aval_of, carve, variables
+from jaxpp.stages.loss import describe
+from jaxpp.stages.program import Program, Ref, Role, shapes_of
+
+__all__ = ["draft_birth", "draft_update"]
+
+_NEW = 1
+"""Marks the name of a parameter or optimizer leaf as the one after the update."""
+
+
+def draft_birth(update: Update, placement: Placement) -> Draft:
+    """The lines that make the optimizer state, every leaf on its owner."""
+    graph, draft = update.birth, Draft()
+    draft.homes.update({param_name(stage, leaf): placement[stage] for leaf, stage in enumerate(update.owner)})
+    numbers = {var: leaf for leaf, var in enumerate(graph.inputs)}
+    for stage in sorted(set(update.opt_owner)):
+        mine = [leaf for leaf, home in enumerate(update.opt_owner) if home == stage]
+        atoms = [graph.outputs[leaf] for leaf in mine]
+        piece = carve(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece((), (), ()))
+        inputs = [var for var in piece.inputs if var in numbers]
+        for var in inputs:
+            leaf = numbers[var]
+            draft.send(
+                f"send parameter {leaf} to stage {stage}",
+                param_name(update.owner[leaf], leaf),
+                param_name(stage, leaf),
+                placement[stage],
+            )
+        function = closed_function(graph, piece, inputs, atoms)
+        names_in = [param_name(stage, numbers[var]) for var in inputs]
+        names_out = [opt_name(stage, leaf) for leaf in mine]
+        program = Program(function, tuple(n.ref for n in names_in), tuple(n.ref for n in names_out), shapes_of(inputs))
+        draft.compute(f"init stage {stage}", program, placement[stage], names_in, names_out, ())
+    return draft
+
+
+def draft_update(draft: Draft, update: Update, placement: Placement, loss: Name, *, donate: bool) -> list[Name]:
+    """Add the update to a step.
+
+    Args:
+        draft: the step so far; holds gradients on their owners.
+        update: what to run.
+        placement: the device of each stage.
+        loss: the name of the loss.
+        donate: whether the old parameters and optimizer state give up their buffers.
+
+    Returns:
+        the names of the new parameters, the new optimizer state, the gradient norm, and the trained stages' parts of its square.
+    """
+    return _Drafter(draft, update, placement, loss, donate).run()
+
+
+class _Drafter:
+    """Writes one line a stage and level, and the sends between them."""
+
+    def __init__(self, draft: Draft, update: Update, placement: Placement, loss: Name, donate: bool):
+        self.draft, self.update, self.placement, self.donate = draft, update, placement, donate
+        graph = update.graph
+        self.source: dict[Var, Name] = dict(zip(graph.inputs, update.names(loss), strict=True))
+        draft.homes.update({name: placement[name.stage] for name in self.source.values()})
+        self.result_color = self._result_colors()
+        homes = {atom: self.result_color[k] for k, atom in enumerate(graph.outputs) if isinstance(atom, Var)}
+        self.pieces: Mapping[Color, Piece] = carve(graph, update.colors, homes)
+        self.made = {var: color for color, piece in self.pieces.items() for var in piece.outputs}
+        self.held: dict[tuple[int, Var], tuple[Name, int | None]] = {
+            (name.stage, var): (name, None) for var, name in self.source.items()
+        }
+        self.packed: dict[Name, jax.ShapeDtypeStruct] = {}
+        self.serial = 0
+
+    def _result_colors(self) -> list[Color]:
+        graph, producers = self.update.graph, self.update.graph.producers()
+        result = []
+        for atom, home in zip(graph.outputs, self.update.homes, strict=True):
+            made = self.update.colors[producers[atom]] if isinstance(atom, Var) and atom in producers else None
+            result.append((0, home) if made is None else made)
+        return result
+
+    def run(self) -> list[Name]:
+        graph = self.update.graph
+        results: dict[int, Name] = {}
+        for color in sorted({*self.pieces, *self.result_color}):
+            mine = [k for k, chosen in enumerate(self.result_color) if chosen == color]
+            names = self._compute(color, mine)
+            results.update(zip(mine, names, strict=True))
+        return [self._home(k, results[k]) for k in range(len(graph.outputs))]
+
+    def _home(self, k: int, name: Name) -> Name:
+        """A result made away from its owner is sent there (a scalar)."""
+        home = self.update.homes[k]
+        if name.stage == home:
+            return name
+        target = self._fresh(home)
+        self.draft.send(f"send result {k} to stage {home}", name, target, self.placement[home])
+        return target
+
+    def _fresh(self, stage: int) -> Name:
+        self.serial += 1
+        return Name(stage, Ref(Role.VALUE, self.serial))
+
+    def _new(self, stage: int, k: int) -> Name:
+        """The name of the k-th result where it is made: a new parameter, a new optimizer leaf, or a value."""
+        num_params, num_opt = self.update.num_params, len(self.update.opt_owner)
+        if k < num_params:
+            return Name(stage, Ref(Role.PARAM, k, _NEW))
+        return Name(stage, Ref(Role.OPT, k - num_params, _NEW)) if k < num_params + num_opt else self._fresh(stage)
+
+    def _compute(self, color: Color, mine: Sequence[int]) -> list[Name]:
+        (level, stage), piece, graph = color, self._piece(color), self.update.graph
+        results = [graph.outputs[k] for k in mine]
+        inputs = [var for var in piece.inputs if var not in graph.constants]
+        held = [self._hold(stage, var) for var in inputs]
+        donated = self._donated(color)
+        names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
+        packs = self._packs(color)
+        returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
+        run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
+        order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
+
+        def function(*args: Any) -> list[Any]:
+            given = dict(zip(names_in, args, strict=True))
+            values = run(*(given[name] if at is None else given[name][at] for name, at in held))
+            vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
+            return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
+
+        names_out = [*(self._new(stage, k) for k in mine), *(self._fresh(stage) for _ in (*returned, *packs))]
+        self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
+        shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+        program = Program(function, *refs, shapes_of(shapes[name] for name in names_in))
+        label = f"update stage {stage} level {level}"
+        self.draft.compute(label, program, self.placement[stage], names_in, names_out, tuple(range(len(donated))))
+        for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
+            self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
+        return names_out[: len(results)]
+
+    def _piece(self, color: Color) -> Piece:
+        return self.pieces.get(color, Piece((), (), ()))
+
+    def _readers(self, var: Var) -> set[int]:
+        return {stage for (_, stage), piece in self.pieces.items() if var in piece.inputs}
+
+    def _packs(self, color: Color) -> dict[tuple[int, Any], list[Var]]:
+        """The scalars that this program makes for each other stage, by stage and dtype."""
+        packs: dict[tuple[int, Any], list[Var]] = {}
+        for var in self.pieces[color].outputs:
+            for peer in sorted(self._readers(var) - {color[1]}):
+                if aval_of(var).shape == ():
+                    packs.setdefault((peer, aval_of(var).dtype), []).append(var)
+        return packs
+
+    def _deliver(self, peer: int, group: list[Var], vector: Name, aval: jax.ShapeDtypeStruct) -> None:
+        """Send scalars to a stage as one vector; its programs take them out."""
+        arrived = self._fresh(peer)
+        self.draft.send(f"send {len(group)} scalars to stage {peer}", vector, arrived, self.placement[peer])
+        self.packed[arrived] = aval
+        self.held.update(((peer, var), (arrived, k)) for k, var in enumerate(group))
+
+    def _hold(self, stage: int, var: Var) -> tuple[Name, int | None]:
+        """Where a stage finds a value: a name, and its place if that is a vector. Sent there if it lives elsewhere."""
+        if (stage, var) not in self.held:
+            source = self.source[var] if var in self.source else self.held[self.made[var][1], var][0]
+            target = self._fresh(stage)
+            self.draft.send(f"send {describe(aval_of(var))} to stage {stage}", source, target, self.placement[stage])
+            self.held[stage, var] = target, None
+        return self.held[stage, var]
+
+    def _donated(self, color: Color) -> list[Name]:
+        """The old versions of this program's results that nobody reads later, in the order of the results.
+
+        In that order each result takes over the buffer of its own old version; any other pairing costs copies.
+        """
+        graph, count = self.update.graph, self.update.num_params
+        old = [*graph.inputs[-1 - count : -1], *graph.inputs[count : -1 - count]]
+        donated = []
+        for var, chosen in zip(old, self.result_color, strict=False):
+            readers = [other for other, piece in self.pieces.items() if var in piece.inputs]
+            alone = all(stage == color[1] for _, stage in readers) and self.source[var].stage == color[1]
+            if self.donate and chosen == color and alone and readers and max(readers) == color:
+                donated.append(self.source[var])
+        return donated
