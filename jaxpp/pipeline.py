@@ -169,8 +169,9 @@ class Pipeline:
         return self._stages
 
     def init(self, init_or_params: Any, *args: Any) -> State:
-        """Cut the loss, place the stages, and make the first state.
+        """Cut the loss, place the stages, compile the step, and make the first state.
 
+        Programs are compiled side by side, under a progress bar if that takes long, so the first step takes as long as the others.
         ``init(init_fn, key, batch)`` makes the parameters: every leaf is born on its owner, with the bits of
         ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies parameters one has (a
         checkpoint, a pretrained model) to their owners.
@@ -221,6 +222,7 @@ class Pipeline:
         self._trees = jax.tree.structure(layout.params), update.tree
         self._detector = Detector(update.trained)
         cut = engine.preparer.job(batch, key).cuts[0]
+        engine.plan("update", batch, key)
         functions = self._functions or by_hand(engine.preparer)
         self._stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions)
 
