@@ -71,6 +71,22 @@ def test_the_numbers_are_the_microbatches_and_are_left_out_where_they_could_not_
     assert numbers(make("naive", num_ranks=8, num_microbatches=64).figure()) == 0
 
 
+def test_a_long_bar_has_no_larger_number_than_the_usual_ones_and_a_short_one_takes_no_lines_from_the_others():
+    bars = [Bar(0, Action(0, Kind.F, 333), k, k + 1) for k in range(100)]
+    bars += [Bar(0, Action(0, Kind.F, 333), 100, 110), Bar(0, Action(0, Kind.F, 333), 110, 110)]
+    collections = timeline(bars, [0], "").axes[0].collections
+    (numbers,) = (c for c in collections if c.get_label() == "text")
+    (drawn,) = (c for c in collections if c.get_label() == "F 0")
+    assert len(numbers.get_offsets()) == 101
+    assert set(drawn.get_linewidths()[:101]) == {0.7} and drawn.get_linewidths()[101] == 0
+
+
+def test_bars_that_take_no_time_make_a_timeline_no_wider():
+    _, bars, owners = pictured("1f1b", ranks=2, microbatches=4)
+    instant = [Bar(0, Action(0, Kind.W, k), 15, 15) for k in range(4)]
+    assert timeline([*bars, *instant], owners, "").get_figwidth() == timeline(bars, owners, "").get_figwidth()
+
+
 def test_later_stages_of_a_rank_are_underlined_once_more_each():
     _, bars, owners = pictured("interleaved", ranks=2, microbatches=4)
     lines = [c for c in timeline(bars, owners, "").axes[0].collections if c.get_label() == "underline"]

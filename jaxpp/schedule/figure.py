@@ -12,10 +12,34 @@ from typing import Any
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.panel import DOT, IDLE, INK, cell_of, inside, key_of, module_of, page, several_stages, shade, width_of
+from jaxpp.schedule.panel import (
+    DOT,
+    IDLE,
+    INK,
+    Panel,
+    Part,
+    cell_of,
+    inside,
+    key_of_bars,
+    module_of,
+    page,
+    several_stages,
+    shade,
+    width_of,
+)
 from jaxpp.schedule.residuals import Lane, column_width, lanes, live, peak
 
-__all__ = ["pebble_gif", "pebbles", "timeline"]
+__all__ = [
+    "draw_pebbles",
+    "draw_timeline",
+    "pebble_gif",
+    "pebbles",
+    "pebbles_margin",
+    "pebbles_room",
+    "shortest",
+    "timeline",
+    "timeline_room",
+]
 
 _MOST_PEBBLES, _NARROWEST = 9, 5.0  # that are drawn one by one, and the points of a column that has room for them
 _MOST_FRAMES, _FRAMES_A_SECOND = 120, 6
@@ -35,17 +59,32 @@ def timeline(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str) ->
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
-    makespan = max(bar.end for bar in bars) or 1
+    makespan, tall = max(bar.end for bar in bars) or 1, timeline_room(stage_to_rank)
+    (panel,) = page(heading, makespan, [tall], width_of(makespan / shortest(bars), stage_to_rank), 0.25)
+    draw_timeline(panel, bars, stage_to_rank)
+    key_of_bars(panel, bars, stage_to_rank)
+    return panel.axes.figure
+
+
+def shortest(bars: Sequence[Bar]) -> Number:
+    """The length that one in twenty bars is below, not counting those that take no time."""
+    lengths = sorted(bar.end - bar.start for bar in bars if bar.end > bar.start)
+    return lengths[len(lengths) // 20] if lengths else (max(bar.end for bar in bars) or 1) / 100
+
+
+def timeline_room(stage_to_rank: Sequence[int], above: float = 0) -> Part:
+    """The room of a timeline with that many inches above it."""
     num_ranks = max(stage_to_rank) + 1
-    short = sorted(bar.end - bar.start for bar in bars)[len(bars) // 20] or makespan / 100
-    tall = num_ranks * (0.42 if num_ranks <= 8 else 0.32)
-    panel = page(heading, makespan, num_ranks, width_of(makespan / short, stage_to_rank), tall, 0.25)
+    return Part(num_ranks, num_ranks * (0.42 if num_ranks <= 8 else 0.32), above)
+
+
+def draw_timeline(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int]) -> None:
+    """Draw a timeline onto a panel that has room for it."""
+    makespan, num_ranks = max(bar.end for bar in bars) or 1, max(stage_to_rank) + 1
     panel.rectangles([(0, makespan, *inside(rank)) for rank in range(num_ranks)], IDLE, "idle")
     panel.bars([cell_of(bar, bar.rank, stage_to_rank) for bar in bars])
     panel.axes.set_yticks([rank + 0.5 for rank in range(num_ranks)], [str(rank) for rank in range(num_ranks)])
     panel.axes.set_ylabel("rank", size=9, color=INK)
-    key_of(panel, bars, stage_to_rank)
-    return panel.axes.figure
 
 
 def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: Number | None = None) -> Any:
@@ -61,11 +100,33 @@ def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, unt
         a matplotlib ``Figure``, as ``timeline``. In the margin on the right: the most residuals alive at once on each stage, and on
         its rank if ranks have several stages.
     """
-    makespan = max(bar.end for bar in bars) or 1
-    step, tops = column_width(bars), _tops(lanes(bars))
-    height = max(y + 1 + (Kind.F in lane.kinds) for lane, y in tops.items())
-    several, tall = several_stages(stage_to_rank), min(0.24 * height, 18)
-    panel = page(heading, makespan, height, width_of(makespan / step, stage_to_rank), tall, 1.4 if several else 0.6)
+    makespan, step, room = max(bar.end for bar in bars) or 1, column_width(bars), pebbles_room(bars)
+    (panel,) = page(heading, makespan, [room], width_of(makespan / step, stage_to_rank), pebbles_margin(stage_to_rank))
+    key_of_bars(panel, bars, stage_to_rank, draw_pebbles(panel, bars, stage_to_rank, step))
+    if until is not None:
+        curtain = module_of("patches").Rectangle((until, -0.1), makespan, room.rows + 0.2, facecolor="white", zorder=5)
+        panel.axes.add_patch(curtain)
+    return panel.axes.figure
+
+
+def pebbles_room(bars: Sequence[Bar], above: float = 0) -> Part:
+    """The room of a pebble graph with that many inches above it."""
+    rows = max(y + 1 + (Kind.F in lane.kinds) for lane, y in _tops(lanes(bars)).items())
+    return Part(rows, min(0.24 * rows, 18), above)
+
+
+def pebbles_margin(stage_to_rank: Sequence[int]) -> float:
+    """Inches to the right of a pebble graph, for its peaks."""
+    return 1.4 if several_stages(stage_to_rank) else 0.6
+
+
+def draw_pebbles(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float) -> str:
+    """Draw a pebble graph onto a panel that has room for it, with a column every ``step``.
+
+    Returns:
+        what stands for the residuals in its key: a pebble, or a colour where they are too many.
+    """
+    makespan, several, tops = max(bar.end for bar in bars) or 1, several_stages(stage_to_rank), _tops(lanes(bars))
     panel.rectangles([(0, makespan, *inside(top)) for top in tops.values()], IDLE, "idle")
     top = {(lane.stage, kind): y for lane, y in tops.items() for kind in lane.kinds}
     panel.bars([cell_of(bar, top[bar.action[:2]], stage_to_rank) for bar in bars])
@@ -83,10 +144,7 @@ def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, unt
         panel.margin([str(peak(own)), f"rank {rank}: {total}"][: 1 + several], lane + 0.5)
     panel.margin(["peak", "of its rank"][: 1 + several], -0.7)
     panel.axes.set_yticks([y + 0.5 for y in tops.values()], ["/".join(lane.kinds) + str(lane.stage) for lane in tops])
-    key_of(panel, bars, stage_to_rank, DOT if countable else shade(1))
-    if until is not None:
-        panel.axes.add_patch(module_of("patches").Rectangle((until, -0.1), makespan, height + 0.2, facecolor="white", zorder=5))
-    return panel.axes.figure
+    return DOT if countable else shade(1)
 
 
 def pebble_gif(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, path: str | os.PathLike[str]) -> None:

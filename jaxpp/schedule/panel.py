@@ -8,6 +8,7 @@ matplotlib is an optional extra. It is imported when something is drawn, and use
 
 import importlib.util
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +21,16 @@ __all__ = [
     "DOT",
     "IDLE",
     "INK",
+    "LEFT",
     "Cell",
+    "Entry",
     "Panel",
+    "Part",
     "available",
     "cell_of",
     "inside",
     "key_of",
+    "key_of_bars",
     "module_of",
     "page",
     "several_stages",
@@ -36,7 +41,7 @@ __all__ = [
 _COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F0E442"}
 _WORDS = {Kind.F: "F forward", Kind.B: "B backward", Kind.I: "I input part", Kind.W: "W weight part"}
 IDLE, INK, DOT = "#EFEFEF", "#222222", "dot"
-_LEFT, _TOP, _BOTTOM = 0.62, 0.66, 0.5  # inches around the axes: the rows' names, heading and key, the time
+LEFT, _TOP, _BOTTOM = 0.62, 0.66, 0.5  # inches around the axes: the rows' names, heading and key, the time
 _SMALLEST, _LARGEST = 4.5, 8.0  # points of the numbers in bars
 
 
@@ -50,6 +55,24 @@ class Cell(NamedTuple):
     kind: Kind
     order: int
     text: str = ""
+
+
+class Part(NamedTuple):
+    """The room that one panel of a page has.
+
+    Attributes:
+        rows: the extent of y, from the top.
+        height: of the panel, in inches.
+        above: inches left free over it.
+    """
+
+    rows: float
+    height: float
+    above: float = 0
+
+
+Entry = tuple[str, Kind | str, int]
+"""Words of a key, what they explain (a kind, a colour, or ``DOT``), and for a kind which stage of its rank."""
 
 
 def available() -> bool:
@@ -69,6 +92,7 @@ class Panel:
 
     def __init__(self, figure: Any, box: tuple[float, float, float, float], across: Number, down: float):
         width, height = figure.get_size_inches()
+        self.box = box
         self.axes = figure.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height))
         self.across = across
         self.points = 72 * box[2] / across, 72 * box[3] / down
@@ -77,43 +101,54 @@ class Panel:
         self.axes.tick_params(axis="y", labelsize=min(8, self.points[1]))
         self.axes.spines[:].set_visible(False)
 
-    def rectangles(self, boxes: Iterable[tuple[Number, Number, float, float]], colour: str, label: str, edge: float = 0) -> None:
-        """Draw boxes (left, right, top, bottom) of one colour, as one collection."""
+    def rectangles(
+        self, boxes: Iterable[tuple[Number, Number, float, float]], colour: str, label: str, edge: float | Sequence[float] = 0
+    ) -> None:
+        """Draw boxes (left, right, top, bottom) of one colour, as one collection, with white lines of ``edge`` points."""
         corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in boxes]
-        made = module_of("collections").PolyCollection(corners, facecolors=[colour], edgecolors="white", linewidths=edge)
+        self.polygons(corners, colour, label, edge, "white")
+
+    def polygons(
+        self, corners: Sequence[Sequence[tuple[Number, float]]], colour: str, label: str, edge: float | Sequence[float], line: str
+    ) -> None:
+        """Draw polygons of one colour, as one collection, with lines of ``edge`` points around them."""
+        made = module_of("collections").PolyCollection(corners, facecolors=[colour], edgecolors=line, linewidths=edge)
         made.set_label(label)
         self.axes.add_collection(made, autolim=False)
 
     def bars(self, cells: Sequence[Cell]) -> None:
-        """Draw the cells, a collection a kind and stage of its rank; with their numbers where these can be read."""
+        """Draw the cells, a collection a kind and stage of its rank; with numbers where they can be read, large only if usual."""
         groups: dict[tuple[Kind, int], list[Cell]] = defaultdict(list)
         latest, longest = max(cell.order for cell in cells), max(len(cell.text) for cell in cells)
         for cell in cells:
             groups[cell.kind, cell.order].append(cell)
         for (kind, order), group in groups.items():
             pale = 0.55 * order / max(1, latest)
-            edge = min(0.7, 0.1 * self.points[0] * min(cell.right - cell.left for cell in group))
-            self.rectangles([cell[:4] for cell in group], _mix(_COLOURS[kind], "#FFFFFF", pale), f"{kind} {order}", edge)
+            edges = [min(0.7, 0.1 * self.points[0] * (cell.right - cell.left)) for cell in group]
+            self.rectangles([cell[:4] for cell in group], _mix(_COLOURS[kind], "#FFFFFF", pale), f"{kind} {order}", edges)
             if order:
                 dark = _mix(_COLOURS[kind], "#000000", 0.35)
                 self.rectangles([line for cell in group for line in _underlines(cell)], dark, "underline")
             ink = "#FFFFFF" if kind == Kind.F and pale < 0.25 else "#000000"
             spots = defaultdict(list)
-            for cell in group:
-                size = self._size(longest, cell.right - cell.left, cell.bottom - cell.top)
-                spots[cell.text, size].append(((cell.left + cell.right) / 2, (cell.top + cell.bottom) / 2 - 0.05 * order))
+            sizes = [self._size(longest, cell.right - cell.left, cell.bottom - cell.top) for cell in group]
+            usual = max(_SMALLEST, statistics.median_low(sizes))
+            for cell, size in zip(group, sizes, strict=True):
+                spots[cell.text, min(size, usual)].append(
+                    ((cell.left + cell.right) / 2, (cell.top + cell.bottom) / 2 - 0.05 * order)
+                )
             for (text, size), at in spots.items():
                 self.write(text, size, at, ink)
 
     def pebbles(self, residuals: Sequence[Residual], top: float, step: float, most: int) -> None:
-        """Draw the residuals of a stage into the lane at ``top``: a dot each in every column; ``most`` have room."""
+        """Draw the residuals of a stage into the lane at ``top``: in every column a dot each, if it is alive then; ``most`` fit."""
         wide, high = 0.8 * self.points[0] * step, 0.88 * self.points[1]
         num_rows = max(range(1, most + 1), key=lambda rows: min(wide / -(-most // rows), high / rows))
         num_columns = -(-most // num_rows)
         cell, dots = min(wide / num_columns, high / num_rows), []
         for residual, place in places(residuals):
             across, down = 0.1 + 0.8 * (place // num_rows + 0.5) / num_columns, (place % num_rows + 0.5) / num_rows
-            columns = range(round(residual.start / step), round(residual.end / step))
+            columns = range(*(math.ceil(time / step - across) for time in (residual.start, residual.end)))
             dots += [((column + across) * step, top + 0.06 + 0.88 * down) for column in columns]
         self.dots(min(3.2, 0.4 * cell), dots)
 
@@ -156,26 +191,45 @@ class Panel:
         return math.floor(2 * fits) / 2 if fits >= _SMALLEST else 0
 
 
-def page(heading: str, makespan: Number, rows: float, width: float, height: float, margin: float) -> Panel:
-    """A figure with a heading, and axes of that many inches for that many rows."""
-    across, tall = _LEFT + width + margin, _BOTTOM + height + _TOP
-    figure = module_of("figure").Figure((across, tall), dpi=120, facecolor="white", layout="none")
+def page(
+    heading: str, across: Number, parts: Sequence[Part], width: float, margin: float, left: float = LEFT, unit: str = ""
+) -> tuple[Panel, ...]:
+    """A figure with a heading, and panels below one another. They share the axis of time, which is under the last.
+
+    Args:
+        heading: the line above.
+        across: the extent of time.
+        parts: the panels, from the top.
+        width: of every panel, in inches.
+        margin: inches to the right of them.
+        left: inches to the left of them.
+        unit: of time.
+
+    Returns:
+        the panels, one a part.
+    """
+    wide, tall = left + width + margin, _TOP + sum(part.above + part.height for part in parts) + _BOTTOM
+    figure = module_of("figure").Figure((wide, tall), dpi=120, facecolor="white", layout="none")
     module_of("backends.backend_agg").FigureCanvasAgg(figure)
-    figure.text(_LEFT / across, 1 - 0.1 / tall, heading, va="top", size=10, color=INK)
-    panel = Panel(figure, (_LEFT, _BOTTOM, width, height), makespan, rows)
-    panel.axes.set_xlabel("time", size=9, color=INK)
-    panel.axes.locator_params(axis="x", nbins=max(2, int(width / 0.7)), integer=makespan > 4, steps=[1, 2, 5, 10])
-    return panel
+    figure.text(left / wide, 1 - 0.1 / tall, heading, va="top", size=10, color=INK)
+    panels, bottom = [], tall - _TOP
+    for part in parts:
+        bottom -= part.above + part.height
+        panels.append(Panel(figure, (left, bottom, width, part.height), across, part.rows))
+    for panel in panels[:-1]:
+        panel.axes.set_xticks([])
+    last = panels[-1].axes
+    last.set_xlabel(f"time, {unit}" if unit else "time", size=9, color=INK)
+    last.locator_params(axis="x", nbins=max(2, int(width / 0.7)), integer=across > 4, steps=[1, 2, 5, 10])
+    return tuple(panels)
 
 
-def key_of(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], pebble: str = "") -> None:
-    """What the colours mean, in a line between the heading and the axes."""
-    width, height = panel.axes.figure.get_size_inches()
-    key = Panel(panel.axes.figure, (_LEFT, height - _TOP + 0.1, width - _LEFT, 0.2), width - _LEFT, 1)
+def key_of(panel: Panel, entries: Iterable[Entry], above: float) -> None:
+    """What colours mean, in a line that many inches above the panel."""
+    figure, (left, bottom, _, tall) = panel.axes.figure, panel.box
+    width = figure.get_figwidth() - left
+    key = Panel(figure, (left, bottom + tall + above, width, 0.2), width, 1)
     key.axes.set(xticks=[], yticks=[])
-    entries: list[tuple[str, Kind | str, int]] = [(_WORDS[k], k, 0) for k in Kind if any(b.action.kind == k for b in bars)]
-    entries += [("later stage of its rank", Kind.F, 1)] * several_stages(stage_to_rank)
-    entries += [("idle", IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]
     cells, x = [], 0.0
     for words, what, order in entries:
         if isinstance(what, Kind):
@@ -186,7 +240,16 @@ def key_of(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], pebb
             key.rectangles([(x, x + 0.22, 0.1, 0.9)], what, words)
         key.axes.text(x + 0.28, 0.52, words, size=8, va="center", color=INK)
         x += 0.42 + 0.057 * len(words)
-    key.bars(cells)
+    if cells:
+        key.bars(cells)
+
+
+def key_of_bars(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], pebble: str = "", above: float = 0) -> None:
+    """What the colours of bars mean, in a line between the heading and what lies that many inches above the panel."""
+    entries: list[Entry] = [(_WORDS[k], k, 0) for k in Kind if any(b.action.kind == k for b in bars)]
+    entries += [("later stage of its rank", Kind.F, 1)] * several_stages(stage_to_rank)
+    entries += [("idle", IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]
+    key_of(panel, entries, 0.1 + above)
 
 
 def cell_of(bar: Bar, top: float, stage_to_rank: Sequence[int]) -> Cell:

@@ -17,7 +17,7 @@ from jaxpp.stages.graph import aval_of
 from jaxpp.stages.loss import describe
 from jaxpp.types import Activation, Cotangent, Device, Grads, Params
 
-__all__ = ["Pullback", "Stage", "Stages", "tabulate"]
+__all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
 
 
 class Pullback:
@@ -113,7 +113,7 @@ class Stages(Sequence[Stage]):
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(stage.sends) or "loss"
-            count, size = f"{stage.num_params:,}{tied}", _units(stage.num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+            count, size = f"{stage.num_params:,}{tied}", bytes_in_words(stage.num_bytes)
             flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
             rows.append(
                 [str(stage.index), str(stage.device), stage.modules, count, size, flops, f"{stage.flops / total:.1%}", sends]
@@ -131,6 +131,11 @@ class Stages(Sequence[Stage]):
         head, *body = ([html.escape(cell) for cell in row] for row in self._cells())
         lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
         return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+
+
+def bytes_in_words(num_bytes: float) -> str:
+    """As people say it, with four digits: ``12.35 MiB``."""
+    return _units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _units(value: float, base: int, names: Sequence[str]) -> str:

@@ -1,0 +1,237 @@
+"""Figures of a profile: bars and bytes as they were measured, one scale of time, nothing over anything else."""
+
+import importlib
+import itertools
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxpp.observe.figure import KINDS, Curve, pebble_pair, profile_figure
+from jaxpp.schedule import Action, Kind, make
+from jaxpp.schedule.clock import Bar, bars, replay
+from jaxpp.schedule.residuals import live, peak
+
+MIB = 2**20
+LAYERS = (64, 1, 128, 64, 0, 2, 1, 3)
+
+
+def synthetic(name, ranks, microbatches, seed=0):
+    """A schedule, its bars as they might be measured, and those of the virtual clock with the same durations."""
+    schedule, rng = make(name, num_ranks=ranks, num_microbatches=microbatches), np.random.default_rng(seed)
+    usual = {Kind.F: 1.0, Kind.B: 2.1, Kind.I: 1.1, Kind.W: 0.9}
+    durations = {a: usual[a.kind] * rng.lognormal(0, 0.15) for a in schedule.order}
+    handed = {action: 0.3 + 0.07 * k for k, action in enumerate(schedule.order)}
+    size = (schedule.rows, schedule.stage_to_rank, microbatches, durations.__getitem__)
+    hops = [0.1] * (schedule.num_stages - 1)
+    return schedule, *(tuple(bars(schedule.rows, replay(*size, hop=hops, **more))) for more in ({"dispatched": handed}, {}))
+
+
+def curves(schedule, measured, labels=None):
+    """Memory in which every residual takes 5 MiB, and all else what ``LAYERS`` says."""
+    found, end = [], 1.05 * max(bar.end for bar in measured)
+    for rank in range(schedule.num_ranks):
+        own = [r for r in live(measured) if schedule.stage_to_rank[r.stage] == rank]
+        times = sorted({0.0, end, *(time for r in own for time in (r.start, r.end))})
+        alive = [sum(r.start <= time < r.end for r in own) for time in times]
+        levels = tuple(tuple((5 * count if k == 4 else each) * MIB for k, each in enumerate(LAYERS)) for count in alive)
+        found.append(Curve(labels[rank] if labels else f"cuda:{rank} (rank {rank})", tuple(times), levels))
+    return found
+
+
+def drawn(axes):
+    """Start and end of the drawn bars, by kind: of the collections labelled with a kind and a number."""
+    found = {kind: Counter() for kind in Kind}
+    for collection in axes.collections:
+        kind, _, order = collection.get_label().partition(" ")
+        if order.isdigit():
+            found[Kind(kind)].update((box.x0, box.x1) for box in (path.get_extents() for path in collection.get_paths()))
+    return found
+
+
+def areas(axes, kind):
+    """What is drawn of a kind of memory: the area in each row, and the highest and lowest y."""
+    (collection,) = (c for c in axes.collections if c.get_label() == kind)
+    sums, heights = Counter(), []
+    for path in collection.get_paths():
+        corners = path.vertices[:-1].tolist()
+        pairs = zip(corners, corners[1:] + corners[:1], strict=True)
+        sums[int(min(y for _, y in corners))] += abs(sum(x * v - u * y for (x, y), (u, v) in pairs)) / 2
+        heights += [y for _, y in corners]
+    return sums, heights
+
+
+def words(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def assert_apart(figure):
+    """All that is written lies on the page, no two of it over one another, and no title over another panel or a key."""
+    figure.canvas.draw()
+    texts = [text for axes in figure.axes for text in axes.texts + axes.get_yticklabels() + [axes.xaxis.label, axes.yaxis.label]]
+    texts += [t for axes in figure.axes for t in axes.get_xticklabels() if t.get_position()[0] <= axes.get_xlim()[1]]
+    spans = [text.get_window_extent() for text in texts + figure.texts if text.get_text()]
+    for k, one in enumerate(spans):
+        assert figure.bbox.x0 <= one.x0 and one.x1 <= figure.bbox.x1 and figure.bbox.y0 <= one.y0 and one.y1 <= figure.bbox.y1
+        assert not any(one.overlaps(other) for other in spans[:k])
+    for title in (text for text in texts if text.get_weight() == "bold"):
+        assert not any(title.get_window_extent().overlaps(axes.bbox) for axes in figure.axes)
+
+
+SIZES = [("1f1b", 2, 4), ("zb-v", 4, 8), ("1f1b", 8, 32)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
+def test_measured_above_and_simulated_below_every_action_is_one_bar_at_its_time(name, ranks, microbatches):
+    schedule, measured, simulated = synthetic(name, ranks, microbatches)
+    for figure in (
+        profile_figure("", measured, simulated, curves(schedule, measured), schedule.stage_to_rank),
+        pebble_pair("", measured, simulated, schedule.stage_to_rank),
+    ):
+        for axes, ran in zip(figure.axes, (measured, simulated), strict=False):
+            for kind, spans in drawn(axes).items():
+                assert spans == Counter((bar.start, bar.end) for bar in ran if bar.action.kind == kind)
+
+
+def test_all_parts_have_one_scale_of_time_and_begin_below_one_another():
+    schedule, measured, simulated = synthetic("1f1b", 4, 8)
+    memory = curves(schedule, measured)
+    figure = profile_figure("", measured, simulated, memory, schedule.stage_to_rank)
+    parts, (end,) = figure.axes[:3], {curve.times[-1] for curve in memory}
+    assert {axes.get_xlim() for axes in parts} == {(0, end)}
+    assert len({(axes.get_position().x0, axes.get_position().x1) for axes in parts}) == 1
+    assert sorted((axes.get_position().y0 for axes in parts), reverse=True) == [axes.get_position().y0 for axes in parts]
+    assert [axes.get_xlabel() for axes in parts] == ["", "", "time, ms"]
+    slow = [bar._replace(start=2 * bar.start, end=2 * bar.end) for bar in simulated]
+    wider = pebble_pair("", measured, slow, schedule.stage_to_rank)
+    assert {axes.get_xlim() for axes in wider.axes[:2]} == {(0, max(bar.end for bar in slow))}
+
+
+def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the_one_before():
+    rng, memory = np.random.default_rng(1), []
+    for device in range(3):
+        times = tuple(sorted([0.0, 4.5, 4.5, *rng.uniform(0, 9, 20).tolist()]))
+        levels = tuple(map(tuple, (rng.integers(MIB, size=(23, 8)) * rng.integers(2, size=(23, 8))).tolist()))
+        memory.append(Curve(f"cpu:{device} (rank {device})", times, levels))
+    run = [Bar(0, Action(0, Kind.F, 0), 0.0, 10.0)]
+    axes = profile_figure("", run, [run[0]._replace(end=12.0)], memory, [0]).axes[2]
+    most = max(sum(level) for curve in memory for level in curve.levels)
+    highest, scale = [], None
+    for k, kind in enumerate(KINDS):
+        sums, heights = areas(axes, kind)
+        highest += heights
+        for row, curve in enumerate(memory):
+            ends = (*curve.times[1:], 10.0)
+            bytes_over_time = sum((b - a) * level[k] for a, b, level in zip(curve.times, ends, curve.levels, strict=True))
+            scale = scale or sums[row] / bytes_over_time
+            assert sums[row] == pytest.approx(scale * bytes_over_time)
+    tops = [min(y for y in highest if row < y < row + 1) for row in range(3)]
+    for row, curve in enumerate(memory):
+        assert row + 1 - tops[row] == pytest.approx(scale * max(map(sum, curve.levels)))
+    assert scale * most == pytest.approx(0.88)
+
+
+def test_the_last_bytes_stay_to_the_end_of_the_step_and_no_longer():
+    run = [Bar(0, Action(0, Kind.F, 0), 0.0, 3.0)]
+    memory = [Curve("cpu:0 (rank 0)", (0.0, 1.0), ((0,) * 8, (MIB,) * 8))]
+    axes = profile_figure("", run, [run[0]._replace(end=4.0)], memory, [0]).axes[2]
+    (collection,) = (c for c in axes.collections if c.get_label() == "parameters")
+    (box,) = (path.get_extents() for path in collection.get_paths())
+    assert (box.x0, box.x1) == (1.0, 3.0) and axes.get_xlim() == (0, 4.0)
+
+
+def test_the_peak_of_each_device_stands_beside_it_even_if_it_lasted_for_no_time():
+    run = [Bar(0, Action(0, Kind.F, 0), 0.0, 3.0)]
+    short = Curve("cpu:0 (rank 0)", (0.0, 1.0, 1.0), ((MIB,) * 8, (3 * MIB // 2,) * 8, (0,) * 8))
+    long = Curve("cpu:1 (ranks 1, 2)", (0.0,), ((2**30, 0, 0, 0, 0, 0, 0, 2**29),))
+    axes = profile_figure("", run, run, [short, long], [0]).axes[2]
+    beside = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert beside["12 MiB"] < 1 < beside["1.5 GiB"] and beside["peak"] < 0
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cpu:0 (rank 0)", "cpu:1 (ranks 1, 2)"]
+
+
+def test_the_key_of_the_memory_names_the_kinds_that_there_are_in_the_order_of_the_stack():
+    schedule, measured, simulated = synthetic("1f1b", 2, 4)
+    memory = [c._replace(levels=tuple((*level[:2], 0, *level[3:]) for level in c.levels)) for c in curves(schedule, measured)]
+    figure = profile_figure("", measured, simulated, memory, schedule.stage_to_rank)
+    assert [k for k in KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
+
+
+def test_without_memory_there_is_none_of_it():
+    schedule, measured, simulated = synthetic("1f1b", 2, 4)
+    figure = profile_figure("heading", measured, simulated, (), schedule.stage_to_rank)
+    assert len(figure.axes) == 3  # two timelines and a key
+    assert not {"memory", "peak", *KINDS} & {word for axes in figure.axes for word in words(axes)}
+    assert figure.axes[1].get_xlabel() == "time, ms" and figure.texts[0].get_text() == "heading"
+    assert_apart(figure)
+
+
+def test_each_timeline_has_its_title_and_the_end_of_its_last_action():
+    schedule, measured, simulated = synthetic("1f1b", 2, 4)
+    ends = [max(bar.end for bar in ran) for ran in (measured, simulated)]
+    figure = profile_figure("", measured, simulated, (), schedule.stage_to_rank)
+    assert set(words(figure.axes[0])) == {"measured", f"{ends[0]:.3g} ms"}
+    assert set(words(figure.axes[1])) == {"virtual clock, with these durations", f"{ends[1]:.3g} ms"}
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
+def test_both_pebble_graphs_say_the_most_residuals_of_each_stage(name, ranks, microbatches):
+    schedule, measured, simulated = synthetic(name, ranks, microbatches)
+    figure = pebble_pair("", measured, simulated, schedule.stage_to_rank)
+    for axes, ran, title in zip(figure.axes, (measured, simulated), ("measured", "virtual clock"), strict=False):
+        peaks = [str(peak(r for r in live(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
+        assert [word for word in words(axes) if word.isdigit()] == peaks
+        assert any(word.startswith(title) for word in words(axes))
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
+def test_a_pebble_stands_only_where_its_residual_is_alive_and_wherever_one_is(name, ranks, microbatches):
+    schedule, measured, simulated = synthetic(name, ranks, microbatches)
+    figure = pebble_pair("", measured, simulated, schedule.stage_to_rank)
+    for axes, ran in zip(figure.axes, (measured, simulated), strict=False):
+        dots = [c.get_offsets().tolist() for c in axes.collections if c.get_label() == "pebbles"]
+        assert len(dots) == schedule.num_stages
+        residuals, shortest = live(ran), min(bar.end - bar.start for bar in ran)
+        for stage, at in enumerate(dots):
+            own = [r for r in residuals if r.stage == stage]
+            assert all(sum(r.start <= x < r.end for r in own) for x, _ in at)
+            assert all(sum(r.start <= x < r.end for x, _ in at) for r in own if r.end - r.start > 2 * shortest)
+            assert len({(round(x, 6), round(y, 6)) for x, y in at}) == len(at)
+
+
+@pytest.mark.parametrize("draw", [profile_figure, pebble_pair], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [*SIZES, ("gpipe", 2, 24), ("zb-v", 1, 1), ("1f1b", 16, 16)])
+def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatches, draw):
+    schedule, measured, simulated = synthetic(name, ranks, microbatches)
+    memory = [curves(schedule, measured)] if draw == profile_figure else []
+    assert_apart(draw(f"{schedule.heading}; measured: 12.3 ms, bubble 20.1%", measured, simulated, *memory, schedule.stage_to_rank))
+
+
+def test_a_device_of_many_ranks_has_its_name_on_as_many_lines_as_it_takes():
+    schedule, measured, simulated = synthetic("1f1b", 2, 4)
+    names = [f"cpu:{k} (ranks {', '.join(map(str, range(k, 40, 2)))})" for k in (0, 1)]
+    figure = profile_figure("", measured, simulated, curves(schedule, measured, names), schedule.stage_to_rank)
+    shown = [label.get_text() for label in figure.axes[2].get_yticklabels()]
+    assert [re.sub(r"\s", " ", label) for label in shown] == names
+    assert max(len(line) for label in shown for line in label.split("\n")) <= 20
+    assert_apart(figure)
+
+
+def test_actions_that_take_no_time_on_the_virtual_clock_make_no_figure_wider():
+    schedule, measured, simulated = synthetic("zb-h1", 2, 4)
+    free = [bar._replace(end=bar.start) if bar.action[:2] == (0, Kind.I) else bar for bar in simulated]
+    for draw, *memory in ((profile_figure, ()), (pebble_pair,)):
+        wide, wider = (draw("", measured, ran, *memory, schedule.stage_to_rank).get_figwidth() for ran in (simulated, free))
+        assert wider <= 1.1 * wide
+
+
+def test_the_kinds_that_can_be_large_differ_in_grey():
+    colours = importlib.import_module("jaxpp.observe.figure")._COLOURS
+    to_rgb = importlib.import_module("matplotlib.colors").to_rgb
+    greys = {
+        kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(colours[k]), strict=True)) for k, kind in enumerate(KINDS)
+    }
+    large = sorted(greys[kind] for kind in ("parameters", "optimizer", "gradients", "residuals", "rest"))
+    assert all(lighter - darker > 0.1 for darker, lighter in itertools.pairwise(large))
+    assert len(set(colours)) == len(KINDS)
