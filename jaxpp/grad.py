@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.prepare import avals_of
+from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule.base import Schedule
@@ -85,7 +85,7 @@ def value_and_grad(
         leaves, tree = jax.tree.flatten(params)
         _refuse_tracers((params, batch, key))
         layout = engine.preparer.layout
-        if layout is None or not _same(layout.params, params):
+        if layout is None or not same_shapes(layout.params, params):
             engine.settle(params, batch, key)
         engine.plan("grads", batch, key)
         outcome = engine.run("grads", bring(leaves, engine.devices), batch, key)
@@ -95,15 +95,6 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn
-
-
-def _same(known: Any, params: Any) -> bool:
-    try:
-        return jax.tree.structure(known) == jax.tree.structure(params) and jax.tree.leaves(known) == jax.tree.leaves(
-            avals_of(params)
-        )
-    except AttributeError:
-        return False
 
 
 def _refuse_tracers(tree: Any) -> None:

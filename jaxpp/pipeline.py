@@ -10,9 +10,11 @@ import optax
 from jaxpp.by_hand import by_hand, compose, scope
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.observe.detector import Detector
+from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile import Profile, record
 from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring, put
 from jaxpp.schedule.base import Schedule
@@ -295,6 +297,37 @@ class Pipeline:
         verify_grads(self._engine, state.params, batch, key, found)
         stepped, _ = self.step(state, batch, key, donate=False)
         verify_update(self._engine, state, found, stepped)
+
+    def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
+        """Memory of a step before the first one, from shapes alone; and what to change if it does not fit.
+
+        The step is compiled, as ``init`` would, and not run; no parameter is made.
+
+        Args:
+            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``.
+            batch: as for ``step``, or its shapes.
+            key: likewise; any, if the loss takes one and none is given.
+            hbm: bytes that each device has: ``"80GiB"``, or a number; what the devices say themselves unless given (CPUs say
+                nothing).
+
+        Returns:
+            the forecast: what each stage takes when its device holds most, in parameters, optimizer, gradients, residuals, what is
+            in flight, batch, and temporaries of the compiled programs; whether it fits, and if not the changes that would make it.
+            ``step(donate=False)`` takes a second state more; the caller's own arrays are not counted.
+
+        Raises:
+            JaxppError: as ``init``; and for an ``hbm`` that is no size.
+        """
+        engine, layout = self._engine, self._engine.preparer.layout
+        room = None if hbm is None else parse_bytes(hbm)
+        if engine.preparer.takes_key():
+            key = jax.random.key(0) if key is None else key
+        if layout is None:
+            self._settle(params_or_shapes, batch, key)
+        elif not same_shapes(layout.params, params_or_shapes):
+            engine = Engine(engine.settings, engine.optimizer)
+            engine.settle(params_or_shapes, batch, key)
+        return forecast(engine, batch, key, room)
 
     def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3) -> Profile:
         """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.

@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxpp.observe.figure import KINDS, Curve, pebble_pair, profile_figure
+from jaxpp.observe.account import KINDS
+from jaxpp.observe.figure import Curve, pebble_pair, profile_figure
 from jaxpp.schedule import Action, Kind, make
 from jaxpp.schedule.clock import Bar, bars, replay
 from jaxpp.schedule.residuals import live, peak

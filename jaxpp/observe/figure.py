@@ -13,15 +13,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxpp.observe.account import KINDS
 from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.figure import draw_pebbles, draw_timeline, pebbles_margin, pebbles_room, shortest, timeline_room
 from jaxpp.schedule.panel import DOT, INK, LEFT, Panel, Part, key_of, key_of_bars, page, width_of
 from jaxpp.stages.table import bytes_in_words
 
-__all__ = ["KINDS", "Curve", "pebble_pair", "profile_figure"]
-
-KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "rest")
-"""What bytes on a device are for, in the order in which they are stacked, from below."""
+__all__ = ["Curve", "pebble_pair", "profile_figure"]
 
 _COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#E4E4E4")
 _TITLES = ("measured", "virtual clock, with these durations")

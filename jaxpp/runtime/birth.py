@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxpp.errors import InitError
-from jaxpp.runtime.draft import Draft
-from jaxpp.runtime.lower import HOST, Name, param_name
+from jaxpp.runtime.draft import HOST, Draft, Name
+from jaxpp.runtime.lower import param_name
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Graph, Piece, carve, trace, variables
 from jaxpp.stages.program import Program, Ref, Role, shapes_of

@@ -7,21 +7,31 @@ of each, and frees it there.
 A send between stages on one device is no line: both names are one value.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxpp.runtime.plan import About, Instruction, Plan, Slots
 from jaxpp.runtime.programs import Job, Programs
 from jaxpp.runtime.transfer import sender
+from jaxpp.schedule.action import Action
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Program
+from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Device
 
-__all__ = ["Draft", "Line"]
+__all__ = ["HOST", "Draft", "Line", "Name"]
 
-Name = Hashable
-"""What a draft calls a value."""
+HOST = -1
+"""The stage number of values that come from the caller."""
+
+
+class Name(NamedTuple):
+    """A value of a step: the stage that holds it, what it is there, and of which microbatch (-1: of the whole step)."""
+
+    stage: int
+    ref: Ref
+    microbatch: int = -1
+
 
 _SMALL = 1 << 16
 """Bytes of a result that may be held on to while a step is watched."""
@@ -44,7 +54,7 @@ class Line(NamedTuple):
     device: Device
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
-    action: Hashable | None
+    action: Action | None
 
     @property
     def taken(self) -> set[Name]:
@@ -76,7 +86,7 @@ class Draft:
         inputs: Sequence[Name],
         outputs: Sequence[Name],
         donated: tuple[int, ...] | None = None,
-        action: Hashable | None = None,
+        action: Action | None = None,
     ) -> None:
         """Run ``program`` on ``device``; its own accumulators are donated unless ``donated`` says otherwise."""
         job = (program, device, program.donated if donated is None else donated)
@@ -84,7 +94,7 @@ class Draft:
         self.lines.append(Line(label, job, device, *names, action))
         self.homes.update((name, device) for name in outputs)
 
-    def send(self, label: str, source: Name, target: Name, device: Device, action: Hashable | None = None) -> None:
+    def send(self, label: str, source: Name, target: Name, device: Device, action: Action | None = None) -> None:
         """Make the value called ``source`` available on ``device`` as ``target``."""
         source = self.resolve(source)
         if self.homes.get(source) == device:
@@ -106,7 +116,7 @@ class Draft:
             safe = next((name for name in small if name not in donated), None)
             if safe is None and line.job is not None:
                 program, device, given = line.job
-                safe = ("token", number)
+                safe = Name(HOST, Ref(Role.VALUE), number)
                 job = programs.with_token(program), device, given
                 line = self.lines[number] = line._replace(job=job, outputs=(*line.outputs, safe))
             found.append(safe)

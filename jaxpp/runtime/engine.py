@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxpp.runtime.birth import draft_params
-from jaxpp.runtime.draft import Draft
+from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.execute import Observer, execute
-from jaxpp.runtime.lower import HOST, Job, Name, forward_actions, grad_name, lower, param_name
+from jaxpp.runtime.lower import Job, forward_actions, grad_name, lower, param_name
 from jaxpp.runtime.optimizer import Update, opt_name, plan_update
 from jaxpp.runtime.plan import Plan
-from jaxpp.runtime.prepare import Preparer, check_key
+from jaxpp.runtime.prepare import Preparer, check_key, same_shapes
 from jaxpp.runtime.settings import Settings
 from jaxpp.runtime.transfer import private
 from jaxpp.runtime.update import draft_birth, draft_update
@@ -76,6 +76,7 @@ class Engine:
         self.preparer = Preparer(settings)
         self.optimizer = optimizer
         self.update: Update | None = None
+        self._settled: Any = None
         self._drafts: dict[Any, tuple[Job, Draft]] = {}
         self._plans: dict[Any, tuple[Plan, Drafted]] = {}
 
@@ -99,8 +100,12 @@ class Engine:
         return [self.settings.placement[stage] for stage in stages]
 
     def settle(self, params: Any, batch: Any, key: Any) -> None:
-        """Decide the layout at these shapes, and place the optimizer."""
+        """Decide the layout at these shapes, and place the optimizer; nothing to do if they are those of the last time."""
+        known = self.preparer.layout
+        if known is not None and same_shapes(known.params, params) and self._settled == _shapes(batch, key):
+            return
         layout = self.preparer.settle(params, batch, key)
+        self._settled = _shapes(batch, key)
         self._drafts.clear()
         self._plans.clear()
         if self.optimizer is not None:

@@ -17,13 +17,13 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.runtime.draft import Draft
+from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Action, Kind
@@ -32,18 +32,7 @@ from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role, shapes_of
 from jaxpp.stages.stage import StageCode
 
-__all__ = ["HOST", "Job", "Name", "forward_actions", "grad_name", "lower", "param_name"]
-
-HOST = -1
-"""The stage number of values that come from the caller."""
-
-
-class Name(NamedTuple):
-    """A value of a step: the stage that holds it, what it is there, and of which microbatch (-1: of the whole step)."""
-
-    stage: int
-    ref: Ref
-    microbatch: int = -1
+__all__ = ["Job", "forward_actions", "grad_name", "lower", "param_name"]
 
 
 @dataclass(frozen=True)

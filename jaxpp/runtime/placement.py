@@ -14,9 +14,15 @@ __all__ = ["Placement", "place", "pool"]
 
 @dataclass(frozen=True)
 class Placement:
-    """``devices[stage]`` is the device of each stage; several stages may share one."""
+    """Where stages and ranks live; several may share a device.
+
+    Attributes:
+        devices: the device of each stage.
+        by_rank: the device of each rank.
+    """
 
     devices: tuple[Device, ...]
+    by_rank: tuple[Device, ...]
 
     def __getitem__(self, stage: int) -> Device:
         return self.devices[stage]
@@ -24,7 +30,8 @@ class Placement:
 
 def place(schedule: Schedule, devices: Sequence[Device]) -> Placement:
     """Give each rank a device, in order; fewer devices than ranks are cycled. A stage lives where its rank does."""
-    return Placement(tuple(devices[rank % len(devices)] for rank in schedule.stage_to_rank))
+    by_rank = tuple(devices[rank % len(devices)] for rank in range(schedule.num_ranks))
+    return Placement(tuple(by_rank[rank] for rank in schedule.stage_to_rank), by_rank)
 
 
 def pool(devices: Sequence[Device] | None) -> tuple[Device, ...]:

@@ -26,12 +26,20 @@ from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 from jaxpp.types import LossFn
 
-__all__ = ["Layout", "Preparer", "avals_of", "check_key"]
+__all__ = ["Layout", "Preparer", "avals_of", "check_key", "same_shapes"]
 
 
 def avals_of(tree: Any) -> Any:
     """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), tree)
+
+
+def same_shapes(known: Any, tree: Any) -> bool:
+    """Whether a tree has the structure, shapes and dtypes of a known one."""
+    try:
+        return jax.tree.structure(known) == jax.tree.structure(tree) and jax.tree.leaves(known) == jax.tree.leaves(avals_of(tree))
+    except AttributeError:  # a leaf that is no array
+        return False
 
 
 def _canonical(dtype: Any) -> Any:

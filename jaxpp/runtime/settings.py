@@ -14,7 +14,7 @@ from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.types import Device, LossFn, Policy, Remat
 
-__all__ = ["Settings", "settings"]
+__all__ = ["Settings", "policies_of", "settings"]
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,17 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         has_aux,
         weight,
         None if cuts is None else tuple(cuts),
-        _policies(remat, num_stages),
+        policies_of(remat, num_stages),
         frozenset(map(int, boundaries)),
     )
 
 
-def _policies(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:
-    """What each stage keeps; None if all keep everything."""
+def policies_of(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:
+    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
+
+    Raises:
+        ArgumentError: it is no way to keep, or not one a stage.
+    """
     known = {"keep": None, None: None, "recompute": jax.checkpoint_policies.nothing_saveable}
     each = remat if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
     wrong = [

@@ -1,0 +1,189 @@
+"""What is alive on each device while a step runs: an account kept over the lines of its draft, without running them.
+
+Every value of a step has a name, a size, a line that makes it and a line after which it is let go. So what a device holds at any
+moment is a sum over values, known from shapes alone: before the first step (``forecast``), and to be compared with what is really
+alive (``ledger``).
+
+Moment 0 is the beginning of the step, moment k + 1 when line k has been handed over and nothing was freed after it, the last moment
+the end of the step. Devices run their programs in the order they are handed over, so these are also the moments of the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpp.runtime.draft import HOST, Draft, Line, Name
+from jaxpp.runtime.engine import Drafted, Engine
+from jaxpp.runtime.programs import Programs
+from jaxpp.schedule.action import Kind
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.graph import aval_of
+from jaxpp.stages.program import Role
+from jaxpp.types import Device
+
+__all__ = ["KINDS", "Account", "Life", "account", "kind_of", "temporaries"]
+
+KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "rest")
+"""What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over."""
+
+_KIND_OF = {
+    Role.PARAM: "parameters",
+    Role.STATIC: "statics",
+    Role.CONSTANT: "statics",
+    Role.OPT: "optimizer",
+    Role.GRAD: "gradients",
+    Role.RESIDUAL: "residuals",
+    Role.ACTIVATION: "in flight",
+    Role.COTANGENT: "in flight",
+    Role.BATCH: "batch",
+    Role.KEY: "batch",
+    Role.SCALE: "batch",
+}
+
+
+class Life(NamedTuple):
+    """A value of a step on a device.
+
+    Attributes:
+        name: of the value.
+        device: where it is.
+        num_bytes: how large.
+        kind: one of ``KINDS``.
+        begins: the first moment at which it is alive.
+        ends: the last.
+    """
+
+    name: Name
+    device: Device
+    num_bytes: int
+    kind: str
+    begins: int
+    ends: int
+
+
+@dataclass(frozen=True)
+class Account:
+    """The lives of all values of a step.
+
+    Attributes:
+        devices: in the order of the ranks.
+        lines: of the step.
+        lives: of its values.
+    """
+
+    devices: tuple[Device, ...]
+    lines: tuple[Line, ...]
+    lives: tuple[Life, ...]
+
+    @cached_property
+    def levels(self) -> Mapping[Device, np.ndarray]:
+        """Bytes on each device: a row a moment, a column a kind."""
+        changes = {device: np.zeros((len(self.lines) + 3, len(KINDS)), np.int64) for device in self.devices}
+        for _, device, num_bytes, kind, begins, ends in self.lives:
+            changes[device][begins, KINDS.index(kind)] += num_bytes
+            changes[device][ends + 1, KINDS.index(kind)] -= num_bytes
+        return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
+
+    def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
+        """The moment at which a device holds most.
+
+        Args:
+            device: which.
+            temporaries: bytes that each line's program needs while it runs, besides its arguments and results.
+        """
+        held = self.levels[device].sum(axis=1)
+        if temporaries:
+            held[1:-1] += [extra * (line.device == device) for extra, line in zip(temporaries, self.lines, strict=True)]
+        return int(held.argmax())
+
+    def alive(self, device: Device, moment: int) -> list[Life]:
+        """What a device holds at a moment."""
+        return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
+
+
+def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Account:
+    """Keep the account of a step that takes over the buffers of its state.
+
+    Args:
+        engine: whose step.
+        drafted: its lines.
+        homes: the devices on which the caller's batch leaves and key are, by name, if on any; they are not copied to these.
+
+    Returns:
+        the account. Arrays of the caller are not in it, except the state.
+    """
+    draft = drafted.draft
+    first, last = _forwards(draft), draft.last_uses()
+    end = len(draft.lines) + 1
+    sizes = _given(engine, drafted)
+    where: dict[Name, Device] = {name: home for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
+    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
+    ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
+    for number, line in enumerate(draft.lines):
+        ends.update((name, number) for name in line.taken - set(line.outputs))
+        copied = line.job is None and where.get(line.inputs[0]) == line.device
+        results = [sizes[line.inputs[0]] * (not copied)] if line.job is None else map(count_bytes, line.job[0].results)
+        for name, size in zip(line.outputs, results, strict=True):
+            sizes[name] = size
+            begins.setdefault(name, number + 1)
+    lives: list[Life] = []
+    for name, begin in begins.items():
+        life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1))
+        lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
+    devices = tuple(dict.fromkeys(engine.settings.placement.by_rank))
+    return Account(devices, tuple(draft.lines), (*_constants(draft), *lives))
+
+
+def kind_of(name: Name) -> str:
+    """What a value is for. An activation is in flight until the stage that holds it has run; from then on it is a residual."""
+    return _KIND_OF.get(name.ref.role, "rest")
+
+
+def temporaries(draft: Draft, programs: Programs) -> tuple[int, ...]:
+    """Bytes that each line's compiled program needs while it runs, besides its arguments and results; 0 for sends."""
+    found: dict[int, int] = {}
+
+    def needs(line: Line) -> int:
+        if line.job is None:
+            return 0
+        if id(line.job[0]) not in found:
+            stats = programs[line.job].memory_analysis()
+            found[id(line.job[0])] = 0 if stats is None else int(stats.temp_size_in_bytes)
+        return found[id(line.job[0])]
+
+    return tuple(map(needs, draft.lines))
+
+
+def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
+    """Bytes of the arguments of a step."""
+    job, update = drafted.job, engine.update
+    opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
+    key = [] if job.key is None else [job.key]
+    return dict(zip(drafted.inputs, map(count_bytes, [*job.params, *opt, *job.batch, *key]), strict=True))
+
+
+def _constants(draft: Draft) -> list[Life]:
+    """The arrays that a plan holds from one step to the next; one that stands for several values counts once."""
+    last, end = draft.last_uses(), len(draft.lines) + 1
+    unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
+    return [Life(name, value.device, value.nbytes, kind_of(name), 0, end) for name, value in unique.values()]
+
+
+def _forwards(draft: Draft) -> dict[tuple[int, int], int]:
+    """The moment of each forward, by stage and microbatch."""
+    return {
+        (line.action.stage, line.action.microbatch): number + 1
+        for number, line in enumerate(draft.lines)
+        if line.job is not None and line.action is not None and line.action.kind == Kind.F
+    }
+
+
+def _split(life: Life, forward: int, reader: Line) -> list[Life]:
+    """An activation that a stage's backward reads again is a residual from its forward on."""
+    if life.name.ref.role != Role.ACTIVATION or reader.job is None or life.ends <= forward:
+        return [life]
+    before = [life._replace(ends=forward - 1)] if life.begins < forward else []
+    return [*before, life._replace(kind="residuals", begins=max(life.begins, forward))]

@@ -1,0 +1,116 @@
+"""What to change when a step does not fit: other pipelines tried on paper.
+
+Each is lowered and its account kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
+virtual clock with equal stages. Nothing is compiled or run, so the peaks are estimates.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from jaxpp.errors import JaxppError
+from jaxpp.observe.account import account
+from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.settings import Settings, policies_of
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.registry import SCHEDULES, make_for_stages
+from jaxpp.schedule.simulate import simulate
+from jaxpp.stages.microbatch import check_batch
+from jaxpp.types import Device
+
+__all__ = ["Change", "changes"]
+
+
+class Change(NamedTuple):
+    """A change that makes it fit.
+
+    Attributes:
+        what: as one writes it: ``num_microbatches=16``.
+        peak: bytes on the device that then holds most; an estimate.
+        slowdown: time of a step over today's, on the virtual clock with equal stages: below 1 it is faster.
+    """
+
+    what: str
+    peak: int
+    slowdown: float
+
+
+def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, int], room: int) -> tuple[Change, ...]:
+    """The changes that make a step fit, each kind in its mildest form, the quickest first.
+
+    Args:
+        engine: whose step does not fit.
+        batch: of the step, or its shapes.
+        key: likewise.
+        needs: bytes of temporaries at the peak of each device.
+        room: bytes that each device has.
+    """
+    now = engine.settings
+    fitting: dict[str, Change] = {}
+    for family, what, settings in tqdm(list(_candidates(now, batch)), desc="looking for what fits", delay=2, leave=False):
+        if family in fitting:
+            continue
+        try:
+            other = _tried(engine, settings, batch, key)
+            book = account(other, other.draft("update", batch, key))
+        except JaxppError:
+            continue  # too many stages for this model, say
+        share = now.schedule.num_microbatches / settings.schedule.num_microbatches
+        share *= now.schedule.num_stages / settings.schedule.num_stages
+        held = {device: int(book.levels[device].sum(axis=1).max()) for device in book.devices}
+        peak = max(size + round(share * needs.get(device, max(needs.values()))) for device, size in held.items())
+        if peak <= room:
+            fitting[family] = Change(what, peak, _time(settings) / _time(now))
+    return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
+
+
+def _tried(engine: Engine, settings: Settings, batch: Any, key: Any) -> Engine:
+    now, new = engine.settings.schedule, settings.schedule
+    same = (now.stage_to_rank, now.num_microbatches) == (new.stage_to_rank, new.num_microbatches)
+    if same and settings.remat == engine.settings.remat:
+        return engine.with_schedule(new)  # no need to trace and cut again
+    layout = engine.preparer.layout
+    assert layout is not None
+    other = Engine(settings, engine.optimizer)
+    other.settle(layout.params, batch, key)
+    return other
+
+
+def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]]:
+    """Changes to try: the family, of which the first that fits is enough; how to write it; the settings."""
+    stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
+
+    def made(name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Settings]:
+        try:
+            yield dataclasses.replace(now, schedule=make_for_stages(name, num_stages=stages, num_microbatches=microbatches), **more)
+        except JaxppError:
+            return  # the schedule does not exist at these sizes
+
+    recompute = policies_of("recompute", stages)
+    for other in SCHEDULES:
+        for settings in made(other, stages, microbatches):
+            if other != name and settings.schedule.num_ranks == now.schedule.num_ranks:
+                yield f"schedule {other}", f'schedule="{other}"', settings
+    yield "remat", 'remat="recompute"', dataclasses.replace(now, remat=recompute)
+    if name not in SCHEDULES:
+        return
+    count = microbatches * 2
+    while count <= check_batch(batch, 1):
+        for settings in made(name, stages, count):
+            yield "microbatches", f"num_microbatches={count}", settings
+        for settings in made(name, stages, count, remat=recompute):
+            yield "both", f'num_microbatches={count}, remat="recompute"', settings
+        count *= 2
+    for settings in made(name, 2 * stages, microbatches, cuts=None, remat=None):
+        if settings.schedule.num_ranks <= len(now.devices):
+            yield "stages", f"num_stages={2 * stages}", settings
+
+
+def _time(settings: Settings) -> float:
+    """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
+    schedule: Schedule = settings.schedule
+    again = [1 + (policy is not None) for policy in settings.remat or (None,) * schedule.num_stages]
+    makespan = simulate(schedule, forward=1, input_grad=again, weight_grad=1).makespan
+    return float(makespan) / (schedule.num_stages * schedule.num_microbatches)
