@@ -11,7 +11,8 @@ from jaxpp.by_hand import by_hand, compose, scope
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.observe.detector import Detector
 from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
-from jaxpp.observe.profile import Profile, record
+from jaxpp.observe.profile import Profile
+from jaxpp.observe.record import record
 from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
@@ -339,11 +340,12 @@ class Pipeline:
             state: from ``init`` or ``step``.
             batch: as for ``step``.
             key: as for ``step``.
-            num_steps: how many steps to watch, after one that is not; at least 1.
+            num_steps: how many steps to watch, at least 1; by turns with as many that are not, after a pair that does not count.
 
         Returns:
-            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause.
-            ``print`` it; ``profile.figure()`` draws it; ``jaxpp.observe.to_perfetto(profile)`` is a trace for Perfetto.
+            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live
+            bytes of each device by kind. ``print`` it; ``profile.figure()`` draws it beside what the virtual clock says;
+            ``jaxpp.observe.to_perfetto(profile)`` is a trace for Perfetto, ``to_json`` and ``to_html`` the rest.
 
         Raises:
             ArgumentError: fewer than one step.

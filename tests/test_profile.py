@@ -11,7 +11,11 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.profile import Causes, Profile, Span
+from jaxpp.observe.account import Account
+from jaxpp.observe.causes import Causes
+from jaxpp.observe.ledger import Ledger
+from jaxpp.observe.profile import Profile
+from jaxpp.observe.span import Span
 from jaxpp.schedule import Kind, dependencies, make
 from tests.conftest import gpt_case, mlp_case
 
@@ -87,6 +91,12 @@ def span(label, action, rank, start, end, begun=None, sends=False):
     return Span(label, action, rank, sends, start, end, begun, begun)
 
 
+def made_up(schedule, spans):
+    """A profile of spans that were never measured."""
+    length = max(span.end for span in spans)
+    return Profile(schedule, ("a", "b"), spans, (length,), 0, 1.0, Ledger(Account((), (), ()), (), {}))
+
+
 def test_causes_of_a_made_up_run_are_those_it_was_made_with():
     schedule = make("naive", num_ranks=2, num_microbatches=1)
     f0, b0, f1, b1 = (a for row in schedule.rows for a in row)
@@ -100,7 +110,7 @@ def test_causes_of_a_made_up_run_are_those_it_was_made_with():
         span("0B0", b0, 0, 9.0, 11.0, begun=9.0),
         span("update", None, 0, 11.0, 14.0),
     )
-    profile = Profile(schedule, spans, (14.0,), 0)
+    profile = made_up(schedule, spans)
     assert profile.busy == (3.0, 5.0)
     assert profile.simulated_seconds == 9.0
     # equal stages (F 2, B 2) take 8 of which each idles 4; as they were also 8; transfers make it 9, the late 0B0 11, the update 14
@@ -120,9 +130,10 @@ def test_a_transfer_longer_than_what_could_hide_it_is_warned_of():
         span("send", b1, 0, 6.0, 9.0, sends=True),
         span("0B0", b0, 0, 9.0, 10.0),
     )
-    text = str(Profile(schedule, spans, (10.0,), 0))
-    assert "warning: a transfer over boundary 1 takes 3,000 ms, longer than the forward that could hide it (1,000 ms)" in text
-    assert "warning" not in str(Profile(schedule, spans[:1] + spans[2:4] + spans[5:], (10.0,), 0))
+    text = str(made_up(schedule, spans))
+    assert "warning: a transfer over boundary 0 (between stages 0 and 1) takes 3,000 ms, longer than the forward" in text
+    assert "waiting for transfers costs 6,000 ms" in text
+    assert "warning" not in str(made_up(schedule, spans[:1] + spans[2:4] + spans[5:]))
 
 
 def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles(runs):
@@ -131,6 +142,8 @@ def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [names[rank, 0] for rank in range(4)] == ["computes"] * 4
     slices = [e for e in events if e["ph"] == "X"]
+    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    assert all(e["ts"] >= 0 and isinstance(e["pid"], int) and isinstance(e["tid"], int) for e in events if e["ph"] != "M")
     assert all(e["dur"] >= 0 and (e["pid"], e["tid"]) in names for e in slices)
     for action, found in profile.actions.items():
         (event,) = [e for e in slices if e["name"] == str(action) and e["cat"] == action.kind]
@@ -143,7 +156,44 @@ def test_a_profile_prints_and_draws_itself(runs):
     profile = runs["zb-v"][3]
     assert "zb-v: 2 ranks, 4 stages, 4 microbatches; measured: " in str(profile)
     assert "optimizer" in str(profile)
-    assert "<svg" in profile._repr_html_()
+    page = profile._repr_html_()
+    assert page.count("<svg") == 1
+    assert "virtual clock, with these durations" in str(profile)
+    assert "<table>" in page
+    assert jaxpp.observe.to_html(profile).startswith("<!DOCTYPE html>")
+    titles = {text.get_text() for axes in profile.pebble_figure().axes for text in axes.texts}
+    assert {"measured", "virtual clock, with these durations"} <= titles
+
+
+def test_shares_sum_to_one_and_the_latencies_to_more_than_the_step(runs):
+    for name in NAMES:
+        profile = runs[name][3]
+        assert sum(profile.shares) == pytest.approx(1)
+        assert min(profile.shares) >= 0
+    assert sum(runs["gpipe"][3].latencies) > runs["gpipe"][3].seconds
+
+
+def test_the_json_has_every_number(runs):
+    profile = runs["1f1b"][3]
+    found = json.loads(jaxpp.observe.to_json(profile))
+    assert found["seconds"] == profile.seconds
+    assert [span["label"] for span in found["spans"]] == [span.label for span in profile.spans]
+    assert found["spans"][3]["end"] == profile.spans[3].end
+    for rank, causes in zip(found["ranks"], profile.causes, strict=True):
+        assert rank["causes"] == causes._asdict()
+    assert [m["total"] for m in found["memory"]] == [sample.total for sample in profile.ledger.samples]
+    assert found["schedule"]["rows"][1][0] == "1F0"
+
+
+def test_the_memory_curve_has_the_peak_of_the_account_and_ends_with_the_step(runs):
+    for name in NAMES:
+        profile = runs[name][3]
+        for device, curve in zip(profile.ledger.account.devices, profile.memory, strict=True):
+            levels = profile.ledger.account.levels[device].sum(axis=1)
+            assert max(map(sum, curve.levels)) == levels.max()
+            assert (sum(curve.levels[0]), sum(curve.levels[-1])) == (levels[0], levels[-1])
+            assert all(a <= b for a, b in itertools.pairwise(curve.times))
+            assert curve.times[-1] == pytest.approx(1e3 * profile.seconds)
 
 
 def test_a_loss_with_tied_parameters_a_key_and_fewer_devices_is_profiled():

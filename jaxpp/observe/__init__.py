@@ -1,6 +1,8 @@
-"""What happened: what really ran, when, and why the ranks idled."""
+"""What happened, and what will: timelines, why ranks idled, what memory held and will hold."""
 
+from jaxpp.observe.export import to_html, to_json, to_perfetto
+from jaxpp.observe.forecast import Forecast
+from jaxpp.observe.ledger import Ledger
 from jaxpp.observe.profile import Profile
-from jaxpp.observe.trace import to_perfetto
 
-__all__ = ["Profile", "to_perfetto"]
+__all__ = ["Forecast", "Ledger", "Profile", "to_html", "to_json", "to_perfetto"]

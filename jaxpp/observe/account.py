@@ -87,6 +87,14 @@ class Account:
             changes[device][ends + 1, KINDS.index(kind)] -= num_bytes
         return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
 
+    @cached_property
+    def freed(self) -> Mapping[Device, np.ndarray]:
+        """Bytes that each device lets go after each moment: a row a moment, a column a kind."""
+        found = {device: np.zeros((len(self.lines) + 2, len(KINDS)), np.int64) for device in self.devices}
+        for _, device, num_bytes, kind, _, ends in self.lives:
+            found[device][ends, KINDS.index(kind)] += num_bytes
+        return found
+
     def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
         """The moment at which a device holds most.
 

@@ -37,14 +37,15 @@ class Change(NamedTuple):
     slowdown: float
 
 
-def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, int], room: int) -> tuple[Change, ...]:
+def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[int, int]], room: int) -> tuple[Change, ...]:
     """The changes that make a step fit, each kind in its mildest form, the quickest first.
 
     Args:
         engine: whose step does not fit.
         batch: of the step, or its shapes.
         key: likewise.
-        needs: bytes of temporaries at the peak of each device.
+        needs: for each device, bytes of temporaries at its peak, and of a microbatch's residuals, which are temporaries of a
+            program that recomputes them.
         room: bytes that each device has.
     """
     now = engine.settings
@@ -59,8 +60,10 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, int], r
             continue  # too many stages for this model, say
         share = now.schedule.num_microbatches / settings.schedule.num_microbatches
         share *= now.schedule.num_stages / settings.schedule.num_stages
+        again = settings.remat is not None and now.remat is None
+        wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
         held = {device: int(book.levels[device].sum(axis=1).max()) for device in book.devices}
-        peak = max(size + round(share * needs.get(device, max(needs.values()))) for device, size in held.items())
+        peak = max(size + wants.get(device, max(wants.values())) for device, size in held.items())
         if peak <= room:
             fitting[family] = Change(what, peak, _time(settings) / _time(now))
     return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))

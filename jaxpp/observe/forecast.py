@@ -47,6 +47,11 @@ class StageMemory(NamedTuple):
         """All of it."""
         return sum(self.kinds) + self.temporaries
 
+    @property
+    def residuals(self) -> int:
+        """Bytes of the residuals of one microbatch."""
+        return self.kinds[KINDS.index("residuals")] // max(1, self.num_residuals)
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -135,7 +140,10 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None) -> F
     found = Forecast(book, stages, moments, room, ())
     if found.fits or room is None:
         return found
-    needs = {device: sum(row.temporaries for row in stages if row.device == device) for device in peaks}
+    needs = {
+        device: (sum(r.temporaries for r in stages if r.device == device), max(r.residuals for r in stages if r.device == device))
+        for device in peaks
+    }
     return dataclasses.replace(found, changes=changes(engine, batch, key, needs, room))
 
 

@@ -5,69 +5,28 @@ an end on the host's clock. The end is when its result was there. The start is t
 handed over, its inputs, and the end of what the device ran before. Stamps can be late, never early, so no action starts before
 what it depends on has ended.
 
-Idle time is told apart by the virtual clock, run on the *measured* durations: once with those of all stages made equal, once as
-they were, once with transfers, once with the times at which the host handed actions over; the rest of a step (splitting the batch,
-the optimizer) is what is left. The parts sum to the idle time.
+Beside it stand the virtual clock with the same durations, why each rank idled (``causes``) and what memory held (``ledger``).
 """
 
+import html
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxpp.observe.watch import Stamp, Watch
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.plan import Plan
-from jaxpp.runtime.transfer import put
+from jaxpp.observe.causes import Causes, Measured, causes, simulated
+from jaxpp.observe.curves import curves
+from jaxpp.observe.figure import Curve, pebble_pair, profile_figure
+from jaxpp.observe.ledger import Ledger
+from jaxpp.observe.span import Span, covered
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Bar, replay
+from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw import Drawing, Drawn, align
+from jaxpp.types import Device
 
-__all__ = ["Causes", "Profile", "Span", "record"]
-
-
-class Span(NamedTuple):
-    """One instruction of a step in time, in seconds from the start of the step.
-
-    Attributes:
-        label: ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
-        action: the action that it runs, or whose result it sends; None for the rest of a step.
-        rank: where it ran, or arrived.
-        sends: whether it is a transfer.
-        start: its beginning.
-        end: when its result was there.
-        begun: when the host began to hand it over.
-        handed: when the host went on.
-    """
-
-    label: str
-    action: Action | None
-    rank: int
-    sends: bool
-    start: float
-    end: float
-    begun: float
-    handed: float
-
-
-class Causes(NamedTuple):
-    """Where a rank's idle time comes from, in seconds.
-
-    Attributes:
-        fill_drain: what the schedule costs even with equal stages.
-        imbalance: what stages that differ add.
-        transfer: what transfers add that nothing hides.
-        dispatch: what waiting for the host adds.
-        optimizer: the rest of the step: splitting the batch before, summing tied gradients and the optimizer after.
-    """
-
-    fill_drain: float
-    imbalance: float
-    transfer: float
-    dispatch: float
-    optimizer: float
+__all__ = ["Profile"]
 
 
 @dataclass(frozen=True)
@@ -76,15 +35,21 @@ class Profile(Drawn):
 
     Attributes:
         schedule: the order that was asked for.
+        devices: of each rank.
         spans: every instruction, in the order the host handed them over.
         step_seconds: the length of each step that was watched.
         beside: how many programs ended before one that their device was given earlier: the backend ran them side by side.
+        watch_cost: a watched step over one that is not watched: the median of pairs.
+        ledger: what memory held.
     """
 
     schedule: Schedule
+    devices: tuple[Device, ...]
     spans: tuple[Span, ...]
     step_seconds: tuple[float, ...]
     beside: int
+    watch_cost: float
+    ledger: Ledger
 
     @cached_property
     def actions(self) -> Mapping[Action, Span]:
@@ -104,7 +69,7 @@ class Profile(Drawn):
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds in which each rank ran an action."""
-        return tuple(_covered([s for s in self.actions.values() if s.rank == rank]) for rank in range(self.schedule.num_ranks))
+        return tuple(covered([s for s in self.actions.values() if s.rank == rank]) for rank in range(self.schedule.num_ranks))
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -133,52 +98,47 @@ class Profile(Drawn):
         return tuple(max(s.end for s in spans) - min(s.start for s in spans) for spans in mine)
 
     @cached_property
-    def simulated_seconds(self) -> float:
-        """The makespan of the schedule on the virtual clock, with the measured durations of actions and transfers."""
-        return self._makespan(self._durations, self._hops)
-
-    @cached_property
-    def _durations(self) -> dict[Action, float]:
-        return {action: span.end - span.start for action, span in self.actions.items()}
-
-    @cached_property
-    def _hops(self) -> tuple[float, ...]:
-        """The median time of a transfer over each boundary, either way."""
+    def measured(self) -> Measured:
+        """What the virtual clock is told."""
+        durations = {action: span.end - span.start for action, span in self.actions.items()}
         found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
         for span in self.transfers:
             assert span.action is not None
             found[span.action.stage - (span.action.kind != Kind.F)].append(span.end - span.start)
-        return tuple(statistics.median(times) if times else 0.0 for times in found[:-1])
+        hops = tuple(statistics.median(times) if times else 0.0 for times in found[:-1])
+        handed = {action: self.actions[action].begun if action in self.actions else 0.0 for action in self.schedule.order}
+        return Measured(durations, hops, handed)
 
-    def _makespan(self, durations: Mapping[Action, float], hops: Sequence[float] = (), dispatched: Any = None) -> float:
-        schedule = self.schedule
-        times = replay(
-            schedule.rows,
-            schedule.stage_to_rank,
-            schedule.num_microbatches,
-            lambda action: durations.get(action, 0.0),
-            hop=hops,
-            dispatched=dispatched,
-        )
-        return float(max(ends[-1] for ends in times.ends))
+    @cached_property
+    def bars(self) -> tuple[Bar, ...]:
+        """The actions as they ran, in seconds."""
+        return tuple(Bar(span.rank, action, span.start, span.end) for action, span in self.actions.items())
+
+    @cached_property
+    def simulated(self) -> tuple[Bar, ...]:
+        """The actions on the virtual clock, with the measured durations of actions and transfers, in seconds."""
+        return simulated(self.schedule, self.measured)
+
+    @property
+    def simulated_seconds(self) -> float:
+        """The makespan of those."""
+        return float(max(bar.end for bar in self.simulated))
+
+    @property
+    def simulated_bubble_fraction(self) -> float:
+        """Their idle time over ranks x makespan."""
+        whole = self.schedule.num_ranks * self.simulated_seconds
+        return 1 - sum(float(bar.end - bar.start) for bar in self.simulated) / whole
 
     @cached_property
     def causes(self) -> tuple[Causes, ...]:
         """Where each rank's idle time comes from."""
-        mean = {kind: _mean([t for a, t in self._durations.items() if a.kind == kind]) for kind in Kind}
-        equal = {action: mean[action.kind] for action in self._durations}
-        handed = {action: self.actions[action].begun if action in self.actions else 0.0 for action in self.schedule.order}
-        even = self._makespan(equal)
-        runs = (self._makespan(self._durations), self.simulated_seconds, self._makespan(self._durations, self._hops, handed))
-        uneven, sent, dispatched = (min(run, self.seconds) for run in runs)
-        found = []
-        for rank, busy in enumerate(self.busy):
-            same = sum(equal.get(action, 0.0) for action in self.schedule.rows[rank])
-            idle = max(0.0, uneven - busy)
-            fill_drain = min(max(0.0, even - same), idle)
-            rest = self.seconds - busy - idle - (sent - uneven) - (dispatched - sent)
-            found.append(Causes(fill_drain, idle - fill_drain, sent - uneven, dispatched - sent, rest))
-        return tuple(found)
+        return causes(self.schedule, self.measured, self.busy, self.seconds)
+
+    @cached_property
+    def memory(self) -> tuple[Curve, ...]:
+        """Live bytes of each device over the step."""
+        return curves(self.ledger.account, self.spans, self.devices)
 
     @property
     def heading(self) -> str:
@@ -187,98 +147,83 @@ class Profile(Drawn):
 
     def drawing(self) -> Drawing:
         """The actions as they ran, in milliseconds."""
-        bars = tuple(Bar(s.rank, action, 1e3 * s.start, 1e3 * s.end) for action, s in self.actions.items())
-        return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, bars)
+        return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, _in_milliseconds(self.bars))
 
-    def __str__(self) -> str:
+    def figure(self) -> Any:
+        """The measured timeline, the virtual clock's with the measured durations, and the memory of each device, as one figure.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        ran, clock = _in_milliseconds(self.bars), _in_milliseconds(self.simulated)
+        return profile_figure(self.heading, ran, clock, self.memory, self.schedule.stage_to_rank)
+
+    def pebble_figure(self) -> Any:
+        """The pebble graph of the step that ran, above that of the virtual clock with the measured durations.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        ran, clock = _in_milliseconds(self.bars), _in_milliseconds(self.simulated)
+        return pebble_pair(self.heading, ran, clock, self.schedule.stage_to_rank)
+
+    def causes_table(self) -> list[list[str]]:
+        """Busy and idle time of each rank and the causes of it, as text, in milliseconds; the first row says what is what."""
         rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]]
-        for rank, (busy, idle, causes) in enumerate(zip(self.busy, self.idle, self.causes, strict=True)):
-            rows.append([str(rank), *map(_milli, (busy, idle, *causes))])
-        return "\n".join([self.overview(), "", *align(rows), "", *self._remarks()])
+        for rank, (busy, idle, parts) in enumerate(zip(self.busy, self.idle, self.causes, strict=True)):
+            rows.append([str(rank), *map(_milli, (busy, idle, *parts))])
+        return rows
 
-    __repr__ = __str__
-
-    def _remarks(self) -> list[str]:
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Parts of ranks x step: computing, waiting for transfers, idle for other reasons. They sum to 1."""
         whole = self.schedule.num_ranks * self.seconds
-        transfer = sum(causes.transfer for causes in self.causes) / whole
-        compute = sum(self.busy) / whole
+        compute, transfer = sum(self.busy) / whole, sum(parts.transfer for parts in self.causes) / whole
+        return compute, transfer, 1 - compute - transfer
+
+    def remarks(self) -> list[str]:
+        """What else there is to say, a line each."""
+        compute, transfer, rest = self.shares
         lines = [
-            "milliseconds; "
-            f"compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {1 - compute - transfer:.1%}",
-            f"the virtual clock, with these durations: {_milli(self.simulated_seconds)} ms",
-            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included",
+            f"milliseconds; compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {rest:.1%}",
+            f"the virtual clock, with these durations: {_milli(self.simulated_seconds)} ms, "
+            f"bubble {self.simulated_bubble_fraction:.1%}",
+            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a step that is watched takes "
+            f"{self.watch_cost:.2f} of one that is not",
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
-        for boundary, hop in enumerate(self._hops):
-            hidden = [t for a, t in self._durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
+        durations, hops, _ = self.measured
+        for boundary, hop in enumerate(hops):
+            hidden = [t for a, t in durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
             if hop > _mean(hidden):
+                where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
                 lines.append(
-                    f"warning: a transfer over boundary {boundary + 1} takes {_milli(hop)} ms, longer than the forward that "
-                    f"could hide it ({_milli(_mean(hidden))} ms)"
+                    f"warning: a transfer over {where} takes {_milli(hop)} ms, longer than the forward that could hide it "
+                    f"({_milli(_mean(hidden))} ms); waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank"
                 )
         if self.beside:
             lines.append(f"{self.beside} programs ran beside another on their device; they are shown as they ran")
         return lines
 
+    def __str__(self) -> str:
+        return "\n".join([self.overview(), "", *align(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])
 
-def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_steps: int) -> Profile:
-    """Run steps under watch.
+    __repr__ = __str__
 
-    Args:
-        engine: whose steps.
-        leaves: of the state; they are copied, and stay as they are.
-        batch: for every step.
-        key: likewise.
-        num_steps: how many to watch, after one that is not.
-
-    Returns:
-        the profile of the step of median length.
-    """
-    plan, _ = engine.plan("update", batch, key, watched=True)
-    own = [put(leaf, device) for leaf, device in zip(leaves, engine.devices, strict=True)]
-    steps: list[list[Stamp]] = []
-    for _ in range(num_steps + 1):
-        watch = Watch(plan)
-        own = engine.run("update", own, batch, key, observer=watch, watched=True).leaves
-        steps.append(watch.stamps())
-    lengths = [max(s.done for s in stamps) - stamps[0].begun for stamps in steps[1:]]
-    median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
-    spans, beside = _spans(plan, steps[1 + median], engine)
-    return Profile(engine.settings.schedule, spans, tuple(lengths), beside)
+    def _repr_html_(self) -> str:
+        head, *rows = self.causes_table()
+        tables = "".join(_row(row, "td") for row in rows)
+        notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
+        ledger = f"<details><summary>memory</summary><pre>{html.escape(str(self.ledger))}</pre></details>"
+        return f"{super()._repr_html_()}<table>{_row(head, 'th')}{tables}</table><ul>{notes}</ul>{ledger}"
 
 
-def _spans(plan: Plan, stamps: Sequence[Stamp], engine: Engine) -> tuple[tuple[Span, ...], int]:
-    schedule, placement = engine.settings.schedule, engine.settings.placement
-    home: dict[Any, int] = {}
-    for stage, rank in enumerate(schedule.stage_to_rank):
-        home.setdefault(placement[stage], rank)
-    there: dict[int, float] = {}
-    last: dict[Any, float] = {}
-    spans, beside, zero = [], 0, stamps[0].begun
-    for line, stamp in zip(plan.instructions, stamps, strict=True):
-        begun, handed, done = (time - zero for time in stamp)
-        action: Any = line.about.action
-        start = max([begun, *(there.get(slot, 0.0) for slot in line.inputs)])
-        if not line.about.sends:
-            before = last.get(line.about.device, 0.0)
-            beside += before > done
-            start = max(start, before) if before <= done else start
-            last[line.about.device] = max(before, done, start)
-        end = max(start, done)
-        there.update((slot, end) for slot in line.outputs)
-        device = line.about.device
-        rank = home[device] if action is None or line.about.sends else schedule.stage_to_rank[action.stage]
-        spans.append(Span(line.label, action, rank, line.about.sends, start, end, begun, handed))
-    return tuple(spans), beside
+def _row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
 
 
-def _covered(spans: Sequence[Span]) -> float:
-    """Seconds that at least one of the spans covers."""
-    total = until = 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(until, span.start))
-        until = max(until, span.end)
-    return total
+def _in_milliseconds(bars: Sequence[Bar]) -> tuple[Bar, ...]:
+    return tuple(Bar(rank, action, 1e3 * start, 1e3 * end) for rank, action, start, end in bars)
 
 
 def _mean(values: Sequence[float]) -> float:

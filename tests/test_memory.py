@@ -1,0 +1,187 @@
+"""The account of a step is what is alive at every moment of it; the ledger and the forecast read it right."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError
+from jaxpp.observe.account import KINDS, account
+from jaxpp.observe.forecast import parse_bytes
+from jaxpp.observe.ledger import Ledger, homes_of, live_bytes, sample_step
+from jaxpp.runtime.draft import HOST, Name
+from jaxpp.runtime.transfer import put
+from jaxpp.stages.program import Ref, Role
+from tests.conftest import gpt_case, mlp_case
+
+RUNS = {
+    "mlp 1f1b": (mlp_case, {}, 4, 4, {"schedule": "1f1b"}),
+    "gpt 1f1b, uneven": (gpt_case, {}, 3, 4, {"schedule": "1f1b"}),
+    "gpt bf16 zb-h1": (gpt_case, {"compute": "bfloat16"}, 2, 3, {"schedule": "zb-h1"}),
+    "gpt zb-v recompute": (gpt_case, {}, 4, 4, {"schedule": "zb-v", "remat": "recompute"}),
+    "mlp interleaved": (mlp_case, {}, 4, 2, {"schedule": "interleaved"}),
+    "mlp gpipe": (mlp_case, {}, 2, 6, {"schedule": "gpipe"}),
+}
+
+
+@functools.cache
+def ready(name):
+    """A case, its pipeline and the first state."""
+    make, options, stages, microbatches, settings = RUNS[name]
+    case = make(**options)
+    options = {"num_stages": stages, "num_microbatches": microbatches, "has_aux": True}
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options, **settings)
+    return case, pipe, pipe.init(case.params, case.batch)
+
+
+@pytest.mark.parametrize("name", list(RUNS)[:4])
+def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
+    case, pipe, state = ready(name)
+    batch, engine = jax.tree.map(np.asarray, case.batch), pipe._engine
+    book = account(engine, engine.draft("update", batch, case.key), homes_of(batch, case.key))
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), engine.devices, strict=True)]
+    own = engine.run("update", own, batch, case.key).leaves
+    jax.block_until_ready(own)
+    gc.collect()
+    before = {device: live_bytes(device) - book.levels[device][0].sum() for device in book.devices}
+    moment = 0
+
+    def look(instruction, slots):
+        nonlocal moment
+        moment += 1
+        for device in book.devices:
+            assert live_bytes(device) - before[device] == book.levels[device][moment].sum(), (instruction.label, device)
+
+    engine.run("update", own, batch, case.key, observer=look)
+    assert moment == len(book.lines)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name):
+    case, pipe, state = ready(name)
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.devices, strict=True)]
+    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    devices = ledger.account.devices
+    assert [(s.device, s.when) for s in ledger.samples if s.when in ("begins", "ends")] == [
+        (device, when) for when in ("begins", "ends") for device in devices
+    ]
+    for sample in ledger.samples:
+        assert sample.kinds == tuple(ledger.account.levels[sample.device][sample.moment]), sample
+        assert sample.elsewhere >= sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.devices() == {sample.device})
+    forecast = pipe.forecast(jax.eval_shape(lambda: case.params), case.batch, case.key)
+    for device, sample in ledger.peaks.items():
+        measured = sum(sample.kinds) + sample.temporaries
+        assert forecast.peaks[device] == pytest.approx(measured, rel=0.05)
+        assert sample.temporaries > 0
+    assert str(devices[0]) in str(ledger)
+    assert "temporaries" in str(ledger)
+
+
+@pytest.mark.parametrize("remat", ["keep", "recompute"])
+@pytest.mark.parametrize("m", [2, 4, 7])
+def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_recompute_only_inputs(m, remat):
+    case, p = mlp_case(batch_size=28), 4
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=p, num_microbatches=m, has_aux=True, remat=remat)
+    pipe.init(case.params, case.batch)
+    engine = pipe._engine
+    drafted = engine.draft("update", case.batch, None)
+    book = account(engine, drafted)
+    boundary = 28 // m * 16 * 4
+    for stage, device in list(enumerate(book.devices))[remat == "recompute" :]:  # the first keeps parts of the batch then
+        residuals = [life for life in book.lives if life.device == device and life.kind == "residuals"]
+        held = [
+            {life.name.microbatch for life in residuals if life.begins <= moment <= life.ends}
+            for moment in range(len(book.lines) + 2)
+        ]
+        assert max(map(len, held)) == min(m, p - stage)
+        most = book.levels[device][:, KINDS.index("residuals")].max()
+        if remat == "recompute":
+            assert {life.name.ref.role for life in residuals} <= {Role.ACTIVATION}
+            assert most == min(m, p - stage) * boundary
+        else:
+            assert most > min(m, p - stage) * boundary
+
+
+def test_a_batch_that_is_already_on_the_device_of_the_first_stage_is_not_counted_twice():
+    case, pipe, _ = ready("mlp 1f1b")
+    drafted = pipe._engine.draft("update", case.batch, None)
+    here = {Name(HOST, Ref(Role.BATCH, k)): jax.devices()[0] for k in range(2)}
+    peaks = [account(pipe._engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
+    assert peaks[0] >= peaks[1]
+    first = [account(pipe._engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
+    assert first[0] - first[1] == case.batch["x"].nbytes
+
+
+def test_a_forecast_needs_no_parameters_and_init_uses_what_it_compiled():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=2, has_aux=True)
+    shapes = jax.eval_shape(case.init, jax.random.key(0))
+    forecast = pipe.forecast(shapes, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch))
+    assert forecast.fits
+    assert forecast.hbm is None
+    assert not forecast.changes
+    assert pipe.stages
+    programs = len(pipe._engine.preparer.programs)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
+    owned = [sum(leaf.nbytes for leaf in jax.tree.leaves(state.params) if leaf.devices() == {d}) for d in jax.devices()[:2]]
+    assert len(pipe._engine.preparer.programs) == programs + 4, "births of two stages' parameters and optimizer leaves only"
+    pipe.step(state, case.batch)
+    assert len(pipe._engine.preparer.programs) == programs + 4
+    assert [row.kinds[KINDS.index("parameters")] for row in forecast.stages] == owned
+
+
+def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
+    case = mlp_case(batch_size=256)
+    options = {"num_stages": 4, "num_microbatches": 4, "has_aux": True}
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), schedule="gpipe", **options)
+    free = pipe.forecast(case.params, case.batch, case.key)
+    worst = max(free.peaks.values())
+    assert pipe.forecast(case.params, case.batch, case.key, hbm=worst).fits
+    tight = pipe.forecast(case.params, case.batch, case.key, hbm=0.9 * worst)
+    assert not tight.fits
+    assert "it does not fit: cpu:" in str(tight)
+    assert "most of that residuals" in str(tight)
+    what = [change.what for change in tight.changes]
+    assert {'schedule="naive"', 'remat="recompute"', 'num_microbatches=8, remat="recompute"'} <= set(what)
+    assert all(change.peak <= 0.9 * worst for change in tight.changes)
+    assert [c.slowdown for c in tight.changes] == sorted(c.slowdown for c in tight.changes)
+    changed = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), schedule="gpipe", remat="recompute", **options)
+    promised = next(change.peak for change in tight.changes if change.what == 'remat="recompute"')
+    assert max(changed.forecast(case.params, case.batch, case.key).peaks.values()) == pytest.approx(promised, rel=0.25)
+    assert "nothing that was tried fits" in str(pipe.forecast(case.params, case.batch, case.key, hbm=1000))
+
+
+def test_a_forecast_for_other_shapes_leaves_the_pipeline_as_it_is():
+    pipe = jaxpp.Pipeline(lambda p, x: (jnp.tanh(x @ p["a"]) @ p["b"]).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
+
+    def peak(width, rows):
+        params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in "ab"}
+        return max(pipe.forecast(params, jax.ShapeDtypeStruct((rows, width), jnp.float32)).peaks.values())
+
+    state = pipe.init({"a": jnp.eye(8), "b": jnp.eye(8)}, jnp.ones((4, 8)))
+    assert peak(8, 4) < peak(8, 64) < peak(64, 64)
+    _, metrics = pipe.step(state, jnp.ones((4, 8)))
+    assert jnp.isfinite(metrics.loss)
+
+
+@pytest.mark.parametrize("wrong", ["", "much", "-3GiB", "0", 0, True, float("nan"), "3 apples"])
+def test_a_size_that_is_none_is_refused(wrong):
+    case, pipe, _ = ready("mlp gpipe")
+    with pytest.raises(ArgumentError, match='Fix: pass for example "80GiB"'):
+        pipe.forecast(case.params, case.batch, hbm=wrong)
+    assert (parse_bytes("80GiB"), parse_bytes("2 mb"), parse_bytes(2.5e9)) == (80 * 2**30, 2_000_000, 2_500_000_000)
+
+
+def test_where_a_backend_counts_for_itself_the_difference_is_explained():
+    case, pipe, state = ready("mlp gpipe")
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.devices, strict=True)]
+    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    device, sample = next(iter(ledger.peaks.items()))
+    mine = sample.total + sample.temporaries
+    for used, words in ((mine + 1024, "1 KiB more: padding"), (mine - 2048, "2 KiB less: its peak")):
+        assert words in str(Ledger(ledger.account, ledger.samples, {device: {"peak_bytes_in_use": used}}))
