@@ -340,7 +340,7 @@ class Pipeline:
             state: from ``init`` or ``step``.
             batch: as for ``step``.
             key: as for ``step``.
-            num_steps: how many steps to watch, at least 1; by turns with as many that are not, after a pair that does not count.
+            num_steps: how many steps to watch, at least 1; by turns with as many that are not, after three pairs that do not count.
 
         Returns:
             the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live

@@ -54,6 +54,7 @@ class Life(NamedTuple):
         kind: one of ``KINDS``.
         begins: the first moment at which it is alive.
         ends: the last.
+        taken: whether its buffer is then taken over by a result of the next line.
     """
 
     name: Name
@@ -62,6 +63,7 @@ class Life(NamedTuple):
     kind: str
     begins: int
     ends: int
+    taken: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,17 @@ class Account:
     def levels(self) -> Mapping[Device, np.ndarray]:
         """Bytes on each device: a row a moment, a column a kind."""
         changes = {device: np.zeros((len(self.lines) + 3, len(KINDS)), np.int64) for device in self.devices}
-        for _, device, num_bytes, kind, begins, ends in self.lives:
+        for _, device, num_bytes, kind, begins, ends, _ in self.lives:
             changes[device][begins, KINDS.index(kind)] += num_bytes
             changes[device][ends + 1, KINDS.index(kind)] -= num_bytes
         return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
 
     @cached_property
     def freed(self) -> Mapping[Device, np.ndarray]:
-        """Bytes that each device lets go after each moment: a row a moment, a column a kind."""
+        """Bytes that each device lets go after each moment, not those that are taken over: a row a moment, a column a kind."""
         found = {device: np.zeros((len(self.lines) + 2, len(KINDS)), np.int64) for device in self.devices}
-        for _, device, num_bytes, kind, _, ends in self.lives:
-            found[device][ends, KINDS.index(kind)] += num_bytes
+        for _, device, num_bytes, kind, _, ends, taken in self.lives:
+            found[device][ends, KINDS.index(kind)] += num_bytes * (not taken)
         return found
 
     def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
@@ -130,8 +132,11 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
     where: dict[Name, Device] = {name: home for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
+    taken: set[Name] = set()
     for number, line in enumerate(draft.lines):
-        ends.update((name, number) for name in line.taken - set(line.outputs))
+        gone = line.taken - set(line.outputs)
+        taken |= gone
+        ends.update((name, number) for name in gone)
         copied = line.job is None and where.get(line.inputs[0]) == line.device
         results = [sizes[line.inputs[0]] * (not copied)] if line.job is None else map(count_bytes, line.job[0].results)
         for name, size in zip(line.outputs, results, strict=True):
@@ -139,7 +144,7 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
             begins.setdefault(name, number + 1)
     lives: list[Life] = []
     for name, begin in begins.items():
-        life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1))
+        life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(engine.settings.placement.by_rank))
     return Account(devices, tuple(draft.lines), (*_constants(draft), *lives))

@@ -16,6 +16,8 @@ from jaxpp.runtime.transfer import put
 
 __all__ = ["record"]
 
+_WARM_UP = 3  # pairs of steps that do not count: the first find the caches of other programs
+
 
 def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_steps: int) -> Profile:
     """Run steps, by turns one that is watched and one that is not, then one whose memory is looked at.
@@ -25,7 +27,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
         leaves: of the state; they are copied, and stay as they are.
         batch: for every step.
         key: likewise.
-        num_steps: how many to watch, after a pair that does not count.
+        num_steps: how many to watch, after some pairs that do not count.
 
     Returns:
         the profile of the watched step of median length.
@@ -35,7 +37,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
     steps: list[list[Stamp]] = []
     watched: list[float] = []
     plain: list[float] = []
-    for _ in range(num_steps + 1):
+    for _ in range(_WARM_UP + num_steps):
         begun = time.perf_counter()
         own = engine.run("update", own, batch, key).leaves
         jax.block_until_ready(own)
@@ -46,10 +48,10 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
         jax.block_until_ready(own)
         watched.append(time.perf_counter() - begun)
     ledger, _ = sample_step(engine, own, batch, key)
-    lengths = [max(s.done for s in stamps) - stamps[0].begun for stamps in steps[1:]]
+    lengths = [max(s.done for s in stamps) - stamps[0].begun for stamps in steps[_WARM_UP:]]
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
-    spans, beside = _spans(plan, steps[1 + median], engine)
-    cost = statistics.median(w / p for w, p in zip(watched[1:], plain[1:], strict=True))
+    spans, beside = _spans(plan, steps[_WARM_UP + median], engine)
+    cost = statistics.median(w / p for w, p in zip(watched[_WARM_UP:], plain[_WARM_UP:], strict=True))
     return Profile(engine.settings.schedule, engine.settings.placement.by_rank, spans, tuple(lengths), beside, cost, ledger)
 
 
