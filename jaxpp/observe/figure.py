@@ -9,6 +9,7 @@ neighbours differ in lightness, so that they part for the colour-blind and in gr
 """
 
 import itertools
+import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,10 @@ def profile_figure(
     if memory:
         row = max([_ROW] + [_LINE * (name.count("\n") + 2) for name in names])
         parts.append(Part(len(memory), row * len(memory), _TITLE + _KEY))
-    width = max(_NARROWEST, width_of(across / shortest([*measured, *simulated]), stage_to_rank))
+    usual = (
+        statistics.mean(bar.end - bar.start for bar in measured) or across
+    )  # the shortest may be as short as the stamps are fine
+    width = max(_NARROWEST, width_of(across / usual, stage_to_rank))
     panels = page(heading, across, parts, width, _MARGIN, left, "ms")
     for panel, bars, title in zip(panels, (measured, simulated), _TITLES, strict=False):
         draw_timeline(panel, bars, stage_to_rank)

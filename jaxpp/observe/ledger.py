@@ -46,6 +46,11 @@ class Sample(NamedTuple):
     temporaries: int
 
     @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each kind."""
+        return dict(zip(KINDS, self.kinds, strict=True))
+
+    @property
     def elsewhere(self) -> int:
         """Bytes of arrays that are not the step's: the caller's own, other plans' constants, other code's."""
         return self.total - sum(self.kinds)

@@ -99,8 +99,13 @@ class Profile(Drawn):
 
     @cached_property
     def measured(self) -> Measured:
-        """What the virtual clock is told."""
-        durations = {action: span.end - span.start for action, span in self.actions.items()}
+        """What the virtual clock is told. Time in which two actions of a rank ran side by side counts for the first only."""
+        durations = {}
+        for row in self.schedule.rows:
+            until = 0.0
+            for span in (self.actions[action] for action in row if action in self.actions):
+                durations[span.action] = max(0.0, span.end - max(span.start, until))
+                until = max(until, span.end)
         found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
         for span in self.transfers:
             assert span.action is not None
@@ -202,7 +207,8 @@ class Profile(Drawn):
                     f"({_milli(_mean(hidden))} ms); waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank"
                 )
         if self.beside:
-            lines.append(f"{self.beside} programs ran beside another on their device; they are shown as they ran")
+            who = "1 program" if self.beside == 1 else f"{self.beside} programs"
+            lines.append(f"{who} ran beside another on the same device; the timeline shows it as it was")
         return lines
 
     def __str__(self) -> str:

@@ -1,0 +1,1 @@
+"""Where is the bubble? Measured beside simulated, per schedule."""

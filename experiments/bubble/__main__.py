@@ -1,0 +1,5 @@
+"""``python -m experiments.bubble``."""
+
+from experiments.bubble.main import main
+
+main()

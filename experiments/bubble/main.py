@@ -1,0 +1,220 @@
+"""Where is the bubble? Measured beside simulated bubble and memory, for each schedule. See README.md beside this."""
+
+import dataclasses
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from tqdm import tqdm
+
+import jaxpp
+from experiments.devices import ensure_devices
+from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.observe import Profile
+from jaxpp.schedule import SCHEDULES, make, simulate
+from models.mlp import MLP
+
+__all__ = ["Config", "Result", "Row", "main", "make_pipe", "run", "table"]
+
+DESCRIPTION = "Where is the bubble? Each schedule as it ran, beside what the virtual clock says."
+
+
+@dataclass(frozen=True)
+class Config:
+    """The model, its pipeline, and what to keep.
+
+    Attributes:
+        schedules: to run; all of them unless given.
+        ranks: rows of the schedules; each gets a device.
+        microbatches: parts of the batch.
+        examples: in each microbatch.
+        width: features of each hidden layer, and of the input.
+        depth: hidden layers; the same model for all schedules.
+        steps: to watch; the one of median length counts.
+        figures: draw each profile, and its pebble graph.
+        out: folder for figures and traces; made if there is none.
+        json: file to add the line of results to.
+    """
+
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    ranks: int = 4
+    microbatches: int = 8
+    examples: int = 64
+    width: int = 512
+    depth: int = 16
+    steps: int = 9
+    figures: bool = True
+    out: Path = Path("experiments/bubble/out")
+    json: Path | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule as it ran.
+
+    Attributes:
+        name: of the schedule.
+        seconds: of a step.
+        ideal: bubble fraction on the virtual clock, with F, I and W equal on all stages.
+        clock: the same with the measured durations.
+        measured: bubble fraction of the step that ran.
+        causes: the parts of ranks x step in which ranks idled, by cause.
+        watch_cost: a watched step over one that is not.
+        residuals: most microbatches whose residuals a rank holds: on the virtual clock.
+        bytes_of_residuals: most bytes of residuals on a device, measured at the device's peak.
+        peak: most bytes on a device, measured: arrays of the step and temporaries.
+        forecast: the same before the first step.
+    """
+
+    name: str
+    seconds: float
+    ideal: float
+    clock: float
+    measured: float
+    causes: dict[str, float]
+    watch_cost: float
+    residuals: float
+    bytes_of_residuals: int
+    peak: int
+    forecast: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was run, and what came out.
+
+    Attributes:
+        config: what was run.
+        rows: one a schedule.
+        refused: why other schedules did not run, by name.
+        devices: what it ran on.
+        versions: of Python and JAX.
+    """
+
+    config: Config
+    rows: tuple[Row, ...]
+    refused: dict[str, str]
+    devices: str
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+
+def make_pipe(config: Config, schedule: str) -> tuple[Any, Any, Any]:
+    """A pipeline of the MLP, what makes its parameters, and a batch.
+
+    Args:
+        config: sizes.
+        schedule: name of the order.
+    """
+    made = make(schedule, num_ranks=config.ranks, num_microbatches=config.microbatches)
+    model, size = MLP(width=config.width, depth=config.depth), config.microbatches * config.examples
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(size, config.width)), jnp.float32)
+    batch = {"x": x, "y": jnp.asarray(rng.integers(0, 2, size))}
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits: Any = model.apply({"params": params}, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    stages, count = made.num_stages, config.microbatches
+    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=stages, num_microbatches=count, schedule=made)
+    return pipe, lambda key: model.init(key, jnp.zeros((1, config.width)))["params"], batch
+
+
+def run(config: Config) -> Result:
+    """Profile every schedule.
+
+    Raises:
+        JaxppError: a schedule that is none, or not one of them runs at these sizes.
+    """
+    rows, refused = [], {}
+    for name in tqdm(config.schedules, desc="schedules"):
+        try:
+            pipe, init, batch = make_pipe(config, name)
+        except JaxppError as error:
+            refused[name] = str(error)
+            continue
+        rows.append(_row(config, name, pipe, init, batch))
+    if not rows:
+        raise ArgumentError(
+            "schedules",
+            "at least one schedule must run at these sizes",
+            [why.splitlines()[0] for why in refused.values()],
+            "pass others",
+        )
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    return Result(config, tuple(rows), refused, f"{len(jax.devices())} {jax.devices()[0].device_kind}", versions)
+
+
+def _row(config: Config, name: str, pipe: jaxpp.Pipeline, init: Any, batch: Any) -> Row:
+    forecast = pipe.forecast(jax.eval_shape(init, jax.random.key(0)), batch)
+    state = pipe.init(init, jax.random.key(0), batch)
+    profile = pipe.profile(state, batch, num_steps=config.steps)
+    if config.figures:
+        _draw(config.out, name, profile)
+    per_rank = pipe.schedule.num_stages / pipe.schedule.num_ranks
+    parts = np.sum([tuple(causes) for causes in profile.causes], axis=0) / (pipe.schedule.num_ranks * profile.seconds)
+    peaks = profile.ledger.peaks.values()
+    simulation = simulate(pipe.schedule)
+    return Row(
+        name=name,
+        seconds=profile.seconds,
+        ideal=simulation.bubble_fraction,
+        clock=profile.simulated_bubble_fraction,
+        measured=profile.bubble_fraction,
+        causes=dict(zip(profile.causes[0]._fields, parts.tolist(), strict=True)),
+        watch_cost=profile.watch_cost,
+        residuals=max(simulation.peak_residuals) / per_rank,
+        bytes_of_residuals=max(sample.by_kind["residuals"] for sample in peaks),
+        peak=max(sum(sample.kinds) + sample.temporaries for sample in peaks),
+        forecast=max(forecast.peaks.values()),
+    )
+
+
+def _draw(out: Path, name: str, profile: Profile) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    profile.figure().savefig(out / f"{name}.png")
+    profile.pebble_figure().savefig(out / f"{name}_pebbles.png")
+    (out / f"{name}.html").write_text(jaxpp.observe.to_html(profile))
+    (out / f"{name}.trace.json").write_text(jaxpp.observe.to_perfetto(profile))
+
+
+def table(result: Result) -> str:
+    """The rows as text, and below them the schedules that did not run."""
+    causes = ["fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]
+    lines = [["schedule", "step", "ideal", "clock", "bubble", *causes, "watched", "residuals", "of them", "peak", "forecast"]]
+    for row in result.rows:
+        shares = [f"{share:.1%}" for share in (row.ideal, row.clock, row.measured, *row.causes.values())]
+        sizes = [f"{size / 2**20:.1f} MiB" for size in (row.bytes_of_residuals, row.peak, row.forecast)]
+        lines.append([row.name, f"{1e3 * row.seconds:.1f} ms", *shares, f"{row.watch_cost:.2f}", f"{row.residuals:g}", *sizes])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    printed = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    printed += [f"{name}: {why.splitlines()[0]}" for name, why in result.refused.items()]
+    return "\n".join(printed)
+
+
+def main() -> None:
+    """Read the command line, run, and print the table and one line of JSON."""
+    config = tyro.cli(Config, prog="python -m experiments.bubble", description=DESCRIPTION)
+    ensure_devices(config.ranks)
+    try:
+        result = run(config)
+    except JaxppError as error:
+        raise SystemExit(f"bubble: {error}") from None
+    print(table(result))
+    if config.figures:
+        print(f"figures, pages and traces in {config.out}")
+    print(result.to_json())
+    if config.json is not None:
+        with config.json.open("a") as file:
+            file.write(result.to_json() + "\n")

@@ -1,0 +1,57 @@
+"""What does watching cost? A watched step over one that is not, for a large model and a small one; both in one run.
+
+``python -m experiments.bubble.watching``
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import jax
+import tyro
+
+from experiments.bubble.main import Config as Bubble
+from experiments.bubble.main import make_pipe
+from experiments.devices import ensure_devices
+
+__all__ = ["Config", "main", "run"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much to measure.
+
+    Attributes:
+        pairs: interleaved pairs of steps, one watched and one not; the medians of their ratios are printed.
+        schedule: order of the actions.
+    """
+
+    pairs: int = 41
+    schedule: str = "1f1b"
+
+
+MODELS = {
+    "MLP 2048 x 8, 2 stages, 8 microbatches": Bubble(ranks=2, microbatches=8, examples=16, width=2048, depth=8),
+    "MLP 128 x 16, 4 stages, 8 microbatches": Bubble(ranks=4, microbatches=8, examples=4, width=128, depth=16),
+}
+
+
+def run(config: Config, models: dict[str, Bubble] = MODELS) -> dict[str, float]:
+    """The ratio of each model."""
+    found = {}
+    for name, sizes in models.items():
+        pipe, init, batch = make_pipe(sizes, config.schedule)
+        profile = pipe.profile(pipe.init(init, jax.random.key(0), batch), batch, num_steps=config.pairs)
+        found[name] = profile.watch_cost
+        print(f"{name}: {profile.watch_cost:.3f} of a step that is not watched ({1e3 * profile.seconds:.2f} ms)")
+    return found
+
+
+def main() -> None:
+    """Run from the command line."""
+    config = tyro.cli(Config, prog="python -m experiments.bubble.watching", description="What does watching cost?")
+    ensure_devices(4)
+    print(json.dumps(asdict(config) | {"ratios": run(config)}))
+
+
+if __name__ == "__main__":
+    main()
