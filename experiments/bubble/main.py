@@ -146,12 +146,8 @@ def run(config: Config) -> Result:
             continue
         rows.append(_row(config, name, pipe, init, batch))
     if not rows:
-        raise ArgumentError(
-            "schedules",
-            "at least one schedule must run at these sizes",
-            [why.splitlines()[0] for why in refused.values()],
-            "pass others",
-        )
+        reasons = [why.splitlines()[0] for why in refused.values()]
+        raise ArgumentError("schedules", "at least one schedule must run at these sizes", reasons, "pass others")
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     return Result(config, tuple(rows), refused, f"{len(jax.devices())} {jax.devices()[0].device_kind}", versions)
 
