@@ -17,6 +17,7 @@ from jaxpp.observe.ledger import Ledger
 from jaxpp.observe.profile import Profile
 from jaxpp.observe.span import Span
 from jaxpp.schedule import Kind, dependencies, make
+from jaxpp.schedule.residuals import live, peak
 from tests.conftest import gpt_case, mlp_case
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
@@ -211,3 +212,22 @@ def test_fewer_than_one_step_is_refused(runs, num_steps):
     pipe, state, _, _ = runs["1f1b"]
     with pytest.raises(ArgumentError, match="num_steps is a whole number of at least 1"):
         pipe.profile(state, mlp_case(batch_size=16).batch, num_steps=num_steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a3_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
+    profile = runs[name][3]
+    account = profile.ledger.account
+    lives = live(profile.bars)
+    for stage in range(profile.schedule.num_stages):
+        residuals = [life for life in account.lives if life.kind == "residuals" and life.name.stage == stage]
+        held = [
+            len({life.name.microbatch for life in residuals if life.begins <= moment <= life.ends})
+            for moment in range(len(account.lines) + 2)
+        ]
+        drawn = [residual for residual in lives if residual.stage == stage]
+        if not profile.beside:  # in the order of the schedule, as the account is
+            assert peak(drawn) <= max(held)
+        assert len(drawn) == profile.schedule.num_microbatches
+        schedule = [r for r in live(profile.schedule.drawing().bars) if r.stage == stage]
+        assert peak(schedule) == max(held)
