@@ -223,7 +223,7 @@ class Pipeline:
         layout, update = engine.preparer.layout, engine.update
         assert layout is not None and update is not None
         self._trees = jax.tree.structure(layout.params), update.tree
-        self._detector = Detector(update.trained)
+        self._detector = Detector(update.watched)
         cut = engine.preparer.job(batch, key).cuts[0]
         engine.plan("update", batch, key)
         functions = self._functions or by_hand(engine.preparer)

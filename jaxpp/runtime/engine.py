@@ -15,15 +15,16 @@ import optax
 from jaxpp.runtime.birth import draft_params
 from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.execute import Observer, execute
-from jaxpp.runtime.lower import Job, forward_actions, grad_name, lower, param_name
-from jaxpp.runtime.optimizer import Update, opt_name, plan_update
+from jaxpp.runtime.lower import Job, draft_zeros, forward_actions, grad_name, lower, param_name
+from jaxpp.runtime.optimizer import Gradients, Update, opt_name, plan_update, unread_gradients
 from jaxpp.runtime.plan import Plan
-from jaxpp.runtime.prepare import Preparer, check_key, same_shapes
+from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
 from jaxpp.runtime.settings import Settings
 from jaxpp.runtime.transfer import private
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
+from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.types import Device, LossFn
 
@@ -104,14 +105,18 @@ class Engine:
         known = self.preparer.layout
         if known is not None and same_shapes(known.params, params) and self._settled == _shapes(batch, key):
             return
-        layout = self.preparer.settle(params, batch, key)
+        frozen = frozenset[int]()
+        if self.optimizer is not None:
+            frozen = unread_gradients(self.optimizer, avals_of(params), jax.ShapeDtypeStruct((), scale_dtype()))
+        layout = self.preparer.settle(params, batch, key, frozen)
         self._settled = _shapes(batch, key)
         self._drafts.clear()
         self._plans.clear()
         if self.optimizer is not None:
             job = self.preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
-            self.update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss)
+            grads = Gradients(job.trained, frozen)
+            self.update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, grads)
 
     def birth(self, graph: Graph, key: Any) -> list[Any]:
         """Make the parameters from the traced init, each on its owner."""
@@ -157,6 +162,7 @@ class Engine:
         results = []
         if kind == "grads":
             results = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+            draft_zeros(draft, job)
         elif kind == "update":
             assert self.update is not None
             inputs += [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]

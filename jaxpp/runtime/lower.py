@@ -32,7 +32,7 @@ from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role, shapes_of
 from jaxpp.stages.stage import StageCode
 
-__all__ = ["Job", "forward_actions", "grad_name", "lower", "param_name"]
+__all__ = ["Job", "draft_zeros", "forward_actions", "grad_name", "lower", "param_name"]
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,17 @@ class Job:
         for code in self.codes(stage):
             for program in _programs(code):
                 found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
-        if self.codes(stage)[0].backward:
-            packed = {ref for pack in self.codes(stage)[0].packs for ref in pack.members}
-            owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf, owner in enumerate(self.owner) if owner == stage}
-            found |= {ref: aval for ref, aval in owned.items() if ref not in packed}
-        return found
+        packed = {ref for pack in self.codes(stage)[0].packs for ref in pack.members}
+        owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf in self.trained if self.owner[leaf] == stage}
+        return found | {ref: aval for ref, aval in owned.items() if ref not in packed}
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The parameter leaves that have a gradient; none where only forwards are run."""
+        if not any(code.backward for code in self.cuts[0].stages):
+            return ()
+        loss = self.cuts[0].loss
+        return tuple(leaf for leaf, var in enumerate(loss.params) if var in loss.carries)
 
     def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Any]]]:
         """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
@@ -333,6 +339,18 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
     program = Program(tie, tuple(n.ref for n in names), tuple(n.ref for n in totals), shapes_of(avals))
     donated = tuple(k for k, name in enumerate(names) if name in totals)
     draft.compute(f"tie stage {stage}", program, job.placement[stage], names, totals, donated)
+
+
+def draft_zeros(draft: Draft, job: Job) -> None:
+    """The gradients of leaves that have none: zeros, on their owners."""
+    for stage in range(job.num_stages):
+        names = [grad_name(stage, leaf) for leaf, home in enumerate(job.owner) if home == stage and leaf not in job.trained]
+        avals = [job.params[name.ref.index] for name in names]
+        if names:
+            program = Program(
+                lambda avals=avals: [jnp.zeros(aval.shape, aval.dtype) for aval in avals], (), tuple(n.ref for n in names), ()
+            )
+            draft.compute(f"zeros stage {stage}", program, job.placement[stage], [], names, ())
 
 
 def _join(draft: Draft, job: Job) -> None:

@@ -10,10 +10,10 @@ An optimizer state leaf belongs to the stage whose gradients it is combined with
 belongs to stage 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
 from jaxpp.stages.program import Ref, Role
 
-__all__ = ["HUB", "Color", "Update", "opt_name", "plan_update"]
+__all__ = ["HUB", "Color", "Gradients", "Update", "opt_name", "plan_update", "unread_gradients"]
 
 HUB = 0
 """The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
@@ -45,18 +45,31 @@ def opt_name(stage: int, leaf: int) -> Name:
     return Name(stage, Ref(Role.OPT, leaf))
 
 
+class Gradients(NamedTuple):
+    """Which parameter leaves have a gradient.
+
+    Attributes:
+        trained: those that do.
+        frozen: those whose gradient the optimizer does not read; it is not computed.
+    """
+
+    trained: Collection[int]
+    frozen: Collection[int]
+
+
 @dataclass(frozen=True)
 class Update:
     """An optimizer's init and update, traced and placed.
 
     Attributes:
         graph: inputs are gradient leaves, optimizer leaves, parameter leaves, the loss; outputs new parameter leaves, new
-            optimizer leaves, the norm of the gradient, and its square on each stage that owns parameters.
+            optimizer leaves, the norm of the gradient, and its square on each stage of ``watched``.
         birth: ``optimizer.init``: parameter leaves to optimizer leaves.
         tree: structure of the optimizer state.
         owner: the stage of each parameter leaf.
         opt_owner: the stage of each optimizer leaf.
         colors: the level and stage of each equation; None is repeated where needed.
+        watched: the stages that own parameters which are not frozen.
     """
 
     graph: Graph
@@ -65,6 +78,7 @@ class Update:
     owner: tuple[int, ...]
     opt_owner: tuple[int, ...]
     colors: tuple[Color | None, ...]
+    watched: tuple[int, ...]
 
     @property
     def num_params(self) -> int:
@@ -74,12 +88,7 @@ class Update:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The stage of each result."""
-        return (*self.owner, *self.opt_owner, HUB, *self.trained)
-
-    @cached_property
-    def trained(self) -> tuple[int, ...]:
-        """The stages that own parameters."""
-        return tuple(sorted(set(self.owner)))
+        return (*self.owner, *self.opt_owner, HUB, *self.watched)
 
     def names(self, loss: Name) -> list[Name]:
         """The names of the inputs, each on its owner."""
@@ -88,7 +97,32 @@ class Update:
         return [*grads, *opts, *(param_name(stage, leaf) for leaf, stage in enumerate(self.owner)), loss]
 
 
-def plan_update(optimizer: optax.GradientTransformation, params: Any, owner: Sequence[int], loss_stage: int, loss: Any) -> Update:
+def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss: Any) -> frozenset[int]:
+    """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them.
+
+    Args:
+        optimizer: any optax transformation.
+        params: tree of parameter shapes.
+        loss: shape of the loss.
+
+    Raises:
+        OptimizerError: it calls the loss (a line search).
+    """
+    update, opt_leaves, _ = _flat_update(optimizer, params)
+    leaves = jax.tree.leaves(params)
+    graph = _trace_update(update, leaves, opt_leaves, leaves, loss)
+    results = set(variables(graph.outputs))
+    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if results.isdisjoint(descendants(graph, [var])))
+
+
+def plan_update(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    owner: Sequence[int],
+    loss_stage: int,
+    loss: Any,
+    grads: Gradients | None = None,
+) -> Update:
     """Trace an optimizer on a spread tree and place its equations.
 
     Args:
@@ -97,28 +131,52 @@ def plan_update(optimizer: optax.GradientTransformation, params: Any, owner: Seq
         owner: the stage of each leaf.
         loss_stage: the stage that has the loss.
         loss: shape of the loss.
+        grads: which leaves have a gradient; that of any other is zero. All have one unless given.
 
     Raises:
         OptimizerError: it calls the loss (a line search), or would move a large array between stages.
     """
     leaves, tree = jax.tree.flatten(params)
-    state = jax.eval_shape(optimizer.init, params)
-    opt_leaves, opt_tree = jax.tree.flatten(state)
-    with_value = optax.with_extra_args_support(optimizer)
+    plain, opt_leaves, opt_tree = _flat_update(optimizer, params)
+    grads = grads or Gradients(range(len(leaves)), ())
+    wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in grads.frozen})
 
-    def update(grads: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
-        whole_grads, whole = tree.unflatten(grads), tree.unflatten(params)
-        updates, new_opt = with_value.update(whole_grads, opt_tree.unflatten(opt), whole, value=loss)
-        results = [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
-        own = [[_wide(grad) for grad, home in zip(grads, owner, strict=True) if home == stage] for stage in sorted(set(owner))]
-        parts = [optax.tree.norm(part, squared=True) for part in own]
-        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(whole_grads), *parts)]
+    def update(given: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
+        made = [grad if k in grads.trained else jnp.zeros_like(grad) for k, grad in enumerate(given)]
+        results = plain(made, opt, params, loss)
+        free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in grads.frozen]
+        parts = [optax.tree.norm([grad for home, grad in free if home == stage], squared=True) for stage in wanted]
+        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(made), *parts)]
 
     def birth(params: list[Any]) -> list[Any]:
         return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
 
+    graph = _trace_update(update, leaves, opt_leaves, leaves, loss)
+    born, _ = trace(birth, leaves)
+    placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), loss_stage)
+    placer.own(_born_with(born, owner))
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    colors = placer.color(paths)
+    return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors, tuple(wanted))
+
+
+def _flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
+    """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state."""
+    tree = jax.tree.structure(params)
+    opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+    with_value = optax.with_extra_args_support(optimizer)
+
+    def update(grads: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
+        whole = tree.unflatten(params)
+        updates, new_opt = with_value.update(tree.unflatten(grads), opt_tree.unflatten(opt), whole, value=loss)
+        return [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
+
+    return update, opt_leaves, opt_tree
+
+
+def _trace_update(update: Callable[..., list[Any]], *shapes: Any) -> Graph:
     try:
-        graph, _ = trace(update, leaves, opt_leaves, leaves, loss)
+        return trace(update, *shapes)[0]
     except TypeError as error:
         if "value_fn" not in str(error) and "keyword-only" not in str(error):
             raise
@@ -128,12 +186,6 @@ def plan_update(optimizer: optax.GradientTransformation, params: Any, owner: Seq
             str(error),
             "use a transformation without a line search, such as optax.adamw or optax.sgd",
         ) from error
-    born, _ = trace(birth, leaves)
-    placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), loss_stage)
-    placer.own(_born_with(born, owner))
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    colors = placer.color(paths)
-    return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors)
 
 
 def _wide(grad: Any) -> Any:

@@ -85,11 +85,12 @@ class Preparer:
         self.settings = settings
         self.programs = Programs()
         self.layout: Layout | None = None
+        self.frozen = frozenset[int]()
         self._cuts: dict[Any, CutLoss] = {}
 
     def share(self, other: "Preparer") -> None:
         """Take over the layout, the cuts and the compiled programs of another preparer of the same loss."""
-        self.programs, self.layout, self._cuts = other.programs, other.layout, other._cuts
+        self.programs, self.layout, self.frozen, self._cuts = other.programs, other.layout, other.frozen, other._cuts
 
     def takes_key(self) -> bool:
         """Whether the loss has a third positional argument without a default of its own."""
@@ -102,8 +103,8 @@ class Preparer:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return len(positional) >= 3 and positional[2].default in (inspect.Parameter.empty, None)
 
-    def settle(self, params: Any, batch: Any, key: Any) -> Layout:
-        """Decide the layout at the shapes given.
+    def settle(self, params: Any, batch: Any, key: Any, frozen: frozenset[int] = frozenset()) -> Layout:
+        """Decide the layout at the shapes given; ``frozen`` are the parameter leaves whose gradient nobody wants.
 
         Raises:
             CutError: too many stages for this loss, or cuts that are not there.
@@ -115,6 +116,7 @@ class Preparer:
         check_floating(jax.tree_util.tree_leaves_with_path(params))
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
         params, batch = avals_of(params), avals_of(batch)
+        self.frozen = frozen
         loss = self._trace(settings.loss_fn, params, _resized(batch, size), key, settings.has_aux)
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
@@ -127,7 +129,7 @@ class Preparer:
         return self.layout
 
     def _trace(self, loss_fn: LossFn, params: Any, microbatch: Any, key: Any, has_aux: bool, train: bool = True) -> TracedLoss:
-        return trace_loss(loss_fn, params, microbatch, key, has_aux=has_aux, differentiable=train)
+        return trace_loss(loss_fn, params, microbatch, key, has_aux=has_aux, differentiable=train, frozen=self.frozen)
 
     @staticmethod
     def _rows(loss: TracedLoss, loss_fn: LossFn, params: Any, microbatch: Any, key: Any) -> frozenset[int]:

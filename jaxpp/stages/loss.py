@@ -22,7 +22,7 @@ from jax.extend.core import Literal, Var
 
 from jaxpp.errors import LossError, ParamsError
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.graph import Graph, descendants, inline_remat, trace, variables
+from jaxpp.stages.graph import Graph, aval_of, descendants, inline_remat, trace, variables
 from jaxpp.types import LossFn
 
 __all__ = [
@@ -66,6 +66,7 @@ class TracedLoss:
         num_batch_leaves: how many batch leaves there are.
         aux_tree: the structure of aux.
         remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
+        frozen: the parameter leaves whose gradient nobody wants.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class TracedLoss:
     num_batch_leaves: int
     aux_tree: Any
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    frozen: frozenset[int] = frozenset()
 
     @cached_property
     def params(self) -> tuple[Var, ...]:
@@ -94,6 +96,19 @@ class TracedLoss:
     def of_params(self) -> set[Var]:
         """Everything that depends on a parameter."""
         return descendants(self.graph, self.params)
+
+    @cached_property
+    def carries(self) -> set[Var]:
+        """Everything on a way from a parameter that wants a gradient to the loss: what has a cotangent."""
+        graph, wanted = self.graph, {var for k, var in enumerate(self.params) if k not in self.frozen}
+        for eqn in graph.eqns:
+            if _passes(eqn) and not wanted.isdisjoint(variables(eqn.invars)):
+                wanted.update(filter(_is_inexact, eqn.outvars))
+        reaching = set(variables(graph.outputs[:1]))
+        for eqn in reversed(graph.eqns):
+            if _passes(eqn) and not reaching.isdisjoint(eqn.outvars):
+                reaching.update(filter(_is_inexact, variables(eqn.invars)))
+        return wanted & reaching
 
     @cached_property
     def of_data(self) -> set[Var]:
@@ -167,6 +182,15 @@ class TracedLoss:
         return tuple(found[i] for i in self.spine)
 
 
+def _passes(eqn: Any) -> bool:
+    """Whether gradients go through an equation."""
+    return eqn.primitive.name != "stop_gradient"
+
+
+def _is_inexact(var: Var) -> bool:
+    return jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
+
+
 def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barred: set[Var]) -> set[Var]:
     """The values made from ``leaves`` and ``free`` by cheap operations alone, and not smaller than the leaves they need.
 
@@ -199,7 +223,16 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def trace_loss(loss_fn: LossFn, params: Any, batch: Any, key: Any, *, has_aux: bool, differentiable: bool = True) -> TracedLoss:
+def trace_loss(
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    key: Any,
+    *,
+    has_aux: bool,
+    differentiable: bool = True,
+    frozen: frozenset[int] = frozenset(),
+) -> TracedLoss:
     """Trace ``loss_fn(params, batch[, key])`` at the shapes given, and check that it is a loss.
 
     Args:
@@ -209,6 +242,7 @@ def trace_loss(loss_fn: LossFn, params: Any, batch: Any, key: Any, *, has_aux: b
         key: a key, its shape, or None when the loss takes none.
         has_aux: whether the loss returns ``(loss, aux)``.
         differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
+        frozen: the parameter leaves whose gradient nobody wants.
 
     Raises:
         LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter.
@@ -234,7 +268,7 @@ def trace_loss(loss_fn: LossFn, params: Any, batch: Any, key: Any, *, has_aux: b
         raise
     graph, remat = inline_remat(graph)
     paths = tuple(path_name(path) for path, _ in param_leaves)
-    traced = TracedLoss(graph, paths, len(batch_leaves), aux_trees[-1], remat)
+    traced = TracedLoss(graph, paths, len(batch_leaves), aux_trees[-1], remat, frozen)
     loss = graph.outputs[0]
     if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
         raise LossError(

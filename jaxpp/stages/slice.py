@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxpp.stages.graph import Graph, Piece, aval_of, trace
+from jaxpp.stages.graph import Graph, Piece, trace
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.program import Ref, Role, shapes_of
 
@@ -90,11 +89,7 @@ class Body:
         return Traced(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
 
     def _differentiable(self, ref: Ref, atom: Any) -> bool:
-        if ref.role == Role.PARAM:
-            return True
-        if ref.role not in (Role.ACTIVATION, Role.LOSS):
-            return False
-        return atom in self.loss.of_params and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+        return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)
 
 
 def _where(values: Sequence[Any], flags: Sequence[bool], wanted: bool) -> list[Any]:
