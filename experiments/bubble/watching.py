@@ -30,7 +30,7 @@ class Config:
 
 
 MODELS = {
-    "MLP 2048 x 8, 2 stages, 8 microbatches": Bubble(ranks=2, microbatches=8, examples=16, width=2048, depth=8),
+    "MLP 2048 x 8, 2 stages, 8 microbatches": Bubble(ranks=2, microbatches=8, examples=128, width=2048, depth=8),
     "MLP 128 x 16, 4 stages, 8 microbatches": Bubble(ranks=4, microbatches=8, examples=4, width=128, depth=16),
 }
 
