@@ -47,7 +47,8 @@ def value_and_grad(
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
         remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only
             (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
-            or a list of one a stage.
+            or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
+            (``scan``) is one operation to a policy.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients

@@ -1,7 +1,7 @@
 """The public face for training: check, split, execute, merge."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,9 +49,10 @@ class Pipeline:
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
         remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only
             (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
-            or a list of one a stage.
-        cut_gradient: boundaries that carry no gradient, for teaching: s is the one between stages s and s + 1, and the stages up to
-            s then learn nothing.
+            or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
+            (``scan``) is one operation to a policy.
+        cut_gradient: boundaries that carry no gradient, for teaching: s is the one between stages s and s + 1. The stages up to s
+            then learn nothing, but for parameters that a later stage uses too.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run.
@@ -84,7 +85,7 @@ class Pipeline:
         cuts: Sequence[str] | None = None,
         devices: Sequence[Device] | None = None,
         remat: Remat | Sequence[Remat] = None,
-        cut_gradient: Sequence[int] = (),
+        cut_gradient: Iterable[int] = (),
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -174,7 +175,9 @@ class Pipeline:
     def init(self, init_or_params: Any, *args: Any) -> State:
         """Cut the loss, place the stages, compile the step, and make the first state.
 
-        Programs are compiled side by side, under a progress bar if that takes long, so the first step takes as long as the others.
+        Programs are compiled side by side, under a progress bar if that takes long, so the first step takes hardly longer than the
+        others. They are for this batch's shapes and this kind of key: ``jax.random.key``'s, where the loss takes one and none is
+        given. A step with another kind of key, or with none, is compiled when it first comes.
         ``init(init_fn, key, batch)`` makes the parameters: every leaf is born on its owner, with the bits of
         ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies parameters one has (a
         checkpoint, a pretrained model) to their owners.
@@ -253,10 +256,12 @@ class Pipeline:
             Exception: what the user's loss raises at a new batch shape, unchanged, with a note.
 
         Warns:
-            DeadStageWarning: the gradients of a stage stay exactly zero; the boundary that carries none is named.
+            DeadStageWarning: the gradients of a stage were zero in several steps before; the boundary that carries none is named.
         """
-        outcome = self._engine.run("update", self._leaves(state), batch, key, donate=donate)
-        self._detector.see(outcome.squares)
+        leaves = self._leaves(state)
+        self._detector.look()  # before anything is consumed: a warning may be an error
+        outcome = self._engine.run("update", leaves, batch, key, donate=donate)
+        self._detector.add(outcome.squares)
         return self._state(outcome.leaves), Metrics(loss=outcome.loss, aux=outcome.aux, grad_norm=outcome.grad_norm)
 
     def evaluate(self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None) -> Metrics:
@@ -296,7 +301,7 @@ class Pipeline:
             )
         found = self._engine.run("grads", self._leaves(state)[: self._trees[0].num_leaves], batch, key)
         verify_grads(self._engine, state.params, batch, key, found)
-        stepped, _ = self.step(state, batch, key, donate=False)
+        stepped = self._engine.run("update", self._leaves(state), batch, key, donate=False)
         verify_update(self._engine, state, found, stepped)
 
     def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
@@ -363,7 +368,7 @@ class Pipeline:
             StateError: before ``init``, or a state that is consumed or has other leaves than this pipeline's.
         """
         if self._trees is None:
-            raise _not_ready("pipe.step / pipe.evaluate")
+            raise _not_ready("pipe.step, evaluate, verify, profile")
         leaves = jax.tree.leaves(state)
         mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
         if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):

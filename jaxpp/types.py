@@ -30,4 +30,4 @@ LossFn = Callable[..., Any]
 Policy = Callable[..., bool]
 """Whether an operation's result is kept for the backward (``jax.checkpoint_policies``)."""
 Remat = str | Policy | None
-"""What a stage keeps: ``"keep"`` (or None) everything its backward reads, ``"recompute"`` its inputs only, or a policy."""
+"""What a stage keeps: ``"keep"`` (or None) everything its backward reads, ``"recompute"`` its inputs, or what a policy says."""

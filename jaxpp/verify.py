@@ -151,7 +151,7 @@ def verify_grads(engine: Engine, params: Params, batch: Batch, key: Key | None, 
     compare("grads", spread, jax.tree.unflatten(jax.tree.structure(grads), wanted), floor=floor, coarsest=coarsest)
 
 
-def verify_update(engine: Engine, state: State, found: Outcome, stepped: State) -> None:
+def verify_update(engine: Engine, state: State, found: Outcome, stepped: Outcome) -> None:
     """Compare an updated state with what plain optax makes of the pipeline's gradients.
 
     Raises:
@@ -166,7 +166,7 @@ def verify_update(engine: Engine, state: State, found: Outcome, stepped: State) 
         return State(optax.apply_updates(state.params, updates), opt_state)
 
     spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
-    compare("", stepped, update(*gather((spread, state, found.loss))))
+    compare("", jax.tree.unflatten(jax.tree.structure(state), stepped.leaves), update(*gather((spread, state, found.loss))))
 
 
 def _inexact(dtype: Any) -> bool:

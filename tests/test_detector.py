@@ -10,6 +10,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
+from jaxpp.observe.detector import Detector
 from tests.conftest import mlp_case
 
 
@@ -94,7 +95,7 @@ def test_a_loss_that_gives_no_gradient_at_all_is_said_so():
     assert "no gradient comes from the loss" in str(warned[0].message)
 
 
-@pytest.mark.parametrize("wrong", [[3], [-1], [0.5], 7, [True], ["1"]])
+@pytest.mark.parametrize("wrong", [[3], [-1], [0.5], 7, [True], {"1"}])
 def test_boundaries_that_are_not_there_are_refused(wrong):
     with pytest.raises(ArgumentError, match="boundary s lies between stages s and s \\+ 1"):
         jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=4, cut_gradient=wrong)
@@ -105,3 +106,51 @@ def test_verify_says_that_a_cut_gradient_is_meant_to_differ():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True, cut_gradient=[0])
     with pytest.raises(ArgumentError, match="without cut_gradient"):
         pipe.verify(pipe.init(case.params, case.batch), case.batch)
+
+
+def test_a_warning_that_is_an_error_loses_no_state():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True, cut_gradient=[0])
+    state, raised = pipe.init(case.params, case.batch), 0
+    for _ in range(8):
+        try:
+            state, metrics = pipe.step(state, case.batch)
+        except jaxpp.DeadStageWarning:
+            raised += 1
+            state, metrics = pipe.step(state, case.batch)
+        jax.block_until_ready(metrics.loss)
+    assert raised == 1
+
+
+def test_zeros_must_follow_one_another():
+    detector = Detector([0, 1])
+    for value in (0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0):
+        detector.add([jnp.float32(value), jnp.float32(1)])
+        detector.look()
+    assert detector._zeros[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("zeros", "words"),
+    [
+        ({0: 3, 1: 0}, "boundary 0 (between stages 0 and 1)"),
+        ({0: 3, 2: 0}, "boundary 0 or 1 (between stages 0 and 2)"),
+        ({0: 0, 1: 3, 2: 0}, "no gradient reaches the parameters of stage 1, though one passes it"),
+        ({0: 3, 1: 3}, "no gradient comes from the loss"),
+    ],
+)
+def test_the_place_that_is_named_is_between_what_is_dead_and_what_learns(zeros, words):
+    detector = Detector(list(zeros))
+    for _ in range(3):
+        detector.add([jnp.float32(count == 0) for count in zeros.values()])
+    with pytest.warns(jaxpp.DeadStageWarning) as warned:
+        detector.look()
+    assert words in str(warned[0].message)
+
+
+def test_verify_is_no_step():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)
+    state = pipe.init(case.params, case.batch)
+    pipe.verify(state, case.batch)
+    assert pipe._detector._num_steps == 0

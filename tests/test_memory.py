@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, OptimizerError
 from jaxpp.observe.account import KINDS, account
 from jaxpp.observe.forecast import parse_bytes
 from jaxpp.observe.ledger import Ledger, homes_of, live_bytes, sample_step
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
     changed = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), schedule="gpipe", remat="recompute", **options)
     promised = next(change.peak for change in tight.changes if change.what == 'remat="recompute"')
     assert max(changed.forecast(case.params, case.batch, case.key).peaks.values()) == pytest.approx(promised, rel=0.25)
-    assert "nothing that was tried fits" in str(pipe.forecast(case.params, case.batch, case.key, hbm=1000))
+    assert "nothing that was looked at fits" in str(pipe.forecast(case.params, case.batch, case.key, hbm=1000))
 
 
 def test_a_forecast_for_other_shapes_leaves_the_pipeline_as_it_is():
@@ -169,12 +169,17 @@ def test_a_forecast_for_other_shapes_leaves_the_pipeline_as_it_is():
     assert jnp.isfinite(metrics.loss)
 
 
-@pytest.mark.parametrize("wrong", ["", "much", "-3GiB", "0", 0, True, float("nan"), "3 apples"])
+@pytest.mark.parametrize("wrong", ["", "much", "-3GiB", "0", 0, 0.5, True, float("nan"), float("inf"), "3 apples"])
 def test_a_size_that_is_none_is_refused(wrong):
     case, pipe, _ = ready("mlp gpipe")
     with pytest.raises(ArgumentError, match='Fix: pass for example "80GiB"'):
         pipe.forecast(case.params, case.batch, hbm=wrong)
-    assert (parse_bytes("80GiB"), parse_bytes("2 mb"), parse_bytes(2.5e9)) == (80 * 2**30, 2_000_000, 2_500_000_000)
+    assert (parse_bytes("80GiB"), parse_bytes(".5 mb"), parse_bytes(1e16), parse_bytes(np.float32(2))) == (
+        80 * 2**30,
+        500_000,
+        10**16,
+        2,
+    )
 
 
 def test_where_a_backend_counts_for_itself_the_difference_is_explained():
@@ -185,3 +190,56 @@ def test_where_a_backend_counts_for_itself_the_difference_is_explained():
     mine = sample.total + sample.temporaries
     for used, words in ((mine + 1024, "1 KiB more: padding"), (mine - 2048, "2 KiB less: its peak")):
         assert words in str(Ledger(ledger.account, ledger.samples, {device: {"peak_bytes_in_use": used}}))
+
+
+def test_what_the_caller_holds_is_not_counted_as_the_steps():
+    case, pipe, state = ready("mlp gpipe")
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.devices, strict=True)]
+    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    begins = ledger.samples[0]
+    assert begins.by_kind["batch"] < case.batch["x"].nbytes
+    assert begins.elsewhere >= case.batch["x"].nbytes
+
+
+def test_a_device_that_says_what_it_has_is_believed(monkeypatch):
+    case, pipe, _ = ready("mlp gpipe")
+    device = type(jax.devices()[0])
+    monkeypatch.setattr(device, "memory_stats", lambda self: {"bytes_limit": 5000})
+    forecast = pipe.forecast(case.params, case.batch)
+    assert forecast.hbm == 5000
+    assert not forecast.fits
+
+
+def test_what_only_just_fits_is_found_by_compiling_it():
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(8)}
+    batch = jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
+
+    def loss_fn(params, x):
+        for i in range(8):
+            x = jnp.tanh(x @ params[f"w{i}"])
+        return (x**2).mean()
+
+    options = {"num_stages": 4, "num_microbatches": 4, "devices": jax.devices()[:4]}
+    real = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), remat="recompute", **options).forecast(shapes, batch)
+    room = 1.05 * max(real.peaks.values())
+    tight = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), **options).forecast(shapes, batch, hbm=room)
+    assert [change.what for change in tight.changes] == ['remat="recompute"']
+    assert tight.changes[0].peak == max(real.peaks.values())
+
+
+def test_an_optimizer_that_is_refused_is_refused_again_and_the_old_state_goes_on():
+    pipe = jaxpp.Pipeline(lambda p, x: (jnp.tanh(x @ p["a"]) @ p["b"]).var(), optax.lbfgs(), num_stages=2, num_microbatches=2)
+    params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+    for ask in (pipe.init, pipe.init, pipe.forecast, pipe.forecast):
+        with pytest.raises(OptimizerError, match="line search"):
+            ask(params, jnp.ones((4, 4)))
+
+
+def test_shapes_of_keys_and_wider_batches_make_no_other_plan():
+    case = gpt_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)
+    pipe.forecast(case.params, case.batch, jax.eval_shape(lambda: jax.random.key(0)))
+    programs = len(pipe._engine.preparer.programs)
+    state = pipe.init(case.params, np.asarray(case.batch, np.int64))
+    pipe.step(state, case.batch, case.key)
+    assert len(pipe._engine.preparer.programs) - programs <= 4, "the birth of the optimizer's state"

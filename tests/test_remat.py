@@ -103,3 +103,21 @@ def test_a_policy_that_offloads_is_refused_and_named():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=2, has_aux=True, remat=policy)
     with pytest.raises(ArgumentError, match="Offloadable for dot_general"):
         pipe.init(case.params, case.batch)
+
+
+def test_a_second_batch_shape_keeps_as_little_as_the_first():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=2, num_microbatches=2, has_aux=True, remat="recompute")
+    pipe.init(case.params, case.batch)
+    smaller = jax.tree.map(lambda leaf: leaf[:6], case.batch)
+    for batch in (case.batch, smaller):
+        for codes in pipe._engine.preparer.job(batch, None).cuts:
+            assert not any(code.residuals for code in codes.stages)
+
+
+def test_a_policy_that_raises_is_named():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=2, has_aux=True, remat=jax.checkpoint)
+    with pytest.raises(TypeError) as error:
+        pipe.init(case.params, case.batch)
+    assert any("passed as remat" in note for note in error.value.__notes__)

@@ -104,10 +104,17 @@ class Account:
             device: which.
             temporaries: bytes that each line's program needs while it runs, besides its arguments and results.
         """
+        return int(self._held(device, temporaries).argmax())
+
+    def most(self, device: Device, temporaries: Sequence[int] = ()) -> int:
+        """The bytes that a device holds then, temporaries included."""
+        return int(self._held(device, temporaries).max())
+
+    def _held(self, device: Device, temporaries: Sequence[int]) -> np.ndarray:
         held = self.levels[device].sum(axis=1)
         if temporaries:
             held[1:-1] += [extra * (line.device == device) for extra, line in zip(temporaries, self.lines, strict=True)]
-        return int(held.argmax())
+        return held
 
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""

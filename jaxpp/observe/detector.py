@@ -31,22 +31,23 @@ class Detector:
         self._waiting: deque[Sequence[Any]] = deque()
         self._warned = False
 
-    def see(self, squares: Sequence[Any]) -> None:
-        """Take the sums of squared gradients of one step, one a stage, and look at those that are there.
+    def add(self, squares: Sequence[Any]) -> None:
+        """Take the sums of squared gradients of one step, one a stage, to be looked at later."""
+        if not self._warned and (self._num_steps < _EAGER or self._num_steps % _EVERY == 0):
+            self._waiting.append(squares)
+        self._num_steps += 1
+
+    def look(self) -> None:
+        """Look at the sums that are there by now.
 
         Warns:
             DeadStageWarning: some stage's were zero several times in a row.
         """
-        if self._warned:
-            return
-        if self._num_steps < _EAGER or self._num_steps % _EVERY == 0:
-            self._waiting.append(squares)
-        self._num_steps += 1
         while self._waiting and all(value.is_ready() for value in self._waiting[0]):
             for stage, value in zip(self._zeros, self._waiting.popleft(), strict=True):
                 self._zeros[stage] = 0 if float(value) else self._zeros[stage] + 1
         dead = [stage for stage, zeros in self._zeros.items() if zeros >= _PATIENCE]
-        if dead:
+        if dead and not self._warned:
             self._warned = True
             self._waiting.clear()
             warnings.warn(_message(dead, list(self._zeros)), DeadStageWarning, stacklevel=3)
@@ -54,12 +55,17 @@ class Detector:
 
 def _message(dead: Sequence[int], stages: Sequence[int]) -> str:
     who = f"stage {dead[0]} does" if len(dead) == 1 else f"stages {', '.join(map(str, dead))} do"
-    ends = [stage for stage in dead if stage + 1 not in dead and stage < stages[-1]]
-    where = " and ".join(f"boundary {stage} (between stages {stage} and {stage + 1})" for stage in ends)
-    others = ", while the others learn" if len(dead) < len(stages) else ""
+    alive = [stage for stage in stages if stage not in dead]
+    others = ", while the others learn" if alive else ""
+    got = [f"no gradient reaches the parameters of stage {s}, though one passes it" for s in dead if alive and s > alive[0]]
+    before = [stage for stage in dead if alive and stage < alive[0]]
+    if before:
+        last, then = before[-1], alive[0]
+        boundaries = " or ".join(map(str, range(last, then)))
+        got.append(f"no gradient crosses boundary {boundaries} (between stages {last} and {then})")
     lines = [
-        f"{who} not learn{others}: all gradients were exactly zero {_PATIENCE} times in a row.",
-        f"Got: no gradient crosses {where}." if where else "Got: no gradient comes from the loss.",
+        f"{who} not learn{others}: all gradients (the sum of their squares) were zero {_PATIENCE} times in a row.",
+        f"Got: {'; '.join(got) or 'no gradient comes from the loss'}.",
         "Fix: look there for stop_gradient, a cast to integers, argmax, or units that are all off; if it is meant so, "
         'warnings.filterwarnings("ignore", category=jaxpp.DeadStageWarning)',
     ]

@@ -5,6 +5,7 @@ what each program needs besides. Their sum at its highest is a device's peak. If
 """
 
 import dataclasses
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ class Forecast:
         most = max(range(len(kinds)), key=kinds.__getitem__)
         lines = [f"it does not fit: {need}, most of that {(*KINDS, 'temporaries')[most]} ({_size(kinds[most])})"]
         if not self.changes:
-            return [*lines, "nothing that was tried fits (microbatches, schedules, remat, twice the stages): use more devices"]
-        rows = [["what fits, the quickest first", "peak", "step"]]
+            return [*lines, "nothing that was looked at fits (microbatches, schedules, remat, twice the stages): use more devices"]
+        rows = [["what should fit (estimates), the quickest first", "peak", "step"]]
         rows += [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
         return [*lines, *align(rows)]
 
@@ -164,12 +165,13 @@ def parse_bytes(size: float | str) -> int:
         (1536, 80000000000, 4096)
 
     Raises:
-        ArgumentError: it is none, or not above 0.
+        ArgumentError: it is none, or less than a byte.
     """
-    text = str(size) if not isinstance(size, bool) else ""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", text, re.IGNORECASE)
-    if found is None or not float(found[1]):
-        rule = "a size is a number of bytes, or one with a unit"
+    text = format(size, "f") if isinstance(size, numbers.Real) and not isinstance(size, bool) else str(size)
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)b)?\s*", text, re.IGNORECASE)
+    base = 1024 if found and found[3] else 1000
+    room = int(float(found[1]) * base ** " kmgt".index((found[2] or " ").lower())) if found else 0
+    if isinstance(size, bool) or room < 1:
+        rule = "a size is a number of bytes, at least 1, or a number with a unit"
         raise ArgumentError(f"hbm={size!r}", rule, repr(size), 'pass for example "80GiB"')
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** " kmgt".index((found[2] or " ").lower()))
+    return room

@@ -100,12 +100,10 @@ class Profile(Drawn):
     @cached_property
     def measured(self) -> Measured:
         """What the virtual clock is told. Time in which two actions of a rank ran side by side counts for the first only."""
-        durations = {}
-        for row in self.schedule.rows:
-            until = 0.0
-            for span in (self.actions[action] for action in row if action in self.actions):
-                durations[span.action] = max(0.0, span.end - max(span.start, until))
-                until = max(until, span.end)
+        durations, until = {}, [0.0] * self.schedule.num_ranks
+        for action, span in sorted(self.actions.items(), key=lambda item: item[1].start):
+            durations[action] = max(0.0, span.end - max(span.start, until[span.rank]))
+            until[span.rank] = max(until[span.rank], span.end)
         found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
         for span in self.transfers:
             assert span.action is not None
@@ -198,17 +196,24 @@ class Profile(Drawn):
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
         durations, hops, _ = self.measured
+        slow = False
         for boundary, hop in enumerate(hops):
             hidden = [t for a, t in durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
             if hop > _mean(hidden):
+                slow = True
                 where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
                 lines.append(
                     f"warning: a transfer over {where} takes {_milli(hop)} ms, longer than the forward that could hide it "
-                    f"({_milli(_mean(hidden))} ms); waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank"
+                    f"({_milli(_mean(hidden))} ms)"
                 )
+        if slow:
+            lines.append(f"warning: waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank")
         if self.beside:
             who = "1 program" if self.beside == 1 else f"{self.beside} programs"
-            lines.append(f"{who} ran beside another on the same device; the timeline shows it as it was")
+            lines.append(
+                f"at least {who} ran beside another on the same device, as the timeline shows; there the inferred starts and "
+                "lengths are uncertain"
+            )
         return lines
 
     def __str__(self) -> str:

@@ -57,10 +57,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
 
 def _spans(plan: Plan, stamps: Sequence[Stamp], engine: Engine) -> tuple[tuple[Span, ...], int]:
     """When each instruction ran, and how many programs ended before one that their device was given earlier."""
-    schedule, placement = engine.settings.schedule, engine.settings.placement
-    home: dict[Any, int] = {}
-    for stage, rank in enumerate(schedule.stage_to_rank):
-        home.setdefault(placement[stage], rank)
+    schedule = engine.settings.schedule
     there: dict[int, float] = {}
     last: dict[Any, float] = {}
     spans, beside, zero = [], 0, stamps[0].begun
@@ -75,7 +72,7 @@ def _spans(plan: Plan, stamps: Sequence[Stamp], engine: Engine) -> tuple[tuple[S
             last[line.about.device] = max(before, done, start)
         end = max(start, done)
         there.update((slot, end) for slot in line.outputs)
-        device = line.about.device
-        rank = home[device] if action is None or line.about.sends else schedule.stage_to_rank[action.stage]
-        spans.append(Span(line.label, action, rank, line.about.sends, start, end, begun, handed))
+        spans.append(
+            Span(line.label, action, schedule.stage_to_rank[line.about.stage], line.about.sends, start, end, begun, handed)
+        )
     return tuple(spans), beside

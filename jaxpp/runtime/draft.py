@@ -161,7 +161,7 @@ class Draft:
             send = senders.setdefault(line.device, sender(line.device))
             call = send if line.job is None else programs[line.job]
             seen = -1 if watch[number] is None else slots[watch[number]]
-            about = About(line.device, line.action, line.job is None, seen)
+            about = About(line.device, line.outputs[0].stage, line.action, line.job is None, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
         return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
 

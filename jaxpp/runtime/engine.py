@@ -24,6 +24,7 @@ from jaxpp.runtime.transfer import private
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
+from jaxpp.stages.loss import check_floating
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.types import Device, LossFn
@@ -105,18 +106,21 @@ class Engine:
         known = self.preparer.layout
         if known is not None and same_shapes(known.params, params) and self._settled == _shapes(batch, key):
             return
-        frozen = frozenset[int]()
+        check_key(key)
+        check_floating(jax.tree_util.tree_leaves_with_path(params))
+        frozen, update = frozenset[int](), None
         if self.optimizer is not None:
             frozen = unread_gradients(self.optimizer, avals_of(params), jax.ShapeDtypeStruct((), scale_dtype()))
-        layout = self.preparer.settle(params, batch, key, frozen)
-        self._settled = _shapes(batch, key)
-        self._drafts.clear()
-        self._plans.clear()
+        preparer = Preparer(self.settings, self.preparer.programs)  # the old one stays as it is, should anything be refused
+        layout = preparer.settle(params, batch, key, frozen)
         if self.optimizer is not None:
-            job = self.preparer.job(batch, key)
+            job = preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
             grads = Gradients(job.trained, frozen)
-            self.update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, grads)
+            update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, grads)
+        self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
+        self._drafts.clear()
+        self._plans.clear()
 
     def birth(self, graph: Graph, key: Any) -> list[Any]:
         """Make the parameters from the traced init, each on its owner."""
@@ -211,8 +215,15 @@ class Engine:
 def _shapes(batch: Any, key: Any) -> Any:
     """What a step is lowered for."""
     leaves, tree = jax.tree.flatten(batch)
-    shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
-    return tree, shapes, None if key is None else (getattr(key, "shape", None), getattr(key, "dtype", None))
+    return tree, tuple(map(_shape, leaves)), None if key is None else _shape(key)
+
+
+def _shape(leaf: Any) -> Any:
+    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype
+    aval = avals_of(leaf) if hasattr(leaf, "dtype") else None
+    return None if aval is None else (aval.shape, aval.dtype)
 
 
 def _aux_names(job: Job) -> list[Name]:

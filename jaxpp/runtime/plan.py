@@ -37,12 +37,14 @@ class About(NamedTuple):
 
     Attributes:
         device: where it runs, or where it sends to.
+        stage: for which stage.
         action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
         sends: whether it is a send.
         watch: in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1.
     """
 
     device: Device
+    stage: int
     action: Hashable | None
     sends: bool
     watch: int

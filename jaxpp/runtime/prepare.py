@@ -19,7 +19,7 @@ from jaxpp.runtime.programs import Programs
 from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of, trace, variables
-from jaxpp.stages.loss import TracedLoss, check_floating, describe, key_implementation, trace_loss
+from jaxpp.stages.loss import TracedLoss, describe, key_implementation, trace_loss
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
@@ -81,9 +81,9 @@ class Layout:
 class Preparer:
     """Holds the traces, cuts, programs and layout of one pipeline."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, programs: Programs | None = None):
         self.settings = settings
-        self.programs = Programs()
+        self.programs = Programs() if programs is None else programs
         self.layout: Layout | None = None
         self.frozen = frozenset[int]()
         self._cuts: dict[Any, CutLoss] = {}
@@ -108,12 +108,10 @@ class Preparer:
 
         Raises:
             CutError: too many stages for this loss, or cuts that are not there.
-            LossError, ParamsError, BatchError: as for every trace.
+            LossError, BatchError: as for every trace.
         """
         settings = self.settings
         num_stages = settings.schedule.num_stages
-        check_key(key)
-        check_floating(jax.tree_util.tree_leaves_with_path(params))
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
         params, batch = avals_of(params), avals_of(batch)
         self.frozen = frozen

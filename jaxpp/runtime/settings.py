@@ -1,6 +1,6 @@
 """What the user asked for, checked before anything is traced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,7 +58,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     cuts: Sequence[str] | None,
     devices: Sequence[Device] | None,
     remat: Remat | Sequence[Remat] = None,
-    cut_gradient: Sequence[int] = (),
+    cut_gradient: Iterable[int] = (),
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -99,7 +99,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
             f"{len(cuts)} cuts and num_stages={num_stages}",
             f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
         )
-    boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Sequence) else (cut_gradient,)
+    boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Iterable) else (cut_gradient,)
     wrong = [repr(b) for b in boundaries if not is_count(b, least=0) or b > num_stages - 2]
     if wrong:
         raise ArgumentError(

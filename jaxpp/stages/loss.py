@@ -303,7 +303,9 @@ def key_implementation(key: Any) -> str | None:
     """The implementation of a typed key; None for a raw one (or none at all)."""
     if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return None
-    return str(jax.random.key_impl(key))
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)  # a shape will do
+    return found[0]
 
 
 def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:

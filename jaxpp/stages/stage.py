@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var
 
 from jaxpp.errors import ArgumentError
@@ -319,8 +320,14 @@ def _recomputed(graph: Graph, colors: Sequence[str | None], policy: Policy) -> s
     found = set()
     for i, (eqn, color) in enumerate(zip(graph.eqns, colors, strict=True)):
         if color == _FORWARD and not eqn.effects:
-            keep = policy(eqn.primitive, *(aval_of(atom) for atom in eqn.invars), **eqn.params)
-            if not isinstance(keep, bool):
+            try:
+                keep = policy(eqn.primitive, *(aval_of(atom) for atom in eqn.invars), **eqn.params)
+            except Exception as error:
+                error.add_note(
+                    "jaxpp: raised by the policy passed as remat, which is one like jax.checkpoint_policies.dots_saveable"
+                )
+                raise
+            if not isinstance(keep, (bool, np.bool_)):
                 raise ArgumentError(
                     "remat",
                     "a policy says for each operation whether its result is kept (True) or recomputed (False)",
