@@ -20,9 +20,9 @@ from jaxpp.schedule.figure import draw_pebbles, draw_timeline, pebbles_margin, p
 from jaxpp.schedule.panel import DOT, INK, LEFT, Panel, Part, key_of, key_of_bars, page, width_of
 from jaxpp.stages.table import bytes_in_words
 
-__all__ = ["Curve", "pebble_pair", "profile_figure"]
+__all__ = ["COLOURS", "Curve", "pebble_pair", "profile_figure"]
 
-_COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#E4E4E4")
+COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#E4E4E4")
 _TITLES = ("measured", "virtual clock, with these durations")
 _TITLE, _KEY = 0.32, 0.28  # inches above a panel, for its title and for a key under that
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
@@ -133,7 +133,7 @@ def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: fl
     """Draw a row a device: the stacked bytes of each kind, and the peak."""
     peaks = [max(map(sum, curve.levels)) for curve in memory]
     scale = 0.88 / (max(peaks) or 1)
-    for kind, colour in enumerate(_COLOURS):
+    for kind, colour in enumerate(COLOURS):
         areas = [area for row, curve in enumerate(memory) for area in _areas(curve, kind, row + 1, scale, end)]
         panel.polygons(areas, colour, KINDS[kind], 0.3, colour)  # the lines let bytes be seen that lived for less than a pixel
     for row, most in enumerate(peaks):
@@ -141,7 +141,7 @@ def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: fl
     panel.margin(["peak"], -72 * 0.16 / panel.points[1])
     panel.axes.set_yticks([row + 0.56 for row in range(len(memory))], names)
     present = [k for k in range(len(KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
-    key_of(panel, [(KINDS[k], _COLOURS[k], 0) for k in present], 0.06)
+    key_of(panel, [(KINDS[k], COLOURS[k], 0) for k in present], 0.06)
     _title(panel, "memory", 0.07 + _KEY)
 
 

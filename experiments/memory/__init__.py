@@ -1,0 +1,1 @@
+"""Is the forecast right, and which schedule holds what?"""

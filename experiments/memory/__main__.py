@@ -1,0 +1,5 @@
+"""``python -m experiments.memory``."""
+
+from experiments.memory.main import main
+
+main()

@@ -1,0 +1,122 @@
+"""The pairs of model and schedule, and the problems that the models learn: random data, as only its shape counts here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.gpt import GPT
+from models.mlp import MLP
+
+__all__ = ["PAIRS", "Pair", "Problem", "gpt", "mlp"]
+
+VOCABULARY, CLASSES = 256, 10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model and how its step runs.
+
+    Attributes:
+        model: ``mlp`` or ``gpt``.
+        schedule: a name of ``jaxpp.schedule.SCHEDULES``.
+        compute: type to compute in; parameters are float32.
+        remat: ``keep``, ``recompute``, or the name of a policy of ``jax.checkpoint_policies``.
+        suffix: of the name, for what is unusual.
+    """
+
+    model: str
+    schedule: str
+    compute: str = "float32"
+    remat: str = "keep"
+    suffix: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called: ``gpt-1f1b-bf16``."""
+        return "-".join(filter(None, (self.model, self.schedule, self.suffix)))
+
+    @property
+    def policy(self) -> Any:
+        """Its ``remat`` as ``jaxpp.Pipeline`` takes it."""
+        return self.remat if self.remat in ("keep", "recompute") else getattr(jax.checkpoint_policies, self.remat)
+
+
+_PAIRS = (
+    *(Pair("mlp", schedule) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-min")),
+    Pair("mlp", "zb-v", remat="recompute", suffix="recompute"),
+    Pair("gpt", "1f1b"),
+    Pair("gpt", "1f1b", compute="bfloat16", suffix="bf16"),
+    Pair("gpt", "1f1b", remat="dots_with_no_batch_dims_saveable", suffix="dots"),
+    Pair("gpt", "1f1b", remat="recompute", suffix="recompute"),
+)
+PAIRS = {pair.name: pair for pair in _PAIRS}
+"""Each pair by its name, in the order of the table: a model under six schedules, then another under one of them in four ways."""
+
+
+class Problem(NamedTuple):
+    """What a pipeline is given.
+
+    Attributes:
+        loss_fn: ``loss_fn(params, batch, key)``.
+        init: ``init(key) -> params``.
+        batch: numpy arrays, so that no device holds them before they are sent.
+    """
+
+    loss_fn: Callable[..., jax.Array]
+    init: Callable[[jax.Array], Any]
+    batch: Any
+
+
+def mlp(width: int, depth: int, batch: int, compute: str) -> Problem:
+    """A multilayer perceptron that sorts vectors into classes.
+
+    Args:
+        width: features of each hidden layer, and of the input.
+        depth: hidden layers.
+        batch: examples.
+        compute: type to compute in.
+    """
+    model = MLP(width=width, depth=depth, num_classes=CLASSES, dtype=compute)
+
+    def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        del key
+        return _cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"])
+
+    def init(key: jax.Array) -> Any:
+        return model.init(key, jnp.zeros((1, width)))["params"]
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(batch, width)).astype("float32"), rng.integers(0, CLASSES, batch, "int32")
+    return Problem(loss_fn, init, {"x": x, "y": y})
+
+
+def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: float, compute: str) -> Problem:
+    """A GPT that predicts the next token, its embedding and head tied.
+
+    Args:
+        width: features of the residual stream.
+        depth: transformer blocks.
+        heads: attention heads a block.
+        length: tokens of a sequence.
+        batch: sequences.
+        dropout: rate.
+        compute: type to compute in.
+    """
+    model = GPT(VOCABULARY, max_length=length, width=width, depth=depth, num_heads=heads, dropout=dropout, dtype=compute)
+
+    def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        return _cross_entropy(model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}), batch[:, 1:])
+
+    def init(key: jax.Array) -> Any:
+        return model.init(key, jnp.zeros((1, length), int), deterministic=True)["params"]
+
+    return Problem(loss_fn, init, np.random.default_rng(0).integers(0, VOCABULARY, (batch, length + 1), "int32"))
+
+
+def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), targets).mean()
