@@ -153,7 +153,7 @@ def _stage_memory(book: Account, stage: int, device: Device, moment: int, extra:
     kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in KINDS)
     held = {life.name.microbatch for life in alive if life.kind == "residuals"}
     line = book.lines[moment - 1]
-    runs = line.device == device and (line.outputs or line.inputs)[0].stage == stage
+    runs = line.device == device and line.stage == stage
     return StageMemory(stage, device, kinds, len(held), extra[moment - 1] * runs)
 
 

@@ -57,6 +57,14 @@ class Line(NamedTuple):
     action: Action | None
 
     @property
+    def stage(self) -> int:
+        """The stage that it runs for, or sends to."""
+        if self.job is not None and self.action is not None:
+            return self.action.stage
+        named = self.outputs or self.inputs
+        return named[0].stage if named else 0
+
+    @property
     def taken(self) -> set[Name]:
         """The inputs whose buffers its results take over."""
         return {self.inputs[k] for k in self.job[2]} if self.job else set()
@@ -161,7 +169,7 @@ class Draft:
             send = senders.setdefault(line.device, sender(line.device))
             call = send if line.job is None else programs[line.job]
             seen = -1 if watch[number] is None else slots[watch[number]]
-            about = About(line.device, line.outputs[0].stage, line.action, line.job is None, seen)
+            about = About(line.device, line.stage, line.action, line.job is None, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
         return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
 
