@@ -16,7 +16,7 @@ from jaxpp.runtime.birth import draft_params
 from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.lower import Job, draft_zeros, forward_actions, grad_name, lower, param_name
-from jaxpp.runtime.optimizer import Gradients, Update, opt_name, plan_update, unread_gradients
+from jaxpp.runtime.optimizer import Update, opt_name, plan_update, unread_gradients
 from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
 from jaxpp.runtime.settings import Settings
@@ -116,8 +116,7 @@ class Engine:
         if self.optimizer is not None:
             job = preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
-            grads = Gradients(job.trained, frozen)
-            update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, grads)
+            update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, frozen)
         self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
         self._drafts.clear()
         self._plans.clear()
@@ -166,10 +165,11 @@ class Engine:
         results = []
         if kind == "grads":
             results = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
-            draft_zeros(draft, job)
+            draft_zeros(draft, job, range(len(self.owner)))
         elif kind == "update":
             assert self.update is not None
             inputs += [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]
+            draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.preparer.frozen])
             results = draft_update(draft, self.update, self.settings.placement, loss, donate=donate)
         inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]

@@ -92,17 +92,28 @@ class Job:
         for code in self.codes(stage):
             for program in _programs(code):
                 found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
-        packed = {ref for pack in self.codes(stage)[0].packs for ref in pack.members}
+        if not self.trains:
+            return found
+        packs = self.codes(stage)[0].packs
         owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf in self.trained if self.owner[leaf] == stage}
-        return found | {ref: aval for ref, aval in owned.items() if ref not in packed}
+        unpacked = {ref: aval for ref, aval in owned.items() if ref not in self.packed}
+        return found | {pack.ref: pack.aval for pack in packs} | unpacked
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any backward is run."""
+        return any(code.backward for cut in self.cuts for code in cut.stages)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """The parameter leaves that have a gradient; none where only forwards are run."""
-        if not any(code.backward for code in self.cuts[0].stages):
-            return ()
-        loss = self.cuts[0].loss
-        return tuple(leaf for leaf, var in enumerate(loss.params) if var in loss.carries)
+        """The parameter leaves that have a gradient, at any of the microbatches' sizes."""
+        losses = [cut.loss for cut in self.cuts]
+        return tuple(leaf for leaf in range(len(self.params)) if any(loss.params[leaf] in loss.carries for loss in losses))
+
+    @cached_property
+    def packed(self) -> frozenset[Ref]:
+        """The gradients that are summed as parts of vectors."""
+        return frozenset(ref for code in self.cuts[0].stages for pack in code.packs for ref in pack.members)
 
     def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Any]]]:
         """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
@@ -341,10 +352,11 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
     draft.compute(f"tie stage {stage}", program, job.placement[stage], names, totals, donated)
 
 
-def draft_zeros(draft: Draft, job: Job) -> None:
-    """The gradients of leaves that have none: zeros, on their owners."""
+def draft_zeros(draft: Draft, job: Job, wanted: Sequence[int]) -> None:
+    """The gradients of those of the leaves that have none: zeros, on their owners."""
+    missing = [leaf for leaf in wanted if leaf not in job.trained and Ref(Role.GRAD, leaf) not in job.packed]
     for stage in range(job.num_stages):
-        names = [grad_name(stage, leaf) for leaf, home in enumerate(job.owner) if home == stage and leaf not in job.trained]
+        names = [grad_name(stage, leaf) for leaf in missing if job.owner[leaf] == stage]
         avals = [job.params[name.ref.index] for name in names]
         if names:
             program = Program(

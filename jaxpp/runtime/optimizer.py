@@ -13,7 +13,7 @@ belongs to stage 0.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
 from jaxpp.stages.program import Ref, Role
 
-__all__ = ["HUB", "Color", "Gradients", "Update", "opt_name", "plan_update", "unread_gradients"]
+__all__ = ["HUB", "Color", "Update", "opt_name", "plan_update", "unread_gradients"]
 
 HUB = 0
 """The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
@@ -43,18 +43,6 @@ Color = tuple[int, int]
 def opt_name(stage: int, leaf: int) -> Name:
     """An optimizer state leaf, as its owner holds it."""
     return Name(stage, Ref(Role.OPT, leaf))
-
-
-class Gradients(NamedTuple):
-    """Which parameter leaves have a gradient.
-
-    Attributes:
-        trained: those that do.
-        frozen: those whose gradient the optimizer does not read; it is not computed.
-    """
-
-    trained: Collection[int]
-    frozen: Collection[int]
 
 
 @dataclass(frozen=True)
@@ -121,7 +109,7 @@ def plan_update(
     owner: Sequence[int],
     loss_stage: int,
     loss: Any,
-    grads: Gradients | None = None,
+    frozen: Collection[int] = (),
 ) -> Update:
     """Trace an optimizer on a spread tree and place its equations.
 
@@ -131,20 +119,19 @@ def plan_update(
         owner: the stage of each leaf.
         loss_stage: the stage that has the loss.
         loss: shape of the loss.
-        grads: which leaves have a gradient; that of any other is zero. All have one unless given.
+        frozen: the leaves whose gradient it does not read; they are given none.
 
     Raises:
         OptimizerError: it calls the loss (a line search), or would move a large array between stages.
     """
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = _flat_update(optimizer, params)
-    grads = grads or Gradients(range(len(leaves)), ())
-    wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in grads.frozen})
+    wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in frozen})
 
     def update(given: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
-        made = [grad if k in grads.trained else jnp.zeros_like(grad) for k, grad in enumerate(given)]
+        made = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(given)]
         results = plain(made, opt, params, loss)
-        free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in grads.frozen]
+        free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in frozen]
         parts = [optax.tree.norm([grad for home, grad in free if home == stage], squared=True) for stage in wanted]
         return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(made), *parts)]
 
