@@ -34,7 +34,8 @@ class Metrics:
     Attributes:
         loss: the weighted mean over microbatches.
         aux: the loss's aux: scalars averaged like the loss, arrays with one row an example joined; ``()`` without ``has_aux``.
-        grad_norm: the global norm of the gradient before the optimizer; None from ``evaluate``.
+        grad_norm: the global norm of the gradient before the optimizer, without parameters that the optimizer freezes (theirs is
+            not computed); None from ``evaluate``.
     """
 
     loss: Array

@@ -147,7 +147,9 @@ def verify_grads(engine: Engine, params: Params, batch: Batch, key: Key | None, 
     compare("loss", found.loss, loss, coarsest=coarsest)
     compare("aux", found.aux, aux, coarsest=coarsest)
     floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
-    wanted = [0 * leaf if k in traced.frozen else leaf for k, leaf in enumerate(jax.tree.leaves(grads))]  # frozen: not computed
+    wanted = [
+        jnp.zeros_like(leaf) if k in traced.frozen else leaf for k, leaf in enumerate(jax.tree.leaves(grads))
+    ]  # frozen: not computed
     compare("grads", spread, jax.tree.unflatten(jax.tree.structure(grads), wanted), floor=floor, coarsest=coarsest)
 
 

@@ -62,7 +62,7 @@ def test_the_frozen_half_runs_no_backward_and_keeps_no_residual(how, schedule):
     early = {life.name.stage for life in book.lives if life.kind == "gradients" and life.begins <= last}
     late = {life.name.stage for life in book.lives if life.kind == "gradients" and life.begins > last}
     assert early == {2, 3}
-    assert late == (set() if how == "optimizer" else {0, 1}), "the optimizer reads zeros, made when all residuals are gone"
+    assert late - early == (set() if how == "optimizer" else {0, 1}), "an optimizer that reads them gets zeros, at the end"
     sends = [line.label for line in drafted.draft.lines if line.job is None and line.action is not None]
     assert len(sends) == 4 * (3 + 1), "activations over three boundaries, cotangents over the last only"
 
