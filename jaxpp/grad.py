@@ -86,8 +86,8 @@ def value_and_grad(
         leaves, tree = jax.tree.flatten(params)
         _refuse_tracers((params, batch, key))
         layout = engine.preparer.layout
-        if layout is None or not same_shapes(layout.params, params):
-            engine.settle(params, batch, key)
+        if layout is None or not same_shapes(layout.variables, (params,)):
+            engine.settle((params,), batch, key)
         engine.plan("grads", batch, key)
         outcome = engine.run("grads", bring(leaves, engine.devices), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]

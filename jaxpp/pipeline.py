@@ -1,27 +1,26 @@
 """The public face for training: check, split, execute, merge."""
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from jaxpp.by_hand import by_hand, compose, scope
-from jaxpp.errors import ArgumentError, CutError, StateError
-from jaxpp.observe.detector import Detector
+from jaxpp.by_hand import compose, scope
+from jaxpp.errors import ArgumentError, StateError
 from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile import Profile
 from jaxpp.observe.record import record
+from jaxpp.opened import Opened, open_engine, variables_of, wrong_init
 from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
-from jaxpp.runtime.transfer import bring, put
+from jaxpp.runtime.transfer import put
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
-from jaxpp.stages.table import Stages, tabulate
-from jaxpp.state import Metrics, State, check_state
+from jaxpp.stages.table import Stages
+from jaxpp.state import Metrics, State
 from jaxpp.types import Batch, Device, Key, LossFn, Remat
 from jaxpp.verify import verify_grads, verify_update
 
@@ -36,7 +35,8 @@ class Pipeline:
     number of stages, the schedule or the cuts (``verify`` checks that).
 
     Args:
-        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``.
+        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``; with ``has_state``
+            ``loss_fn(params, model_state, batch[, key]) -> (loss, (new_model_state, aux))``.
         optimizer: any optax transformation that treats parameters one by one, or through norms and other scalars.
         num_stages: stages to cut the loss into: ranks x stages a rank.
         num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
@@ -53,6 +53,8 @@ class Pipeline:
             (``scan``) is one operation to a policy.
         cut_gradient: boundaries that carry no gradient, for teaching: s is the one between stages s and s + 1. The stages up to s
             then learn nothing, but for parameters that a later stage uses too.
+        has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
+            microbatch hands to the next, in order, without a gradient.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run.
@@ -86,6 +88,7 @@ class Pipeline:
         devices: Sequence[Device] | None = None,
         remat: Remat | Sequence[Remat] = None,
         cut_gradient: Iterable[int] = (),
+        has_state: bool = False,
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -105,13 +108,11 @@ class Pipeline:
             devices=devices,
             remat=remat,
             cut_gradient=cut_gradient,
+            has_state=has_state,
         )
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()
-        self._trees: Any = None
-        self._stages: Stages | None = None
-        self._detector = Detector(())
-        self._last: list[Any] = []
+        self._ready: Opened | None = None
 
     @classmethod
     def from_stages(
@@ -168,9 +169,7 @@ class Pipeline:
         Raises:
             StateError: before ``init``, when nothing is cut yet.
         """
-        if self._stages is None:
-            raise _not_ready("pipe.stages")
-        return self._stages
+        return self._opened("stages").stages
 
     def init(self, init_or_params: Any, *args: Any) -> State:
         """Cut the loss, place the stages, compile the step, and make the first state.
@@ -180,10 +179,10 @@ class Pipeline:
         given. A step with another kind of key, or with none, is compiled when it first comes.
         ``init(init_fn, key, batch)`` makes the parameters: every leaf is born on its owner, with the bits of
         ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies parameters one has (a
-        checkpoint, a pretrained model) to their owners.
+        checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``.
 
         Args:
-            init_or_params: ``init_fn(key) -> params``, or the parameters.
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
             *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
 
         Raises:
@@ -191,51 +190,38 @@ class Pipeline:
             InitError: ``init_fn`` cannot be traced.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
+        engine = self._engine
         if callable(init_or_params):
             if len(args) != 2:
-                raise _init_usage(f"a function and {len(args)} more arguments")
+                raise wrong_init(f"a function and {len(args)} more arguments")
             key, batch = args
             graph, shapes = trace_init(init_or_params, key)
-            self._settle(shapes, batch, key)
-            leaves = self._engine.birth(graph, key)
+            self._open(shapes, batch, key)
+            leaves = engine.birth(graph, key)
         else:
             if len(args) != 1:
-                raise _init_usage(f"parameters and {len(args)} more arguments")
+                raise wrong_init(f"parameters and {len(args)} more arguments")
             (batch,) = args
-            self._settle(init_or_params, batch, jax.random.key(0))
-            leaves = [
-                put(leaf, device) for leaf, device in zip(jax.tree.leaves(init_or_params), self._engine.devices, strict=False)
-            ]
-        return self._state([*leaves, *self._engine.opt_birth(leaves)])
+            self._open(init_or_params, batch, jax.random.key(0))
+            names = (*engine.params, *engine.states)
+            pairs = zip(jax.tree.leaves(init_or_params), names, strict=True)
+            leaves = [put(leaf, engine.settings.placement[name.stage]) for leaf, name in pairs]
+        count = len(engine.params)
+        return self._opened("init").states.wrap([*leaves[:count], *engine.opt_birth(leaves[:count]), *leaves[count:]])
 
-    def _settle(self, params: Any, batch: Any, key: Any) -> None:
-        engine = self._engine
-        key = key if engine.preparer.takes_key() else None
-        try:
-            engine.settle(params, batch, key)
-        except CutError as error:
-            if not self._functions:
-                raise
-            idle = [f"stage {k} does not" for k in range(len(self._functions)) if scope(k) in error.unknown]
-            raise CutError(
-                "Pipeline.from_stages",
-                "each stage computes something that the next one reads",
-                idle or "one that returns what it is given",
-                "leave it out",
-            ) from error
-        layout, update = engine.preparer.layout, engine.update
-        assert layout is not None and update is not None
-        self._trees = jax.tree.structure(layout.params), update.tree
-        self._detector = Detector(update.watched)
-        cut = engine.preparer.job(batch, key).cuts[0]
-        engine.plan("update", batch, key)
-        functions = self._functions or by_hand(engine.preparer)
-        self._stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions)
+    def _open(self, made: Any, batch: Any, key: Any) -> None:
+        self._ready = open_engine(self._engine, variables_of(self._engine.settings, made), batch, key, self._functions)
 
-    def _state(self, leaves: list[Any]) -> State:
-        params, opt = self._trees
-        self._last = [weakref.ref(leaf) for leaf in leaves]
-        return State(params.unflatten(leaves[: params.num_leaves]), opt.unflatten(leaves[params.num_leaves :]))
+    def _opened(self, where: str) -> Opened:
+        """What init has opened.
+
+        Raises:
+            StateError: before ``init``.
+        """
+        if self._ready is None:
+            rule = "a pipeline is cut by init, when it first sees shapes"
+            raise StateError(f"pipe.{where}", rule, "no call of init yet", "call state = pipe.init(...) first")
+        return self._ready
 
     def step(self, state: State, batch: Batch, key: Key | None = None, *, donate: bool = True) -> tuple[State, Metrics]:
         """One training step.
@@ -258,11 +244,12 @@ class Pipeline:
         Warns:
             DeadStageWarning: the gradients of a stage were zero in several steps before; the boundary that carries none is named.
         """
-        leaves = self._leaves(state)
-        self._detector.look()  # before anything is consumed: a warning may be an error
+        ready = self._opened("step")
+        leaves = ready.states.unwrap(state)
+        ready.detector.look()  # before anything is consumed: a warning may be an error
         outcome = self._engine.run("update", leaves, batch, key, donate=donate)
-        self._detector.add(outcome.squares)
-        return self._state(outcome.leaves), Metrics(loss=outcome.loss, aux=outcome.aux, grad_norm=outcome.grad_norm)
+        ready.detector.add(outcome.squares)
+        return ready.states.wrap(outcome.leaves), Metrics(loss=outcome.loss, aux=outcome.aux, grad_norm=outcome.grad_norm)
 
     def evaluate(self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None) -> Metrics:
         """The loss and aux of a batch, forward only; the state is left as it is.
@@ -278,7 +265,7 @@ class Pipeline:
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
-        leaves = self._leaves(state)[: self._trees[0].num_leaves]
+        leaves = self._opened("evaluate").states.unwrap(state)
         outcome = self._engine.run("forward", leaves, batch, key, loss_fn=loss_fn)
         return Metrics(loss=outcome.loss, aux=outcome.aux)
 
@@ -299,9 +286,10 @@ class Pipeline:
                 f"cut_gradient={sorted(self._engine.settings.severed)}",
                 "make a pipeline without cut_gradient",
             )
-        found = self._engine.run("grads", self._leaves(state)[: self._trees[0].num_leaves], batch, key)
-        verify_grads(self._engine, state.params, batch, key, found)
-        stepped = self._engine.run("update", self._leaves(state), batch, key, donate=False)
+        leaves = self._opened("verify").states.unwrap(state)
+        found = self._engine.run("grads", leaves, batch, key)
+        verify_grads(self._engine, state, batch, key, found)
+        stepped = self._engine.run("update", leaves, batch, key, donate=False)
         verify_update(self._engine, state, found, stepped)
 
     def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
@@ -310,7 +298,7 @@ class Pipeline:
         The step is compiled, as ``init`` would, and not run; no parameter is made.
 
         Args:
-            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``.
+            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
             batch: as for ``step``, or its shapes.
             key: likewise; any, if the loss takes one and none is given.
             hbm: bytes that each device has: ``"80GiB"``, or a number; what the devices say themselves unless given (CPUs say
@@ -329,10 +317,10 @@ class Pipeline:
         if engine.preparer.takes_key():
             key = jax.random.key(0) if key is None else key
         if layout is None:
-            self._settle(params_or_shapes, batch, key)
-        elif not same_shapes(layout.params, params_or_shapes):
+            self._open(params_or_shapes, batch, key)
+        elif not same_shapes(layout.variables, variables_of(engine.settings, params_or_shapes)):
             engine = Engine(engine.settings, engine.optimizer)
-            engine.settle(params_or_shapes, batch, key)
+            engine.settle(variables_of(engine.settings, params_or_shapes), batch, key)
         return forecast(engine, batch, key, room)
 
     def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3) -> Profile:
@@ -359,41 +347,4 @@ class Pipeline:
         """
         if not is_count(num_steps, least=1):
             raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
-        return record(self._engine, self._leaves(state), batch, key, num_steps)
-
-    def _leaves(self, state: State) -> list[Any]:
-        """The state's leaves, each on its owner.
-
-        Raises:
-            StateError: before ``init``, or a state that is consumed or has other leaves than this pipeline's.
-        """
-        if self._trees is None:
-            raise _not_ready("pipe.step, evaluate, verify, profile")
-        leaves = jax.tree.leaves(state)
-        mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
-        if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
-            return leaves
-        layout, update = self._engine.preparer.layout, self._engine.update
-        assert layout is not None and update is not None
-        check_state(state, self._trees, [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs)])
-        placed, seen = bring(leaves, self._engine.devices), set()
-        for k, leaf in enumerate(leaves):
-            if id(leaf) in seen:  # one array in two places: each needs a buffer of its own to give up
-                placed[k] = put(leaf, self._engine.devices[k])
-            seen.add(id(leaf))
-        return placed
-
-
-def _not_ready(where: str) -> StateError:
-    return StateError(
-        where, "a pipeline is cut by init, when it first sees shapes", "no call of init yet", "call state = pipe.init(...) first"
-    )
-
-
-def _init_usage(got: str) -> ArgumentError:
-    return ArgumentError(
-        "pipe.init",
-        "init takes a function, a key and a batch, or parameters and a batch",
-        got,
-        "call pipe.init(init_fn, key, batch) or pipe.init(params, batch)",
-    )
+        return record(self._engine, self._opened("profile").states.unwrap(state), batch, key, num_steps)

@@ -1,5 +1,6 @@
 """What a step takes and gives: the state that training changes, and the metrics it reports."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,22 +9,25 @@ import jax
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.prepare import avals_of
+from jaxpp.runtime.transfer import bring, put
 from jaxpp.stages.loss import describe
-from jaxpp.types import Array
+from jaxpp.types import Array, Device
 
-__all__ = ["Metrics", "State", "check_state"]
+__all__ = ["Metrics", "State", "States"]
 
 
 class State(NamedTuple):
-    """What training changes: two ordinary trees whose leaves live on the stages that own them.
+    """What training changes: ordinary trees whose leaves live on the stages that own them.
 
     Attributes:
         params: the user's parameter tree.
         opt_state: the optax state for the whole of it.
+        model_state: what the loss hands on from microbatch to microbatch (running statistics); ``()`` without ``has_state``.
     """
 
     params: Any
     opt_state: Any
+    model_state: Any = ()
 
 
 @jax.tree_util.register_dataclass
@@ -46,22 +50,60 @@ class Metrics:
         return getattr(self, name)
 
 
-def check_state(state: Any, trees: tuple[Any, Any], expected: Sequence[Any]) -> None:
+class States:
+    """Makes states of a pipeline's flat leaves, and takes them apart again.
+
+    Args:
+        trees: the structure of each part of a state.
+        shapes: shape and dtype of each leaf.
+        devices: where each leaf lives.
+    """
+
+    def __init__(self, trees: State, shapes: Sequence[Any], devices: Sequence[Device]):
+        self._trees, self._shapes, self._devices = trees, tuple(shapes), tuple(devices)
+        self._last: list[Any] = []
+
+    def wrap(self, leaves: Sequence[Any]) -> State:
+        """The state that has these leaves, each on its owner."""
+        self._last = [weakref.ref(leaf) for leaf in leaves]
+        supply = iter(leaves)
+        return State(*(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees))
+
+    def unwrap(self, state: Any) -> list[Any]:
+        """The leaves of a state, each on its owner.
+
+        Raises:
+            StateError: it is consumed, or has other leaves than this pipeline's.
+        """
+        leaves = jax.tree.leaves(state)
+        mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
+        if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
+            return leaves
+        _check_state(state, self._trees, self._shapes)
+        placed, seen = bring(leaves, self._devices), set()
+        for k, leaf in enumerate(leaves):
+            if id(leaf) in seen:  # one array in two places: each needs a buffer of its own to give up
+                placed[k] = put(leaf, self._devices[k])
+            seen.add(id(leaf))
+        return placed
+
+
+def _check_state(state: Any, trees: State, expected: Sequence[Any]) -> None:
     """Refuse a state that a step cannot start from.
 
     Args:
         state: what the user passed.
-        trees: the structures of its two trees.
+        trees: the structures of its trees.
         expected: shape and dtype of each leaf.
 
     Raises:
         StateError: it has other trees or other leaves, or was consumed.
     """
     where = "state"
-    if not isinstance(state, State) or tuple(map(jax.tree.structure, state)) != trees:
+    if not isinstance(state, State) or tuple(map(jax.tree.structure, state)) != tuple(trees):
         raise StateError(
             where,
-            "a state has the parameter tree and the optimizer tree this pipeline was initialised with",
+            "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with",
             type(state).__name__ if not isinstance(state, State) else "other tree structures",
             "pass the state that init or step returned",
         )

@@ -18,7 +18,7 @@ from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
 from jaxpp.state import State
-from jaxpp.types import Batch, Grads, Key, LossFn, Params
+from jaxpp.types import Batch, Key, LossFn, Params
 
 __all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
 
@@ -38,11 +38,12 @@ def oracle(
     has_aux: bool = False,
     weight: Callable[[Batch], Any] | None = None,
     rows: frozenset[int] = frozenset(),
-) -> tuple[Any, Any, Grads]:
+    model_state: Any = None,
+) -> tuple[Any, ...]:
     """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
 
     Args:
-        loss_fn: ``loss_fn(params, batch[, key])``.
+        loss_fn: ``loss_fn(params[, model_state], batch[, key])``.
         params: on one device.
         batch: the whole batch.
         key: or None.
@@ -50,22 +51,33 @@ def oracle(
         has_aux: whether the loss returns ``(loss, aux)``.
         weight: weight of a microbatch; its size unless given.
         rows: the aux leaves joined along their first axis instead of averaged.
+        model_state: for a loss with model state.
+
+    Returns:
+        ``(loss, aux, grads)``, and with model state ``(loss, aux, grads, new_model_state)``.
     """
     leaves, tree = jax.tree.flatten(batch)
     parts = sizes(leaves[0].shape[0], num_microbatches)
     pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts)]
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
     scales = weights / weights.sum()
-    step = jax.jit(jax.value_and_grad(loss_fn, has_aux=has_aux))
-    loss, grads, auxes = None, None, []
+    has_state = model_state is not None
+    step = jax.jit(jax.value_and_grad(loss_fn, has_aux=has_aux or has_state))
+    loss: Any = None
+    grads: Any = None
+    aux: Any = ()
+    auxes: list[Any] = []
     for i, piece in enumerate(pieces):
-        value, grad = step(params, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
-        value, aux = value if has_aux else (value, ())
+        states = (model_state,) if has_state else ()
+        value, grad = step(params, *states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
+        value, aux = value if has_aux or has_state else (value, ())
+        model_state, aux = aux if has_state else (None, aux)
         auxes.append(aux)
         scale = scales[i]
         scaled = jax.tree.map(lambda leaf, scale=scale: scale.astype(leaf.dtype) * leaf, (value, grad))
         loss, grads = scaled if loss is None else jax.tree.map(jnp.add, (loss, grads), scaled)
-    return loss, _merge_aux(auxes, scales, rows), grads
+    aux = _merge_aux(auxes, scales, rows)
+    return (loss, aux, grads, model_state) if has_state else (loss, aux, grads)
 
 
 def _merge_aux(auxes: list[Any], scales: jax.Array, rows: frozenset[int]) -> Any:
@@ -130,8 +142,8 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any
             )
 
 
-def verify_grads(engine: Engine, params: Params, batch: Batch, key: Key | None, found: Outcome) -> None:
-    """Compare the loss, aux and gradients that a pipeline found with the oracle's.
+def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, found: Outcome) -> None:
+    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's.
 
     Raises:
         VerifyError: naming the first leaf that differs.
@@ -139,18 +151,19 @@ def verify_grads(engine: Engine, params: Params, batch: Batch, key: Key | None, 
     config, layout = engine.settings, engine.preparer.layout
     assert layout is not None
     traced = engine.preparer.job(batch, key).cuts[0].loss
-    spread = jax.tree.unflatten(jax.tree.structure(params), found.leaves)
+    spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
+    model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     options = {"has_aux": config.has_aux, "weight": config.weight, "rows": layout.rows}
-    params, batch, key = gather((params, batch, key))
-    loss, aux, grads = oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)
+    params, old, batch, key = gather((state.params, state.model_state, batch, key))
+    options |= {"model_state": old} if config.has_state else {}
+    loss, aux, grads, *new = oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)
     coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
     compare("loss", found.loss, loss, coarsest=coarsest)
     compare("aux", found.aux, aux, coarsest=coarsest)
     floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
-    wanted = [
-        jnp.zeros_like(leaf) if k in traced.frozen else leaf for k, leaf in enumerate(jax.tree.leaves(grads))
-    ]  # frozen: not computed
-    compare("grads", spread, jax.tree.unflatten(jax.tree.structure(grads), wanted), floor=floor, coarsest=coarsest)
+    computed = [jnp.zeros_like(leaf) if k in traced.frozen else leaf for k, leaf in enumerate(jax.tree.leaves(grads))]
+    compare("grads", spread, jax.tree.unflatten(jax.tree.structure(grads), computed), floor=floor, coarsest=coarsest)
+    compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
 
 
 def verify_update(engine: Engine, state: State, found: Outcome, stepped: Outcome) -> None:
@@ -165,10 +178,12 @@ def verify_update(engine: Engine, state: State, found: Outcome, stepped: Outcome
     @jax.jit
     def update(grads: Any, state: State, loss: Any) -> State:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-        return State(optax.apply_updates(state.params, updates), opt_state)
+        return State(optax.apply_updates(state.params, updates), opt_state, state.model_state)
 
     spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
-    compare("", jax.tree.unflatten(jax.tree.structure(state), stepped.leaves), update(*gather((spread, state, found.loss))))
+    model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
+    wanted = update(*gather((spread, state._replace(model_state=model_state), found.loss)))
+    compare("", jax.tree.unflatten(jax.tree.structure(state), stepped.leaves), wanted)
 
 
 def _inexact(dtype: Any) -> bool:
@@ -181,5 +196,6 @@ def _size(array: np.ndarray) -> float:
 
 
 def _wide(leaf: Any) -> np.ndarray:
-    array = np.asarray(jax.device_get(leaf))
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    array = np.asarray(jax.device_get(data))
     return array if jnp.issubdtype(array.dtype, jnp.complexfloating) else array.astype(np.float64)

@@ -32,7 +32,7 @@ def residual_peaks(case, name, p, m):
     """The most (stage, microbatch) residuals a rank holds at once, read off the names of the plan's values."""
     v = SCHEDULES[name].stages_per_rank
     engine = Engine(settings(case.loss_fn, num_stages=p * v, num_microbatches=m, schedule=name, **OPTIONS))
-    engine.settle(case.params, case.batch, case.key)
+    engine.settle((case.params,), case.batch, case.key)
     owner = engine.settings.schedule.stage_to_rank
     draft = lower(engine.preparer.job(case.batch, case.key), engine.settings.schedule.order)
     last = {}
@@ -206,7 +206,7 @@ def test_stages_on_one_device_send_nothing_to_one_another():
 def test_a_plan_prints_one_line_an_instruction():
     case = mlp_case()
     engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **OPTIONS))
-    engine.settle(case.params, case.batch, None)
+    engine.settle((case.params,), case.batch, None)
     plan, _ = engine.plan("grads", case.batch, None)
     lines = str(plan).splitlines()
     assert lines[0] == f"plan: {len(plan.instructions)} instructions, {plan.num_slots} slots"
@@ -217,7 +217,7 @@ def test_a_plan_prints_one_line_an_instruction():
 def test_the_actions_are_dispatched_in_the_order_of_the_unit_clock():
     case = mlp_case()
     first = Engine(settings(case.loss_fn, num_stages=4, num_microbatches=4, schedule="naive", **OPTIONS))
-    first.settle(case.params, case.batch, None)
+    first.settle((case.params,), case.batch, None)
     for name in SCHEDULES:
         schedule = make_for_stages(name, num_stages=4, num_microbatches=4)
         engine = first.with_schedule(schedule)
@@ -237,7 +237,7 @@ def test_the_last_stage_may_finish_microbatches_in_any_order():
     )
     mine = jaxpp.schedule.Schedule("mine", tuple(tuple(jaxpp.schedule.Action(*cell) for cell in row) for row in rows))
     engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=3, schedule=mine, **OPTIONS))
-    engine.settle(case.params, case.batch, None)
+    engine.settle((case.params,), case.batch, None)
     found = engine.run("grads", bring(jax.tree.leaves(case.params), engine.devices), case.batch, None)
     usual = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=3, has_aux=True)(case.params, case.batch)
     np.testing.assert_allclose(found.loss, usual[0][0], rtol=1e-6)

@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.stages.cut import cut
-from jaxpp.stages.loss import trace_loss
 from jaxpp.stages.partition import balance, owners
 from jaxpp.stages.program import Role
+from jaxpp.stages.tracing import trace_loss
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 from tests.test_split_backward import matmul_flops

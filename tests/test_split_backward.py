@@ -14,9 +14,9 @@ from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cut import cut
-from jaxpp.stages.loss import trace_loss
 from jaxpp.stages.partition import balance, owners
 from jaxpp.stages.program import Role
+from jaxpp.stages.tracing import trace_loss
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
@@ -109,7 +109,7 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
     params = {"in": jax.random.normal(keys[0], (8, 8)), "stack": jax.random.normal(keys[1], (3, 8, 8)) / 3}
     batch = jax.random.normal(keys[1], (6, 8))
     engine = Engine(settings(loss_fn, num_stages=2, num_microbatches=3, schedule="zb-h1", **(OPTIONS | {"has_aux": False})))
-    engine.settle(params, batch, None)
+    engine.settle((params,), batch, None)
     job = engine.preparer.job(batch, None)
     backward = job.cuts[0].stages[1].backward
     assert [ref.role for ref in backward["I"].then.outputs] == [Role.GRAD, Role.COTANGENT]

@@ -9,9 +9,9 @@ import pytest
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cut import cut
 from jaxpp.stages.graph import descendants, trace
-from jaxpp.stages.loss import trace_loss
 from jaxpp.stages.partition import balance, owners, resolve
 from jaxpp.stages.program import Role
+from jaxpp.stages.tracing import trace_loss
 from models.gpt import GPT
 from models.mlp import MLP
 from tests.conftest import gpt_case, mlp_case

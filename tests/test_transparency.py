@@ -44,7 +44,7 @@ def engines(case, stages: int, microbatches: int) -> dict[str, Engine]:
     """One engine a schedule, all with the same cuts and compiled programs."""
     options = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
     first = Engine(settings(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options))
-    first.settle(case.params, case.batch, case.key)
+    first.settle((case.params,), case.batch, case.key)
     made = {name: schedule_for(name, stages, microbatches) for name in SCHEDULES}
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
 

@@ -26,7 +26,7 @@ from jaxpp.types import Device
 
 __all__ = ["KINDS", "Account", "Life", "account", "kind_of", "temporaries"]
 
-KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "rest")
+KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
 """What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over."""
 
 _KIND_OF = {
@@ -41,6 +41,7 @@ _KIND_OF = {
     Role.BATCH: "batch",
     Role.KEY: "batch",
     Role.SCALE: "batch",
+    Role.STATE: "model state",
 }
 
 
@@ -182,7 +183,7 @@ def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     job, update = drafted.job, engine.update
     opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
     key = [] if job.key is None else [job.key]
-    return dict(zip(drafted.inputs, map(count_bytes, [*job.params, *opt, *job.batch, *key]), strict=True))
+    return dict(zip(drafted.inputs, map(count_bytes, [*job.params, *opt, *job.state, *job.batch, *key]), strict=True))
 
 
 def _constants(draft: Draft) -> list[Life]:

@@ -93,7 +93,7 @@ def _tried(engine: Engine, settings: Settings, batch: Any, key: Any) -> Engine:
     layout = engine.preparer.layout
     assert layout is not None
     other = Engine(settings, engine.optimizer)
-    other.settle(layout.params, batch, key)
+    other.settle(layout.variables, batch, key)
     return other
 
 

@@ -22,7 +22,7 @@ from jaxpp.stages.table import bytes_in_words
 
 __all__ = ["COLOURS", "Curve", "pebble_pair", "profile_figure"]
 
-COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#E4E4E4")
+COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#E4E4E4")
 _TITLES = ("measured", "virtual clock, with these durations")
 _TITLE, _KEY = 0.32, 0.28  # inches above a panel, for its title and for a key under that
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks

@@ -128,11 +128,13 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
     book = account(engine, drafted, homes_of(batch, key))
     extra = temporaries(drafted.draft, engine.preparer.programs)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
-    sampler = _Sampler(plan, drafted, book, extra, foreign)
     state = dict(zip(drafted.inputs, leaves, strict=False))
+    kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
+    sampler = _Sampler(plan, drafted, book, extra, foreign, kept)
     sampler.look(0, state, book.devices)
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
-    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.leaves, outcome.grad_norm, *outcome.squares]
+    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.model_state]
+    values += [*outcome.leaves[: len(outcome.leaves) - len(outcome.model_state)], outcome.grad_norm, *outcome.squares]
     sampler.look(len(book.lines) + 1, state | dict(zip(drafted.outputs, values, strict=True)), book.devices)
     stats = {device: found for device in book.devices if (found := device.memory_stats())}
     return Ledger(book, tuple(sampler.samples), stats), outcome.leaves
@@ -149,12 +151,20 @@ def homes_of(batch: Any, key: Any) -> dict[Name, Device]:
 class _Sampler:
     """Follows which slot holds which value, and looks at each device when it holds most."""
 
-    def __init__(self, plan: Plan, drafted: Drafted, book: Account, extra: Sequence[int], foreign: Sequence[Any]):
+    def __init__(
+        self,
+        plan: Plan,
+        drafted: Drafted,
+        book: Account,
+        extra: Sequence[int],
+        foreign: Sequence[Any],
+        kept: Mapping[Name, Any],
+    ):
         self.samples: list[Sample] = []
         self._lines, self._book, self._extra, self._foreign = drafted.draft.lines, book, extra, foreign
         self._peaks = {device: book.peak(device, extra) for device in book.devices}
         self._moment = 0
-        self._constants = [(name, value) for name, value in drafted.draft.constants.items()]
+        self._always = [*drafted.draft.constants.items(), *kept.items()]  # the old model state is the caller's until the step ends
         self._holds = dict(zip(plan.inputs, map(drafted.draft.resolve, drafted.inputs), strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
@@ -175,7 +185,7 @@ class _Sampler:
         for device in devices:
             seen = _buffers(self._foreign, device)
             sums: dict[str, int] = dict.fromkeys(KINDS, 0)
-            for name, value in (*self._constants, *values.items()):
+            for name, value in (*self._always, *values.items()):
                 fresh = {at: size for at, size in _buffers([value], device).items() if at not in seen}
                 sums[kinds.get(name) or kind_of(name)] += sum(fresh.values())
                 seen |= fresh

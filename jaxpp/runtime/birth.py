@@ -11,7 +11,6 @@ import jax
 
 from jaxpp.errors import InitError
 from jaxpp.runtime.draft import HOST, Draft, Name
-from jaxpp.runtime.lower import param_name
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Graph, Piece, carve, trace, variables
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
@@ -55,18 +54,24 @@ def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Any], atoms: Se
     return lambda *args: run(*args, *constants.values())
 
 
-def draft_params(graph: Graph, owner: Sequence[int], placement: Placement) -> Draft:
-    """The lines that make the parameters from the key, which is the value ``Name(HOST, Ref(Role.KEY))``."""
+def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> Draft:
+    """The lines that make parameters and model state from the key, which is the value ``Name(HOST, Ref(Role.KEY))``.
+
+    Args:
+        graph: of the init function.
+        names: of its results, each on its owner.
+        placement: the device of each stage.
+    """
     draft = Draft()
-    for stage in sorted(set(owner)):
-        mine = [leaf for leaf, home in enumerate(owner) if home == stage]
+    for stage in sorted({name.stage for name in names}):
+        mine = [leaf for leaf, name in enumerate(names) if name.stage == stage]
         atoms = [graph.outputs[leaf] for leaf in mine]
         piece = carve(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece((), (), ()))
         inputs = [var for var in piece.inputs if var in graph.inputs]
         names_in = [Name(stage, Ref(Role.KEY)) for _ in inputs]
         for name in names_in:
             draft.send(f"send key to stage {stage}", Name(HOST, Ref(Role.KEY)), name, placement[stage])
-        names_out = [param_name(stage, leaf) for leaf in mine]
+        names_out = [names[leaf] for leaf in mine]
         function = closed_function(graph, piece, inputs, atoms)
         program = Program(function, tuple(n.ref for n in names_in), tuple(n.ref for n in names_out), shapes_of(inputs))
         draft.compute(f"init stage {stage}", program, placement[stage], names_in, names_out, ())

@@ -15,7 +15,8 @@ import optax
 from jaxpp.runtime.birth import draft_params
 from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.execute import Observer, execute
-from jaxpp.runtime.lower import Job, draft_zeros, forward_actions, grad_name, lower, param_name
+from jaxpp.runtime.job import Job, grad_name, param_name, state_name
+from jaxpp.runtime.lower import draft_zeros, forward_actions, lower
 from jaxpp.runtime.optimizer import Update, opt_name, plan_update, unread_gradients
 from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
@@ -24,9 +25,9 @@ from jaxpp.runtime.transfer import private
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.loss import check_floating
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.tracing import check_arrays, check_floating
 from jaxpp.types import Device, LossFn
 
 __all__ = ["Drafted", "Engine", "Outcome"]
@@ -40,7 +41,8 @@ class Outcome(NamedTuple):
     Attributes:
         loss: float scalar, on the last stage.
         aux: the aux leaves.
-        leaves: new parameters and optimizer leaves for ``update``, gradients for ``grads``, nothing for ``forward``.
+        leaves: the leaves of the new state for ``update``, gradients for ``grads``, nothing for ``forward``.
+        model_state: the new model state leaves; they are the last of ``leaves`` too for ``update``.
         grad_norm: for ``update``.
         squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
     """
@@ -48,6 +50,7 @@ class Outcome(NamedTuple):
     loss: Any
     aux: list[Any]
     leaves: list[Any]
+    model_state: list[Any]
     grad_norm: Any = None
     squares: Sequence[Any] = ()
 
@@ -58,8 +61,8 @@ class Drafted(NamedTuple):
     Attributes:
         draft: the lines.
         job: what was lowered.
-        inputs: the names of its arguments: parameters, optimizer leaves (for ``update``), batch leaves, the key.
-        outputs: the names of its results: the loss, aux leaves, then as ``Outcome`` has them.
+        inputs: the names of its arguments: parameters, optimizer leaves (for ``update``), model state, batch leaves, the key.
+        outputs: the names of its results: the loss, aux leaves, new model state, then as ``Outcome`` has them.
         num_aux: how many aux leaves there are.
     """
 
@@ -96,23 +99,45 @@ class Engine:
         return self.preparer.layout.owner
 
     @property
-    def devices(self) -> list[Device]:
-        """The device of each parameter leaf, then of each optimizer leaf."""
-        stages = [*self.owner, *(self.update.opt_owner if self.update else ())]
-        return [self.settings.placement[stage] for stage in stages]
+    def params(self) -> list[Name]:
+        """The name of each parameter leaf."""
+        return [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
 
-    def settle(self, params: Any, batch: Any, key: Any) -> None:
-        """Decide the layout at these shapes, and place the optimizer; nothing to do if they are those of the last time."""
-        known = self.preparer.layout
-        if known is not None and same_shapes(known.params, params) and self._settled == _shapes(batch, key):
+    @property
+    def opts(self) -> list[Name]:
+        """The name of each optimizer leaf."""
+        return [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)] if self.update else []
+
+    @property
+    def states(self) -> list[Name]:
+        """The name of each model state leaf."""
+        assert self.preparer.layout is not None
+        return [state_name(stage, leaf) for leaf, stage in enumerate(self.preparer.layout.state_owner)]
+
+    @property
+    def devices(self) -> list[Device]:
+        """The device of each leaf of a state: parameters, optimizer, model state."""
+        return [self.settings.placement[name.stage] for name in (*self.params, *self.opts, *self.states)]
+
+    def settle(self, variables: tuple[Any, ...], batch: Any, key: Any) -> None:
+        """Decide the layout at these shapes, and place the optimizer; nothing to do if they are those of the last time.
+
+        Args:
+            variables: the parameters, and after them the model state if the loss has any; arrays or shapes.
+            batch: the whole batch, or its shapes.
+            key: or None.
+        """
+        known, params = self.preparer.layout, variables[0]
+        if known is not None and same_shapes(known.variables, variables) and self._settled == _shapes(batch, key):
             return
         check_key(key)
         check_floating(jax.tree_util.tree_leaves_with_path(params))
+        check_arrays(variables[1:])
         frozen, update = frozenset[int](), None
         if self.optimizer is not None:
             frozen = unread_gradients(self.optimizer, avals_of(params), jax.ShapeDtypeStruct((), scale_dtype()))
         preparer = Preparer(self.settings, self.preparer.programs)  # the old one stays as it is, should anything be refused
-        layout = preparer.settle(params, batch, key, frozen)
+        layout = preparer.settle(variables, batch, key, frozen)
         if self.optimizer is not None:
             job = preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
@@ -122,18 +147,16 @@ class Engine:
         self._plans.clear()
 
     def birth(self, graph: Graph, key: Any) -> list[Any]:
-        """Make the parameters from the traced init, each on its owner."""
-        draft = draft_params(graph, self.owner, self.settings.placement)
-        names = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        """Make the parameters and the model state from the traced init, each leaf on its owner."""
+        names = [*self.params, *self.states]
+        draft = draft_params(graph, names, self.settings.placement)
         return execute(draft.finish(self.preparer.programs, [Name(HOST, Ref(Role.KEY))], names), [key])
 
     def opt_birth(self, params: Sequence[Any]) -> list[Any]:
         """Make the optimizer state, each leaf on its owner."""
         assert self.update is not None
         draft = draft_birth(self.update, self.settings.placement)
-        inputs = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
-        outputs = [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]
-        return execute(draft.finish(self.preparer.programs, inputs, outputs), params)
+        return execute(draft.finish(self.preparer.programs, self.params, self.opts), params)
 
     def plan(
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
@@ -161,19 +184,19 @@ class Engine:
         draft = lines.copy()
         loss = Name(job.loss_stage, Ref(Role.LOSS))
         aux = _aux_names(job)
-        inputs = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
-        results = []
+        states = [state_name(stage, leaf, len(job.sizes)) for leaf, stage in enumerate(job.state_owner)]
+        inputs, results = self.params, []
         if kind == "grads":
             results = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
             draft_zeros(draft, job, range(len(self.owner)))
         elif kind == "update":
             assert self.update is not None
-            inputs += [opt_name(stage, leaf) for leaf, stage in enumerate(self.update.opt_owner)]
+            inputs += self.opts
             draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.preparer.frozen])
             results = draft_update(draft, self.update, self.settings.placement, loss, donate=donate)
-        inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
+        inputs += [*self.states, *(Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch)))]
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
-        return Drafted(draft, job, inputs, [loss, *aux, *results], len(aux))
+        return Drafted(draft, job, inputs, [loss, *aux, *states, *results], len(aux))
 
     def run(
         self,
@@ -191,7 +214,7 @@ class Engine:
 
         Args:
             kind: ``update``, ``grads`` or ``forward``.
-            leaves: parameter leaves on their owners, then (for ``update``) optimizer leaves.
+            leaves: of the state, on their owners: parameters, optimizer, model state. Only ``update`` reads the optimizer's.
             batch: the whole batch.
             key: or None.
             loss_fn: another loss, for ``forward``.
@@ -202,14 +225,17 @@ class Engine:
         plan, drafted = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         keys = [] if key is None else [jax.random.key_data(key) if typed else private(key)]
+        if kind != "update":
+            leaves = [*leaves[: len(self.owner)], *leaves[len(leaves) - len(self.states) :]]
         arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]
         loss, *rest = execute(plan, arguments, observer)
-        aux, results = drafted.job.cuts[0].loss.aux_tree.unflatten(rest[: drafted.num_aux]), rest[drafted.num_aux :]
+        aux = drafted.job.cuts[0].loss.aux_tree.unflatten(rest[: drafted.num_aux])
+        num_aux, num_states = drafted.num_aux, len(self.states)
+        states, results = rest[num_aux : num_aux + num_states], rest[num_aux + num_states :]
         if kind != "update":
-            return Outcome(loss, aux, results)
-        assert self.update is not None
-        count = len(self.update.owner) + len(self.update.opt_owner)
-        return Outcome(loss, aux, results[:count], results[count], results[count + 1 :])
+            return Outcome(loss, aux, results, states)
+        count = len(self.owner) + len(self.opts)
+        return Outcome(loss, aux, [*results[:count], *states], states, results[count], results[count + 1 :])
 
 
 def _shapes(batch: Any, key: Any) -> Any:

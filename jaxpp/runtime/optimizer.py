@@ -23,7 +23,7 @@ from jax.extend.core import Literal, Var
 
 from jaxpp.errors import OptimizerError
 from jaxpp.runtime.draft import Name
-from jaxpp.runtime.lower import grad_name, param_name
+from jaxpp.runtime.job import grad_name, param_name
 from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
 from jaxpp.stages.program import Ref, Role

@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
-from jaxpp.runtime.lower import Job
+from jaxpp.runtime.job import Job
 from jaxpp.runtime.programs import Programs
 from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of, trace, variables
-from jaxpp.stages.loss import TracedLoss, describe, key_implementation, trace_loss
+from jaxpp.stages.loss import TracedLoss, describe
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.tracing import key_implementation, trace_loss
 from jaxpp.types import LossFn
 
 __all__ = ["Layout", "Preparer", "avals_of", "check_key", "same_shapes"]
@@ -62,20 +63,32 @@ class Layout:
     """What the first batch decided.
 
     Attributes:
-        params: tree of parameter shapes.
+        variables: the tree of parameter shapes, and after it that of model state shapes, if the loss has any.
         owner: the stage of each parameter leaf.
         spine: the primitives of the spine it was cut on.
         cuts: where.
         rows: the aux leaves that hold one row an example.
         packs: the small gradients that each stage sums as one vector.
+        state_owner: the stage of each model state leaf.
     """
 
-    params: Any
+    variables: tuple[Any, ...]
     owner: tuple[int, ...]
     spine: tuple[str, ...]
     cuts: Cuts
     rows: frozenset[int]
     packs: tuple[tuple[Pack, ...], ...]
+    state_owner: tuple[int, ...]
+
+    @property
+    def params(self) -> Any:
+        """The tree of parameter shapes."""
+        return self.variables[0]
+
+    @property
+    def state_shapes(self) -> list[Any]:
+        """The shape of each model state leaf."""
+        return jax.tree.leaves(self.variables[1:])
 
 
 class Preparer:
@@ -93,7 +106,7 @@ class Preparer:
         self.programs, self.layout, self.frozen, self._cuts = other.programs, other.layout, other.frozen, other._cuts
 
     def takes_key(self) -> bool:
-        """Whether the loss has a third positional argument without a default of its own."""
+        """Whether the loss has one more positional argument than params, model state and batch, without a default of its own."""
         try:
             parameters = inspect.signature(self.settings.loss_fn).parameters.values()
         except (TypeError, ValueError):
@@ -101,10 +114,17 @@ class Preparer:
         if any(p.kind == p.VAR_POSITIONAL for p in parameters):
             return True
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        return len(positional) >= 3 and positional[2].default in (inspect.Parameter.empty, None)
+        before = 2 + self.settings.has_state
+        return len(positional) > before and positional[before].default in (inspect.Parameter.empty, None)
 
-    def settle(self, params: Any, batch: Any, key: Any, frozen: frozenset[int] = frozenset()) -> Layout:
-        """Decide the layout at the shapes given; ``frozen`` are the parameter leaves whose gradient nobody wants.
+    def settle(self, variables: Sequence[Any], batch: Any, key: Any, frozen: frozenset[int] = frozenset()) -> Layout:
+        """Decide the layout at the shapes given.
+
+        Args:
+            variables: the parameters, and the model state if the loss has any; arrays or shapes.
+            batch: the whole batch, or its shapes.
+            key: or None.
+            frozen: the parameter leaves whose gradient nobody wants.
 
         Raises:
             CutError: too many stages for this loss, or cuts that are not there.
@@ -113,36 +133,42 @@ class Preparer:
         settings = self.settings
         num_stages = settings.schedule.num_stages
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
-        params, batch = avals_of(params), avals_of(batch)
+        variables = tuple(map(avals_of, variables))
+        microbatch = _resized(avals_of(batch), size)
         self.frozen = frozen
-        loss = self._trace(settings.loss_fn, params, _resized(batch, size), key, settings.has_aux)
+        loss = self._trace(settings.loss_fn, variables, microbatch, key, settings.has_aux)
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
-        rows = self._rows(loss, settings.loss_fn, params, _resized(batch, size), key)
+        rows = self._rows(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
         first = cut(loss, cuts, owner, rows=rows, remat=settings.remat, severed=settings.severed)
-        self.layout = Layout(params, owner, spine, cuts, rows, tuple(code.packs for code in first.stages))
+        packs = tuple(code.packs for code in first.stages)
+        self.layout = Layout(variables, owner, spine, cuts, rows, packs, first.state_home)
         self._cuts.clear()
-        self._cuts[self._cache_key(settings.loss_fn, _resized(batch, size), key, True)] = first
+        self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
         return self.layout
 
-    def _trace(self, loss_fn: LossFn, params: Any, microbatch: Any, key: Any, has_aux: bool, train: bool = True) -> TracedLoss:
-        return trace_loss(loss_fn, params, microbatch, key, has_aux=has_aux, differentiable=train, frozen=self.frozen)
+    def _trace(
+        self, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any, has_aux: bool, train: bool = True
+    ) -> TracedLoss:
+        params, *state = variables
+        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen}
+        return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
     @staticmethod
-    def _rows(loss: TracedLoss, loss_fn: LossFn, params: Any, microbatch: Any, key: Any) -> frozenset[int]:
+    def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any) -> frozenset[int]:
         """The aux leaves whose first axis follows the size of the microbatch."""
         size = jax.tree.leaves(microbatch)[0].shape[0]
-        shapes = [aval_of(atom).shape for atom in loss.graph.outputs[1:]]
+        shapes = [aval_of(atom).shape for atom in loss.aux]
         rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
         if not rows:
             return frozenset()
-        args = (params, _resized(microbatch, 2 * size), *([] if key is None else [key]))
+        args = (*variables, _resized(microbatch, 2 * size), *([] if key is None else [key]))
         try:
             _, aux = jax.eval_shape(loss_fn, *args)
         except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
             return frozenset(rows)
-        doubled = [leaf.shape for leaf in jax.tree.leaves(aux)]
+        doubled = [leaf.shape for leaf in jax.tree.leaves(aux[1] if len(variables) > 1 else aux)]
         return frozenset(k for k in rows if doubled[k][:1] == (2 * size,))
 
     @staticmethod
@@ -157,12 +183,13 @@ class Preparer:
         assert layout is not None
         cache_key = self._cache_key(loss_fn, microbatch, key, train)
         if cache_key not in self._cuts:
-            loss = self._trace(loss_fn, layout.params, microbatch, key, settings.has_aux, train)
+            loss = self._trace(loss_fn, layout.variables, microbatch, key, settings.has_aux, train)
             same = _spine(loss) == layout.spine
-            cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, train=train)
+            cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, layout.state_owner, train=train)
             own = loss_fn is settings.loss_fn
-            rows = layout.rows if own else self._rows(loss, loss_fn, layout.params, microbatch, key)
+            rows = layout.rows if own else self._rows(loss, loss_fn, layout.variables, microbatch, key)
             options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
+            options |= {"state_owner": layout.state_owner}
             self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=rows, **options)
         return self._cuts[cache_key]
 
@@ -186,6 +213,8 @@ class Preparer:
             owner=layout.owner,
             placement=settings.placement,
             params=tuple(jax.tree.leaves(layout.params)),
+            state=tuple(layout.state_shapes),
+            state_owner=layout.state_owner,
             batch=tuple(jax.tree.leaves(batch)),
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, ScheduleError
 from jaxpp.runtime.placement import Placement, place, pool
+from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
@@ -22,7 +23,7 @@ class Settings:
     """What the user asked for.
 
     Attributes:
-        loss_fn: ``loss_fn(params, batch[, key])``.
+        loss_fn: ``loss_fn(params[, model_state], batch[, key])``.
         schedule: the order of the actions.
         devices: one a rank, cycled if fewer.
         has_aux: whether the loss returns ``(loss, aux)``.
@@ -30,6 +31,7 @@ class Settings:
         cuts: names at which stages begin; found unless given.
         remat: for each stage, which results its forward keeps; None keeps all.
         severed: boundaries that carry no gradient.
+        has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
     """
 
     loss_fn: LossFn
@@ -40,6 +42,7 @@ class Settings:
     cuts: tuple[str, ...] | None = None
     remat: tuple[Policy | None, ...] | None = None
     severed: frozenset[int] = frozenset()
+    has_state: bool = False
 
     @cached_property
     def placement(self) -> Placement:
@@ -59,26 +62,40 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     devices: Sequence[Device] | None,
     remat: Remat | Sequence[Remat] = None,
     cut_gradient: Iterable[int] = (),
+    has_state: bool = False,
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
     Raises:
         ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of what stages keep, or boundaries that
             are not there.
-        ScheduleError: an unknown schedule.
+        ScheduleError: an unknown schedule, or with model state one that changes the order of a stage's forwards.
     """
     num_microbatches = num_stages if num_microbatches is None else num_microbatches
-    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    _check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    if not callable(loss_fn):
+        raise ArgumentError(
+            "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
+        )
+    made = _schedule_of(schedule, int(num_stages), int(num_microbatches))
+    if has_state:
+        _check_order(made)
+    names = _cuts_of(cuts, num_stages)
+    severed = _boundaries_of(cut_gradient, num_stages)
+    policies = policies_of(remat, num_stages)
+    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state)
+
+
+def _check_counts(**counts: Any) -> None:
     low = [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]
     if low:
         raise ArgumentError(
             "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"
         )
-    num_stages, num_microbatches = int(num_stages), int(num_microbatches)
-    if not callable(loss_fn):
-        raise ArgumentError(
-            "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
-        )
+
+
+def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
+    """The schedule by that name, or the one given if it is of these sizes."""
     made = schedule
     if not isinstance(made, Schedule):
         made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)
@@ -92,13 +109,39 @@ def settings(  # noqa: PLR0913  (the options of the front door)
             ],
             f"pass num_stages={made.num_stages}, num_microbatches={made.num_microbatches}, or another schedule",
         )
-    if cuts is not None and len(cuts) != num_stages - 1:
+    return made
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Model state passes from microbatch to microbatch, so every stage must run its forwards in their order."""
+    forwards: dict[int, list[int]] = {}
+    for stage, kind, microbatch in schedule.order:
+        if kind == Kind.F:
+            forwards.setdefault(stage, []).append(microbatch)
+    wrong = [f"stage {s} runs F of {', '.join(map(str, found))}" for s, found in sorted(forwards.items()) if found != sorted(found)]
+    if wrong:
+        raise ScheduleError(
+            f"schedule={schedule.name!r}, has_state=True",
+            "model state is updated microbatch by microbatch, so each stage runs its forwards in order",
+            wrong,
+            "use a schedule whose forwards are in order, as those of jaxpp.schedule.make are",
+        )
+
+
+def _cuts_of(cuts: Sequence[str] | None, num_stages: int) -> tuple[str, ...] | None:
+    if cuts is None:
+        return None
+    if len(cuts) != num_stages - 1:
         raise ArgumentError(
             f"cuts={list(cuts)!r}",
             "n stages have n - 1 cuts between them",
             f"{len(cuts)} cuts and num_stages={num_stages}",
             f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
         )
+    return tuple(cuts)
+
+
+def _boundaries_of(cut_gradient: Any, num_stages: int) -> frozenset[int]:
     boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Iterable) else (cut_gradient,)
     wrong = [repr(b) for b in boundaries if not is_count(b, least=0) or b > num_stages - 2]
     if wrong:
@@ -108,16 +151,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
             f"{', '.join(wrong)} with {num_stages} stages",
             f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary",
         )
-    return Settings(
-        loss_fn,
-        made,
-        pool(devices),
-        has_aux,
-        weight,
-        None if cuts is None else tuple(cuts),
-        policies_of(remat, num_stages),
-        frozenset(map(int, boundaries)),
-    )
+    return frozenset(map(int, boundaries))
 
 
 def policies_of(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:

@@ -9,7 +9,7 @@ from jax.extend.core import Var
 
 from jaxpp.runtime.birth import closed_function
 from jaxpp.runtime.draft import Draft, Name
-from jaxpp.runtime.lower import param_name
+from jaxpp.runtime.job import param_name
 from jaxpp.runtime.optimizer import Color, Update, opt_name
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Piece, aval_of, carve, variables

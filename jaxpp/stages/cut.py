@@ -1,5 +1,6 @@
 """A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs."""
 
+import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class CutLoss:
         activations: shape of each value that crosses between stages.
         producer: the stage that makes each.
         consumers: the stages that read each.
+        state_home: the stage that makes the new value of each model state leaf.
     """
 
     loss: TracedLoss
@@ -36,6 +38,7 @@ class CutLoss:
     activations: tuple[Any, ...]
     producer: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
+    state_home: tuple[int, ...]
 
 
 def cut(
@@ -48,6 +51,7 @@ def cut(
     train: bool = True,
     remat: Sequence[Policy | None] | None = None,
     severed: Collection[int] = (),
+    state_owner: Sequence[int] | None = None,
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
@@ -60,6 +64,7 @@ def cut(
         train: whether to build backwards.
         remat: for each stage the policy that says what its forward keeps; None, for a stage or for all, keeps everything.
         severed: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
+        state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -67,7 +72,8 @@ def cut(
     for stage, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
         for k in range(start, end):
             colors[loss.spine[k]] = stage
-    homes = _homes(loss, colors, len(cuts))
+    state_home = _state_home(loss, cuts, state_owner)
+    homes = _homes(loss, colors, len(cuts), state_home)
     pieces = carve(graph, colors, homes)
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
@@ -78,13 +84,25 @@ def cut(
     builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train)
     policies = remat or (None,) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece((), (), ())), policies[k]) for k in range(len(ends)))
-    return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers)
+    return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home)
 
 
-def _homes(loss: TracedLoss, colors: list[int | None], last: int) -> dict[Var, int]:
-    """The stage that returns the loss: where it is made; and that returns aux: the last, at every batch shape."""
+def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:
+    """The stage that makes the new value of each model state leaf; for one that no stage makes, the first that reads it."""
+    spine = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
+    homes = []
+    for leaf, (place, source) in enumerate(zip(loss.together, loss.sources, strict=True)):
+        made = isinstance(source, Var) and source in spine
+        known = 0 if owner is None else owner[leaf]
+        homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else known)
+    return tuple(homes)
+
+
+def _homes(loss: TracedLoss, colors: list[int | None], last: int, state_home: Sequence[int]) -> dict[Var, int]:
+    """The stage that returns the loss: where it is made; that returns aux: the last, at every batch shape; and new model state."""
     (result,) = variables(loss.graph.outputs[:1]) or (None,)
     made = None if result is None else loss.graph.producers().get(result)
     color = None if made is None else colors[made]
-    homes = dict.fromkeys(variables(loss.graph.outputs[1:]), last)
+    homes = dict.fromkeys(variables(loss.aux), last)
+    homes |= {atom: state_home[k] for k, atom in enumerate(loss.new_state) if isinstance(atom, Var) and k not in loss.unchanged}
     return homes | dict.fromkeys(variables(loss.graph.outputs[:1]), last if color is None else color)

@@ -1,12 +1,15 @@
-"""The loss, traced at one microbatch's shapes, with the role of every value known.
+"""The loss at one microbatch's shapes as a graph, with the role of every value known.
 
 Three kinds of equations come out:
 
 * *spine*: depends on the data, and is worth sending; the only equations a cut divides. What depends on data but on no parameter
   (a dropout mask, a count of tokens) sinks to its first reader, so that it is made where it is used.
 * *static*: depends on parameters (or on nothing) alone; each stage that needs it computes it itself, once per step.
-* *cheap*: made of the batch or the key by elementwise and layout operations (a mask, positions, shifted labels); each stage that
-  needs it makes it again, and only the batch leaf travels.
+* *cheap*: made of the batch, the key or the model state by elementwise and layout operations (a mask, positions, shifted labels);
+  each stage that needs it makes it again, and only the batch leaf travels.
+
+A model state leaf (running statistics) has a new value after every microbatch. The stage that makes it keeps it, so whatever reads
+the old one before lies on the same stage (``together``).
 """
 
 import math
@@ -17,25 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
-from jaxpp.errors import LossError, ParamsError
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.graph import Graph, aval_of, descendants, inline_remat, trace, variables
-from jaxpp.types import LossFn
+from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
 
-__all__ = [
-    "CHEAP",
-    "LAYOUT",
-    "TracedLoss",
-    "cheap_values",
-    "check_floating",
-    "describe",
-    "key_implementation",
-    "path_name",
-    "trace_loss",
-]
+__all__ = ["CHEAP", "LAYOUT", "TracedLoss", "cheap_values", "describe", "path_name"]
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Operations that only say how a value is laid out; the compiler folds them away."""
@@ -61,8 +51,10 @@ class TracedLoss:
     """The flat graph of a loss and the roles of its inputs and outputs.
 
     Attributes:
-        graph: inputs are the parameter leaves, the batch leaves, then the raw key if there is one; outputs the loss, then aux.
+        graph: inputs are the parameter leaves, the model state leaves, the batch leaves, then the raw key if there is one; outputs
+            the loss, the aux leaves, then the new model state leaves.
         param_paths: the tree path of each parameter leaf, as ``h_2/attn/kernel``.
+        state_paths: likewise of each model state leaf.
         num_batch_leaves: how many batch leaves there are.
         aux_tree: the structure of aux.
         remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
@@ -71,6 +63,7 @@ class TracedLoss:
 
     graph: Graph
     param_paths: tuple[str, ...]
+    state_paths: tuple[str, ...]
     num_batch_leaves: int
     aux_tree: Any
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None
@@ -82,15 +75,41 @@ class TracedLoss:
         return self.graph.inputs[: len(self.param_paths)]
 
     @cached_property
+    def state(self) -> tuple[Var, ...]:
+        """One variable a model state leaf."""
+        return self.graph.inputs[len(self.params) :][: len(self.state_paths)]
+
+    @cached_property
     def batch(self) -> tuple[Var, ...]:
         """One variable a batch leaf."""
-        return self.graph.inputs[len(self.params) :][: self.num_batch_leaves]
+        return self.graph.inputs[len(self.params) + len(self.state) :][: self.num_batch_leaves]
 
     @cached_property
     def key(self) -> Var | None:
         """The raw key, if the loss takes one."""
-        rest = self.graph.inputs[len(self.params) + self.num_batch_leaves :]
+        rest = self.graph.inputs[len(self.params) + len(self.state) + self.num_batch_leaves :]
         return rest[0] if rest else None
+
+    @cached_property
+    def aux(self) -> tuple[Atom, ...]:
+        """One variable or literal an aux leaf."""
+        return self.graph.outputs[1 : len(self.graph.outputs) - len(self.state)]
+
+    @cached_property
+    def new_state(self) -> tuple[Atom, ...]:
+        """The value of each model state leaf after the microbatch."""
+        return self.graph.outputs[1 + len(self.aux) :]
+
+    @cached_property
+    def sources(self) -> tuple[Atom, ...]:
+        """What each new model state leaf is a copy of."""
+        producers = self.graph.producers()
+        return tuple(self.graph.eqns[producers[atom]].invars[0] if isinstance(atom, Var) else atom for atom in self.new_state)
+
+    @cached_property
+    def unchanged(self) -> frozenset[int]:
+        """The model state leaves whose new value is the old one."""
+        return frozenset(k for k, (old, source) in enumerate(zip(self.state, self.sources, strict=True)) if old is source)
 
     @cached_property
     def of_params(self) -> set[Var]:
@@ -112,29 +131,49 @@ class TracedLoss:
 
     @cached_property
     def of_data(self) -> set[Var]:
-        """Everything that depends on the batch or the key."""
+        """Everything that depends on the batch, the key or the model state."""
         return descendants(self.graph, self.graph.inputs[len(self.params) :])
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
         """The equations that a cut divides, in the order they run."""
-        graph = self.graph
-        cheap = cheap_values(graph, self.batch, () if self.key is None else (self.key,), self.of_params)
-        results = set(variables(graph.outputs[1:]))
-        users = graph.users()
-        due = [math.inf] * len(graph.eqns)
-        chosen = []
-        for i in reversed(range(len(graph.eqns))):
-            eqn = graph.eqns[i]
+        free = (*self.state, *(() if self.key is None else (self.key,)))
+        cheap = cheap_values(self.graph, self.batch, free, self.of_params)
+        results = set(variables(self.graph.outputs[1:]))
+        due, chosen = self._due(), []
+        for i, eqn in enumerate(self.graph.eqns):
             outs = set(eqn.outvars)
-            if not self.of_params.isdisjoint(outs) and not self.of_data.isdisjoint(outs):
-                due[i] = i
-            else:
-                due[i] = min((due[j] for var in outs for j in users.get(var, ())), default=math.inf)
             floating = self.of_data.isdisjoint(outs) or outs <= cheap or not results.isdisjoint(outs)
             if eqn.effects or not floating:
                 chosen.append(i)
         return tuple(sorted(chosen, key=lambda i: (due[i], i)))
+
+    def _due(self) -> list[float]:
+        """When each equation runs, as a number of one: its own, or its first reader's if it depends on data but on no parameter.
+
+        What only model state needs runs as soon as it can, wherever the user wrote it: after what makes its operands, and not
+        before the first other reader of a parameter or model state leaf that it reads.
+        """
+        graph, users, producers = self.graph, self.graph.users(), self.graph.producers()
+        due = [math.inf] * len(graph.eqns)
+        needed = set(variables(graph.outputs[: 1 + len(self.aux)]))
+        aside = []
+        for i in reversed(range(len(graph.eqns))):
+            outs = set(graph.eqns[i].outvars)
+            if needed.isdisjoint(outs) and not graph.eqns[i].effects:
+                aside.append(i)
+                continue
+            needed.update(variables(graph.eqns[i].invars))
+            if not self.of_params.isdisjoint(outs) and not self.of_data.isdisjoint(outs):
+                due[i] = i
+            else:
+                due[i] = min((due[j] for var in outs for j in users.get(var, ())), default=math.inf)
+        first = {var: min((due[j] for j in users.get(var, ())), default=math.inf) for var in (*self.params, *self.state)}
+        for i in reversed(aside):
+            operands = variables(graph.eqns[i].invars)
+            after = [due[producers[var]] if var in producers else first.get(var, 0) for var in operands]
+            due[i] = max((at for at in after if at < math.inf), default=0)
+        return due
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
@@ -170,8 +209,28 @@ class TracedLoss:
     @cached_property
     def param_uses(self) -> tuple[frozenset[int], ...]:
         """The parameter leaves that each spine equation needs, directly or through static values."""
+        return self._uses(self.params)
+
+    @cached_property
+    def state_uses(self) -> tuple[frozenset[int], ...]:
+        """The model state leaves that each spine equation needs, directly or through values that are made again."""
+        return self._uses(self.state)
+
+    @cached_property
+    def together(self) -> tuple[tuple[int, int] | None, ...]:
+        """For each model state leaf the spine position that makes its new value, and before it the first that reads the old one.
+
+        No cut lies between the two. They are the same where only one is on the spine; None where neither is.
+        """
+        position = {var: k for k, i in enumerate(self.spine) for var in self.graph.eqns[i].outvars}
+        first = {leaf: k for k, uses in reversed(list(enumerate(self.state_uses))) for leaf in uses}
+        made = [position.get(source) if isinstance(source, Var) else None for source in self.sources]
+        ends = [first.get(leaf) if end is None else end for leaf, end in enumerate(made)]
+        return tuple(None if end is None else (min(first.get(leaf, end), end), end) for leaf, end in enumerate(ends))
+
+    def _uses(self, leaves: Sequence[Var]) -> tuple[frozenset[int], ...]:
         spine = set(self.spine)
-        needs: dict[Var, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(self.params)}
+        needs: dict[Var, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
         found: dict[int, frozenset[int]] = {}
         for i, eqn in enumerate(self.graph.eqns):
             uses = frozenset().union(*(needs.get(var, frozenset()) for var in variables(eqn.invars)))
@@ -221,121 +280,3 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
 def path_name(path: tuple[Any, ...]) -> str:
     """A tree path as ``h_2/attn/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def trace_loss(
-    loss_fn: LossFn,
-    params: Any,
-    batch: Any,
-    key: Any,
-    *,
-    has_aux: bool,
-    differentiable: bool = True,
-    frozen: frozenset[int] = frozenset(),
-) -> TracedLoss:
-    """Trace ``loss_fn(params, batch[, key])`` at the shapes given, and check that it is a loss.
-
-    Args:
-        loss_fn: the user's loss.
-        params: tree of arrays or shapes.
-        batch: tree of shapes of one microbatch.
-        key: a key, its shape, or None when the loss takes none.
-        has_aux: whether the loss returns ``(loss, aux)``.
-        differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
-        frozen: the parameter leaves whose gradient nobody wants.
-
-    Raises:
-        LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter.
-    """
-    param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
-    batch_leaves, batch_tree = jax.tree.flatten(batch)
-    keys, wrap = _raw_key(key)
-    aux_trees: list[Any] = []
-
-    def flat(leaves: list[Any], batch_leaves: list[Any], keys: list[Any]) -> tuple[Any, list[Any]]:
-        args = (param_tree.unflatten(leaves), batch_tree.unflatten(batch_leaves), *map(wrap, keys))
-        loss, aux = _check_result(loss_fn(*args), has_aux)
-        aux_leaves, aux_tree = jax.tree.flatten(aux)
-        aux_trees.append(aux_tree)
-        return loss, [jnp.array(leaf, copy=True) for leaf in aux_leaves]
-
-    try:
-        graph, _ = trace(flat, [leaf for _, leaf in param_leaves], batch_leaves, keys)
-    except Exception as error:
-        if not isinstance(error, LossError):
-            shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
-            error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
-        raise
-    graph, remat = inline_remat(graph)
-    paths = tuple(path_name(path) for path, _ in param_leaves)
-    traced = TracedLoss(graph, paths, len(batch_leaves), aux_trees[-1], remat, frozen)
-    loss = graph.outputs[0]
-    if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
-        raise LossError(
-            "loss_fn",
-            "the loss must depend on its parameters, or there is nothing to train",
-            f"a loss that reads none of the {len(paths)} parameter leaves",
-            "compute the loss from the params argument, not from arrays the function closed over",
-        )
-    return traced
-
-
-def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse parameter leaves that have no gradient, all of them at once."""
-    where = "params"
-    if not leaves:
-        raise ParamsError(where, "the parameters are a tree of arrays", "a tree without leaves", "pass the model's parameters")
-    wrong = [
-        f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}"
-        for path, leaf in leaves
-        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    if wrong:
-        raise ParamsError(
-            where,
-            "every parameter leaf must be an array of floating type, because its gradient is",
-            wrong,
-            "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)",
-        )
-
-
-def key_implementation(key: Any) -> str | None:
-    """The implementation of a typed key; None for a raw one (or none at all)."""
-    if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return None
-    found: list[str] = []
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)  # a shape will do
-    return found[0]
-
-
-def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    if key is None:
-        return [], lambda data: data
-    implementation = key_implementation(key)
-    if implementation is None:
-        return [key], lambda data: data
-    return [jax.eval_shape(jax.random.key_data, key)], lambda data: jax.random.wrap_key_data(data, impl=implementation)
-
-
-def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    if has_aux:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise LossError(
-                "loss_fn",
-                "with has_aux=True the function returns a pair (loss, aux)",
-                type(result).__name__,
-                "return (loss, aux), or leave has_aux out",
-            )
-        loss, aux = result
-    else:
-        loss, aux = result, ()
-    if isinstance(loss, tuple):
-        raise LossError(
-            "loss_fn", "the loss is one float scalar", f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss"
-        )
-    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
-        raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
-    aval = jax.eval_shape(jnp.asarray, loss)
-    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
-        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
-    return loss, aux

@@ -34,7 +34,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
     """Cut for balanced FLOPs with the smallest boundaries.
 
     Raises:
-        CutError: there are fewer spine equations than stages.
+        CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
     """
     size = len(loss.spine)
     _check_size(size, num_stages)
@@ -46,8 +46,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
         return even
     typical = float(np.median(loss.boundary_bytes[1:]))
     traded = _cheapest(loss, num_stages, _window(total, 0.0, np.inf), nowhere, evenness=20 * typical + 1.0)
-    assert traded is not None
-    return traded
+    return _found(loss, num_stages, traded)
 
 
 def _window(total: np.ndarray, low: float, high: float) -> Window:
@@ -57,13 +56,14 @@ def _window(total: np.ndarray, low: float, high: float) -> Window:
     return first, np.minimum(last, np.arange(len(total)) - 1)
 
 
-def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], *, train: bool = True) -> Cuts:
-    """Cut another trace of a model so that the parameters stay with their owners, as far as possible.
+def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
+    """Cut another trace of a model so that parameters and model state stay with their owners, as far as possible.
 
     Args:
         loss: the new trace.
         num_stages: stages.
         owner: the stage that owns each parameter leaf.
+        state_owner: the stage that owns each model state leaf.
         train: whether every stage must have something to do; a loss that is only evaluated may leave some idle.
 
     Raises:
@@ -73,15 +73,14 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], *, train: boo
     if size < num_stages and not train:
         return tuple(min(stage, size) for stage in range(1, num_stages))
     _check_size(size, num_stages)
-    weights = [count_bytes(var.aval) for var in loss.params]
     moved = np.zeros((num_stages, size + 1))
-    for k, uses in enumerate(loss.param_uses):
-        for stage in range(num_stages):
-            moved[stage, k + 1] = sum(weights[leaf] for leaf in uses if owner[leaf] != stage)
+    for leaves, all_uses, home in ((loss.params, loss.param_uses, owner), (loss.state, loss.state_uses, state_owner)):
+        weights = [count_bytes(var.aval) for var in leaves]
+        for k, uses in enumerate(all_uses):
+            for stage in range(num_stages):
+                moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
     anywhere = _window(np.arange(size + 1.0), 0.0, np.inf)
-    cuts = _cheapest(loss, num_stages, anywhere, 8.0 * np.cumsum(moved, axis=1))
-    assert cuts is not None
-    return cuts
+    return _found(loss, num_stages, _cheapest(loss, num_stages, anywhere, 8.0 * np.cumsum(moved, axis=1)))
 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
@@ -126,6 +125,36 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
             [f"{name!r} begins at equation {cut} of {len(loss.spine)}" for name, cut in zip(names, cuts, strict=True)],
             "list the names in the order the model runs them, each once, without the first module",
         )
+    barred = _barred(loss)
+    divided = [f"{name!r} divides model_state {barred[cut]}" for name, cut in zip(names, cuts, strict=True) if cut in barred]
+    if divided:
+        raise CutError(where, _STATE_RULE, divided, "begin the stage before or after the module that updates this state")
+    return cuts
+
+
+_STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
+
+
+def _barred(loss: TracedLoss) -> dict[int, str]:
+    """The positions where no stage may begin, each with the model state leaf that it would divide."""
+    barred: dict[int, str] = {}
+    for path, place in zip(loss.state_paths, loss.together, strict=True):
+        if place is not None:
+            barred.update((k, path) for k in range(place[0] + 1, place[1] + 1))
+    return barred
+
+
+def _found(loss: TracedLoss, num_stages: int, cuts: Cuts | None) -> Cuts:
+    """The cuts, which only model state can make impossible."""
+    if cuts is None:
+        barred = _barred(loss)
+        lengths = sorted(((list(barred.values()).count(path), path) for path in set(barred.values())), reverse=True)
+        raise CutError(
+            f"num_stages={num_stages}",
+            _STATE_RULE,
+            [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths[:8]],
+            "update the state where it is read, or pass fewer stages",
+        )
     return cuts
 
 
@@ -157,6 +186,7 @@ def _cheapest(loss: TracedLoss, num_stages: int, window: Window, misplaced: np.n
     first, final = window
     size = len(loss.spine)
     price = np.asarray(loss.boundary_bytes, dtype=float) + 1e-3 * np.asarray(_untidiness(loss))
+    price[list(_barred(loss))] = np.inf
     price[size] = 0.0
     total = np.concatenate([[0.0], np.cumsum(loss.costs)])
     share = evenness * (num_stages / max(total[-1], 1.0)) ** 2

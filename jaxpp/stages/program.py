@@ -2,7 +2,7 @@
 
 A name (``Ref``) says what a value is for the stage that holds it; the plan turns names into slots. Values of a role in
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
-``AUX`` adds to it, and reuses its buffer.
+``AUX`` adds to it, and reuses its buffer. One that writes ``STATE`` makes what the next microbatch reads.
 """
 
 import enum
@@ -33,10 +33,13 @@ class Role(enum.StrEnum):
     AUX = "aux"
     ROWS = "rows"
     OPT = "opt"
+    STATE = "state"
     VALUE = "value"
 
 
-PER_MICROBATCH = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.COTANGENT, Role.ROWS})
+PER_MICROBATCH = frozenset(
+    {Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.COTANGENT, Role.ROWS, Role.STATE}
+)
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 
 

@@ -86,6 +86,7 @@ class StageBuilder:
         loss = self.loss
         numbers = {var: k for k, var in enumerate(self.crossing)}
         refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
+        refs |= {var: Ref(Role.STATE, k) for k, var in enumerate(loss.state)}
         refs |= {var: Ref(Role.BATCH, k) for k, var in enumerate(loss.batch)}
         refs |= {var: Ref(Role.ACTIVATION, k) for var, k in numbers.items()}
         if loss.key is not None:
@@ -94,11 +95,9 @@ class StageBuilder:
         refs |= {var: Ref(Role.CONSTANT, k) for k, var in enumerate(constants)}
 
         sent = [(Ref(Role.ACTIVATION, numbers[var]), var) for var in self.crossing if self.made[var] == stage]
-        results = [
-            (Ref(Role.AUX, k - 1) if k else Ref(Role.LOSS), atom)
-            for k, atom in enumerate(loss.graph.outputs)
-            if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage
-        ]
+        named = [(Ref(Role.LOSS), loss.graph.outputs[0]), *((Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux))]
+        named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
+        results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(stage, self.carried, self.train)
         programs = _Programs(traced, stage, self.rows, len(constants), policy)
@@ -198,10 +197,11 @@ class _Programs:
         roles: dict[Role, list[Var]] = {role: [] for role in Role}
         for var in graph.inputs:
             roles[self.refs[var].role].append(var)
-        data = descendants(graph, roles[Role.BATCH] + roles[Role.KEY] + roles[Role.ACTIVATION] + roles[Role.COTANGENT])
+        of_microbatch = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
+        data = descendants(graph, [var for role in of_microbatch for var in roles[role]])
         backward = descendants(graph, roles[Role.COTANGENT])
         barred = descendants(graph, roles[Role.ACTIVATION] + roles[Role.PARAM] + roles[Role.COTANGENT])
-        cheap = cheap_values(graph, roles[Role.BATCH], roles[Role.KEY], barred)
+        cheap = cheap_values(graph, roles[Role.BATCH], roles[Role.KEY] + roles[Role.STATE], barred)
         sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in roles[Role.PARAM]}
         colors: list[str | None] = []
         for eqn in graph.eqns:
@@ -227,7 +227,7 @@ class _Programs:
         piece = self._piece(_FORWARD)
         results = list(zip(self.traced.results, self.forward_atoms, strict=True))
         run = self.traced.graph.function(piece.eqns, piece.inputs, [*self.forward_atoms, *self.residuals])
-        totals = [(k, self._total(ref)) for k, (ref, _) in enumerate(results) if ref.role != Role.ACTIVATION]
+        totals = [(k, self._total(ref)) for k, (ref, _) in enumerate(results) if ref.role not in (Role.ACTIVATION, Role.STATE)]
         added = [(k, ref) for k, ref in totals if ref.role != Role.ROWS]
         outputs = [ref for ref, _ in results] + [self.refs[var] for var in self.residuals]
         for k, ref in totals:

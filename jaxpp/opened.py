@@ -1,0 +1,93 @@
+"""What ``init`` opens: a pipeline cut, placed and compiled for the shapes that it has seen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpp.by_hand import by_hand, scope
+from jaxpp.errors import ArgumentError, CutError
+from jaxpp.observe.detector import Detector
+from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.settings import Settings
+from jaxpp.stages.table import Stages, tabulate
+from jaxpp.state import State, States
+
+__all__ = ["Opened", "open_engine", "variables_of", "wrong_init"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A pipeline that can be stepped.
+
+    Attributes:
+        states: makes states and takes them apart.
+        stages: the table of stages.
+        detector: looks for stages that learn nothing.
+    """
+
+    states: States
+    stages: Stages
+    detector: Detector
+
+
+def open_engine(
+    engine: Engine, variables: tuple[Any, ...], batch: Any, key: Any, functions: Sequence[Callable[..., Any]] = ()
+) -> Opened:
+    """Cut the loss, place the stages, and compile the step.
+
+    Args:
+        engine: of the pipeline.
+        variables: parameters, and model state if there is any; arrays or shapes.
+        batch: of the step, or its shapes.
+        key: of the kind that steps will be given; not used if the loss takes none.
+        functions: the stages, if they were written by hand.
+
+    Raises:
+        CutError: too many stages, or cuts that the model does not have.
+    """
+    key = key if engine.preparer.takes_key() else None
+    try:
+        engine.settle(variables, batch, key)
+    except CutError as error:
+        if not functions:
+            raise
+        idle = [f"stage {k} does not" for k in range(len(functions)) if scope(k) in error.unknown]
+        raise CutError(
+            "Pipeline.from_stages",
+            "each stage computes something that the next one reads",
+            idle or "one that returns what it is given",
+            "leave it out",
+        ) from error
+    layout, update = engine.preparer.layout, engine.update
+    assert layout is not None and update is not None
+    engine.plan("update", batch, key)
+    cut = engine.preparer.job(batch, key).cuts[0]
+    params, state = map(jax.tree.structure, (*layout.variables, ())[:2])
+    shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
+    stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions or by_hand(engine.preparer))
+    return Opened(States(State(params, update.tree, state), shapes, engine.devices), stages, Detector(update.watched))
+
+
+def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:
+    """The parameters, and with ``has_state`` the model state, of what init was given or made.
+
+    Raises:
+        ArgumentError: not a pair, with ``has_state``.
+    """
+    if not settings.has_state:
+        return (made,)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise wrong_init(f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")
+    return made
+
+
+def wrong_init(got: str) -> ArgumentError:
+    """The error for arguments that ``init`` cannot use."""
+    return ArgumentError(
+        "pipe.init",
+        "init takes a function, a key and a batch, or parameters and a batch",
+        got,
+        "call pipe.init(init_fn, key, batch) or pipe.init(params, batch), with has_state=True a pair (params, model_state)",
+    )

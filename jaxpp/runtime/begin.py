@@ -1,0 +1,107 @@
+"""The beginning of a step: one program a stage for all that it does once before its first forward.
+
+It splits its batch leaves, folds its keys, computes its statics and the weights of the microbatches, and zeroes the sums that no
+first backward makes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp.runtime.draft import Draft, Name
+from jaxpp.runtime.job import Job, local_name
+from jaxpp.runtime.transfer import put
+from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
+from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.stage import StageCode
+
+__all__ = ["draft_begin"]
+
+
+def draft_begin(draft: Draft, job: Job, stage: int, totals: dict[Ref, Any]) -> None:
+    """One program for all that a stage does once per step before its first forward."""
+    names_in: list[Name] = []
+    avals: list[Any] = []
+    names_out: list[Name] = []
+    parts: list[Any] = []
+
+    def part(function: Any, inputs: Sequence[Name], shapes: Sequence[Any], outputs: Sequence[Name]) -> None:
+        if outputs:
+            parts.append((function, len(inputs)))
+            names_in.extend(inputs)
+            avals.extend(shapes)
+            names_out.extend(outputs)
+
+    for variant, code in enumerate(job.codes(stage)):
+        _place_constants(draft, job, stage, variant, code)
+        statics = code.statics
+        outputs = [local_name(stage, ref, -1, variant) for ref in statics.outputs]
+        part(statics.function, [local_name(stage, ref, -1, variant) for ref in statics.inputs], statics.avals, outputs)
+    leaves = job.read(stage, Role.BATCH)
+    steps = range(len(job.sizes))
+    part(
+        lambda *batch: [piece for row in slice_batch(batch, job.sizes) for piece in row],
+        [Name(stage, Ref(Role.BATCH, k)) for k in leaves],
+        [job.batch[k] for k in leaves],
+        [Name(stage, Ref(Role.BATCH, k), i) for i in steps for k in leaves],
+    )
+    keys = [Name(stage, Ref(Role.KEY))] if job.read(stage, Role.KEY) else []
+    part(
+        lambda key=None: [fold_key(key, job.implementation, i) for i in steps],
+        keys,
+        [job.key] * len(keys),
+        [Name(stage, Ref(Role.KEY), i) for i in steps] if keys else [],
+    )
+    _scales(draft, job, stage, part)
+    part(
+        lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in totals.values()],
+        [],
+        [],
+        [Name(stage, ref) for ref in totals],
+    )
+    if not parts:
+        return
+
+    def begin(*args: Any) -> list[Any]:
+        results: list[Any] = []
+        at = 0
+        for function, count in parts:
+            results += function(*args[at : at + count])
+            at += count
+        return results
+
+    refs_in, refs_out = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+    program = Program(begin, refs_in, refs_out, shapes_of(avals))
+    draft.compute(f"begin stage {stage}", program, job.placement[stage], names_in, names_out, ())
+
+
+def _place_constants(draft: Draft, job: Job, stage: int, variant: int, code: StageCode) -> None:
+    for k, value in enumerate(code.constants):
+        draft.constants[local_name(stage, Ref(Role.CONSTANT, k), -1, variant)] = put(value, job.placement[stage])
+
+
+def _scales(draft: Draft, job: Job, stage: int, part: Any) -> None:
+    """The weight of each microbatch on this stage's device: a constant, or a share of what ``weigh`` found."""
+    device, count = job.placement[stage], len(job.sizes)
+    if job.weigh is None:
+        known: dict[int, Any] = {}
+        for i, size in enumerate(job.sizes):
+            if size not in known:
+                known[size] = put(np.asarray(size / sum(job.sizes), scale_dtype()), device)
+            draft.constants[Name(stage, Ref(Role.SCALE), i)] = known[size]
+        return
+    source = Name(job.loss_stage, Ref(Role.SCALE))
+    if stage == job.loss_stage:
+        inputs = [Name(stage, ref) for ref in job.weigh.inputs]
+        draft.compute("weigh", job.weigh, device, inputs, [source], ())
+    else:
+        draft.send(f"send scales to stage {stage}", source, Name(stage, Ref(Role.SCALE)), device)
+    part(
+        lambda scales: [scales[i] for i in range(count)],
+        [Name(stage, Ref(Role.SCALE))],
+        [jax.ShapeDtypeStruct((count,), scale_dtype())],
+        [Name(stage, Ref(Role.SCALE), i) for i in range(count)],
+    )

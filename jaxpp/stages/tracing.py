@@ -1,0 +1,194 @@
+"""The user's loss traced at one microbatch's shapes, and checked: that it is a loss, and that its parameters have gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxpp.errors import LossError, ParamsError
+from jaxpp.stages.graph import inline_remat, trace
+from jaxpp.stages.loss import TracedLoss, describe, path_name
+from jaxpp.types import LossFn
+
+__all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]
+
+
+def trace_loss(
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    key: Any,
+    *,
+    has_aux: bool,
+    model_state: Any = None,
+    differentiable: bool = True,
+    frozen: frozenset[int] = frozenset(),
+) -> TracedLoss:
+    """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
+
+    Args:
+        loss_fn: the user's loss.
+        params: tree of arrays or shapes.
+        batch: tree of shapes of one microbatch.
+        key: a key, its shape, or None when the loss takes none.
+        has_aux: whether the loss returns ``(loss, aux)``.
+        model_state: tree of shapes of the model state, or None when the loss has none; with one it returns
+            ``(loss, (new_model_state, aux))``.
+        differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
+        frozen: the parameter leaves whose gradient nobody wants.
+
+    Raises:
+        LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
+            state has other leaves than the old.
+    """
+    param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
+    state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
+    batch_leaves, batch_tree = jax.tree.flatten(batch)
+    keys, wrap = _raw_key(key)
+    aux_trees: list[Any] = []
+
+    def flat(leaves: list[Any], state: list[Any], batch_leaves: list[Any], keys: list[Any]) -> tuple[Any, list[Any]]:
+        states = () if model_state is None else (state_tree.unflatten(state),)
+        args = (param_tree.unflatten(leaves), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
+        loss, aux = _check_result(loss_fn(*args), has_aux or model_state is not None)
+        new = []
+        if model_state is not None:
+            new, aux = _check_state(aux, model_state)
+        aux_leaves, aux_tree = jax.tree.flatten(aux)
+        aux_trees.append(aux_tree)
+        return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
+
+    try:
+        graph, _ = trace(flat, [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys)
+    except Exception as error:
+        if not isinstance(error, LossError):
+            shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
+            error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
+        raise
+    graph, remat = inline_remat(graph)
+    paths = [tuple(path_name(path) for path, _ in leaves) for leaves in (param_leaves, state_leaves)]
+    traced = TracedLoss(graph, paths[0], paths[1], len(batch_leaves), aux_trees[-1], remat, frozen)
+    loss = graph.outputs[0]
+    if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
+        raise LossError(
+            "loss_fn",
+            "the loss must depend on its parameters, or there is nothing to train",
+            f"a loss that reads none of the {len(param_leaves)} parameter leaves",
+            "compute the loss from the params argument, not from arrays the function closed over",
+        )
+    return traced
+
+
+def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
+    """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
+    where = "loss_fn with has_state=True"
+    if not isinstance(aux, tuple) or len(aux) != 2:
+        raise LossError(
+            where,
+            "it returns (loss, (new_model_state, aux))",
+            f"(loss, {type(aux).__name__})" if not isinstance(aux, tuple) else f"(loss, a tuple of {len(aux)})",
+            "return the new model state and aux as a pair beside the loss; aux may be {}",
+        )
+    new, aux = aux
+    before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise LossError(
+            where,
+            "the new model state is a tree like the old one",
+            [f"old: {jax.tree.structure(old)}", f"new: {jax.tree.structure(new)}"],
+            "return every leaf of the model state, changed or not, and no other",
+        )
+    shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
+    wrong = [
+        f"model_state{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
+        for (path, a), b in zip(before, shapes, strict=True)
+        if (a.shape, a.dtype) != (b.shape, b.dtype)
+    ]
+    if wrong:
+        raise LossError(
+            where,
+            "the leaves of the model state keep their shapes and types",
+            wrong,
+            "give new values the old shape, and cast them with .astype(old.dtype)",
+        )
+    return after, aux
+
+
+def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse parameter leaves that have no gradient, all of them at once."""
+    where = "params"
+    if not leaves:
+        raise ParamsError(where, "the parameters are a tree of arrays", "a tree without leaves", "pass the model's parameters")
+    wrong = [
+        f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}"
+        for path, leaf in leaves
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise ParamsError(
+            where,
+            "every parameter leaf must be an array of floating type, because its gradient is",
+            wrong,
+            "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)",
+        )
+
+
+def check_arrays(model_state: Any) -> None:
+    """Refuse model state leaves that are no arrays, all of them at once."""
+    wrong = [
+        f"model_state{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    ]
+    if wrong:
+        raise ParamsError(
+            "model_state",
+            "every leaf of the model state is an array",
+            wrong,
+            "make scalars arrays with jnp.asarray, and close over what never changes",
+        )
+
+
+def key_implementation(key: Any) -> str | None:
+    """The implementation of a typed key; None for a raw one (or none at all)."""
+    if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return None
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)  # a shape will do
+    return found[0]
+
+
+def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    if key is None:
+        return [], lambda data: data
+    implementation = key_implementation(key)
+    if implementation is None:
+        return [key], lambda data: data
+    return [jax.eval_shape(jax.random.key_data, key)], lambda data: jax.random.wrap_key_data(data, impl=implementation)
+
+
+def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if has_aux:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LossError(
+                "loss_fn",
+                "with has_aux=True the function returns a pair (loss, aux)",
+                type(result).__name__,
+                "return (loss, aux), or leave has_aux out",
+            )
+        loss, aux = result
+    else:
+        loss, aux = result, ()
+    if isinstance(loss, tuple):
+        raise LossError(
+            "loss_fn", "the loss is one float scalar", f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss"
+        )
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
+        raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
+    aval = jax.eval_shape(jnp.asarray, loss)
+    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
+    return loss, aux
