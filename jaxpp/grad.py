@@ -13,12 +13,12 @@ from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule.base import Schedule
-from jaxpp.types import Batch, Device, LossFn, Remat
+from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
 
 __all__ = ["value_and_grad"]
 
 
-def value_and_grad(
+def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     loss_fn: LossFn,
     *,
     num_stages: int,
@@ -29,6 +29,7 @@ def value_and_grad(
     cuts: Sequence[str] | None = None,
     devices: Sequence[Device] | None = None,
     remat: Remat | Sequence[Remat] = None,
+    reduce_aux: ReduceAux = None,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -42,6 +43,9 @@ def value_and_grad(
         schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages a rank (interleaved, looped-bfs
             and those in a V) run on half as many devices as stages.
         has_aux: whether the loss returns ``(loss, aux)``.
+        reduce_aux: how the microbatches' aux becomes the step's: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
+            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a dictionary of these
+            by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others averaged like the loss.
         weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
@@ -78,6 +82,7 @@ def value_and_grad(
             cuts=cuts,
             devices=devices,
             remat=remat,
+            reduce_aux=reduce_aux,
         )
     )
 

@@ -21,7 +21,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
-from jaxpp.types import Batch, Device, Key, LossFn, Remat
+from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat
 from jaxpp.verify import verify_grads, verify_update
 
 __all__ = ["Metrics", "Pipeline", "State"]
@@ -43,6 +43,9 @@ class Pipeline:
         schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages a rank (interleaved, looped-bfs
             and those in a V) run on half as many devices as stages.
         has_aux: whether the loss returns ``(loss, aux)``.
+        reduce_aux: how the microbatches' aux becomes the step's: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
+            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a dictionary of these
+            by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others averaged like the loss.
         weight: weight of a microbatch in the mean, from its part of the batch (the number of real tokens, say, for a loss that is
             a mean over them); the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
@@ -89,6 +92,7 @@ class Pipeline:
         remat: Remat | Sequence[Remat] = None,
         cut_gradient: Iterable[int] = (),
         has_state: bool = False,
+        reduce_aux: ReduceAux = None,
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -109,6 +113,7 @@ class Pipeline:
             remat=remat,
             cut_gradient=cut_gradient,
             has_state=has_state,
+            reduce_aux=reduce_aux,
         )
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()

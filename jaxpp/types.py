@@ -3,12 +3,25 @@
 All of them are pytrees of arrays; the names say what role a tree plays, which is what a reader needs to know.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-__all__ = ["Activation", "Array", "Batch", "Cotangent", "Device", "Grads", "Key", "LossFn", "Params", "Policy", "Remat"]
+__all__ = [
+    "Activation",
+    "Array",
+    "Batch",
+    "Cotangent",
+    "Device",
+    "Grads",
+    "Key",
+    "LossFn",
+    "Params",
+    "Policy",
+    "ReduceAux",
+    "Remat",
+]
 
 Array = jax.Array
 Device = Any
@@ -29,5 +42,7 @@ LossFn = Callable[..., Any]
 """``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``."""
 Policy = Callable[..., bool]
 """Whether an operation's result is kept for the backward (``jax.checkpoint_policies``)."""
+ReduceAux = str | Callable[[Any, Any], Any] | Mapping[str, Any] | None
+"""How aux values of microbatches become those of a step."""
 Remat = str | Policy | None
 """What a stage keeps: ``"keep"`` (or None) everything its backward reads, ``"recompute"`` its inputs, or what a policy says."""

@@ -4,7 +4,7 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 ``jax.random.fold_in(key, i)``, loss and gradient averaged with the microbatches' weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
+from jaxpp.stages.reduce import Reducer
 from jaxpp.state import State
 from jaxpp.types import Batch, Key, LossFn, Params
 
@@ -37,7 +38,7 @@ def oracle(
     *,
     has_aux: bool = False,
     weight: Callable[[Batch], Any] | None = None,
-    rows: frozenset[int] = frozenset(),
+    reducers: Mapping[int, Reducer] | None = None,
     model_state: Any = None,
 ) -> tuple[Any, ...]:
     """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
@@ -50,7 +51,7 @@ def oracle(
         num_microbatches: parts the batch is split into.
         has_aux: whether the loss returns ``(loss, aux)``.
         weight: weight of a microbatch; its size unless given.
-        rows: the aux leaves joined along their first axis instead of averaged.
+        reducers: of the aux leaves that are not averaged.
         model_state: for a loss with model state.
 
     Returns:
@@ -76,16 +77,16 @@ def oracle(
         scale = scales[i]
         scaled = jax.tree.map(lambda leaf, scale=scale: scale.astype(leaf.dtype) * leaf, (value, grad))
         loss, grads = scaled if loss is None else jax.tree.map(jnp.add, (loss, grads), scaled)
-    aux = _merge_aux(auxes, scales, rows)
+    aux = _merge_aux(auxes, scales, reducers or {})
     return (loss, aux, grads, model_state) if has_state else (loss, aux, grads)
 
 
-def _merge_aux(auxes: list[Any], scales: jax.Array, rows: frozenset[int]) -> Any:
+def _merge_aux(auxes: list[Any], scales: jax.Array, reducers: Mapping[int, Reducer]) -> Any:
     tree = jax.tree.structure(auxes[0])
     columns = zip(*(jax.tree.leaves(aux) for aux in auxes), strict=True)
     return tree.unflatten(
-        jnp.concatenate(column)
-        if k in rows
+        reducers[k](column, scales)
+        if k in reducers
         else sum(scale.astype(_mean_dtype(leaf)) * leaf for scale, leaf in zip(scales, column, strict=True))
         for k, column in enumerate(columns)
     )
@@ -153,7 +154,7 @@ def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, fo
     traced = engine.preparer.job(batch, key).cuts[0].loss
     spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    options = {"has_aux": config.has_aux, "weight": config.weight, "rows": layout.rows}
+    options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers}
     params, old, batch, key = gather((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}
     loss, aux, grads, *new = oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)

@@ -11,6 +11,7 @@ import pytest
 import jaxpp
 from jaxpp.observe.account import account
 from jaxpp.schedule import Kind
+from jaxpp.stages.reduce import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
@@ -79,7 +80,7 @@ def test_a_pipeline_with_a_frozen_half_trains_as_the_oracle_does(how):
         for _ in range(5):
             state, metrics = pipe.step(state, case.batch)
             jax.block_until_ready(state)
-            loss, _, grads = oracle(loss_fn, params, case.batch, None, 4, has_aux=True, rows=frozenset({1}))
+            loss, _, grads = oracle(loss_fn, params, case.batch, None, 4, has_aux=True, reducers={1: join})
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             compare("loss", metrics.loss, loss)
@@ -93,7 +94,7 @@ def test_the_drop_in_gives_zero_gradients_for_what_is_stopped():
     case = mlp_case(batch_size=16)
     grad_fn = jaxpp.value_and_grad(stopped(case), num_stages=4, num_microbatches=4, has_aux=True)
     _, found = grad_fn(case.params, case.batch)
-    _, _, grads = oracle(stopped(case), case.params, case.batch, None, 4, has_aux=True, rows=frozenset({1}))
+    _, _, grads = oracle(stopped(case), case.params, case.batch, None, 4, has_aux=True, reducers={1: join})
     compare("grads", found, grads, floor=GRAD_FLOOR)
     assert not any(np.any(leaf) for name in FIRST_HALF for leaf in jax.tree.leaves(found[name]))
 

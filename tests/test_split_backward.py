@@ -16,6 +16,7 @@ from jaxpp.schedule import Schedule
 from jaxpp.stages.cut import cut
 from jaxpp.stages.partition import balance, owners
 from jaxpp.stages.program import Role
+from jaxpp.stages.reduce import join
 from jaxpp.stages.tracing import trace_loss
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
@@ -93,7 +94,7 @@ def test_b_and_i_w_mix_on_one_stage(cells):
     found = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=m, schedule=mine, has_aux=True)(
         case.params, case.batch
     )
-    loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, None, m, has_aux=True, rows=frozenset({1}))
+    loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, None, m, has_aux=True, reducers={1: join})
     compare("loss", found[0][0], loss)
     compare("aux", found[0][1], aux)
     compare("grads", found[1], grads, floor=GRAD_FLOOR)

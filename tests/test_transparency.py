@@ -11,6 +11,7 @@ from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
+from jaxpp.stages.reduce import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
@@ -25,8 +26,8 @@ SAME_BITS = (  # at the same cuts; the docstrings of the others say why not
 def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         case = CASES[model](dtype)
-        rows = frozenset({1}) if model == "mlp" else frozenset()
-        loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, rows=rows)
+        reducers = {1: join} if model == "mlp" else {}
+        loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, reducers=reducers)
         found = {}
         for name, engine in engines(case, stages, microbatches).items():
             leaves = bring(jax.tree.leaves(case.params), engine.devices)

@@ -7,7 +7,7 @@ A step is written in five passes over one ``Draft``:
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
    those of model state that another stage keeps;
 4. *unpack* and *tie*: small gradients become leaves again, those of tied parameters go home and are summed;
-5. *join*: aux rows are joined.
+5. *reduce*: aux values that were held for the end of the step are.
 
 The optimizer's lines follow (``runtime.optimizer``).
 """
@@ -17,6 +17,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpp.runtime.begin import draft_begin
@@ -24,6 +25,7 @@ from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.job import Job, grad_name, local_name, param_name, state_name
 from jaxpp.runtime.model_state import Passing
 from jaxpp.schedule.action import Action, Kind
+from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
 __all__ = ["draft_zeros", "forward_actions", "lower"]
@@ -59,7 +61,7 @@ def lower(job: Job, actions: Sequence[Action]) -> Draft:
         passing.note(action, program)
     _unpack(draft, job)
     _tie(draft, job)
-    _join(draft, job)
+    _reduce(draft, job)
     passing.go_home()
     return draft
 
@@ -158,15 +160,21 @@ def draft_zeros(draft: Draft, job: Job, wanted: Sequence[int]) -> None:
             draft.compute(f"zeros stage {stage}", program, job.placement[stage], [], names, ())
 
 
-def _join(draft: Draft, job: Job) -> None:
+def _reduce(draft: Draft, job: Job) -> None:
     for stage in range(job.num_stages):
         forwards = [job.cuts[variant].stages[stage].forward for variant in job.variants]
         for ref in forwards[0].outputs:
             if ref.role != Role.ROWS:
                 continue
-            names = [Name(stage, ref, i) for i in range(len(job.sizes))]
+            reducer, count = job.cuts[0].reducers[ref.index], len(job.sizes)
+            names = [*(Name(stage, ref, i) for i in range(count)), *(Name(stage, Ref(Role.SCALE), i) for i in range(count))]
             avals = [forward.results[forward.outputs.index(ref)] for forward in forwards]
-            refs = tuple(Ref(Role.ROWS, ref.index, i) for i in range(len(names)))
-            program = Program(lambda *rows: [jnp.concatenate(rows)], refs, (Ref(Role.AUX, ref.index),), shapes_of(avals))
+            avals += [jax.ShapeDtypeStruct((), scale_dtype())] * count
+
+            def reduced(*args: Any, reducer: Any = reducer, count: int = count) -> list[Any]:
+                return [reducer(args[:count], jnp.stack(args[count:]))]
+
+            refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
+            program = Program(reduced, refs, (Ref(Role.AUX, ref.index),), shapes_of(avals))
             output = Name(stage, Ref(Role.AUX, ref.index))
-            draft.compute(f"join aux {ref.index}", program, job.placement[stage], names, [output], ())
+            draft.compute(f"reduce aux {ref.index}", program, job.placement[stage], names, [output], ())

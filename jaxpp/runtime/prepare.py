@@ -6,7 +6,7 @@ by shape, so a shape is compiled once.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
 from jaxpp.stages.tracing import key_implementation, trace_loss
 from jaxpp.types import LossFn
 
@@ -67,7 +68,7 @@ class Layout:
         owner: the stage of each parameter leaf.
         spine: the primitives of the spine it was cut on.
         cuts: where.
-        rows: the aux leaves that hold one row an example.
+        reducers: of the aux leaves that are not averaged.
         packs: the small gradients that each stage sums as one vector.
         state_owner: the stage of each model state leaf.
     """
@@ -76,7 +77,7 @@ class Layout:
     owner: tuple[int, ...]
     spine: tuple[str, ...]
     cuts: Cuts
-    rows: frozenset[int]
+    reducers: Mapping[int, Reducer]
     packs: tuple[tuple[Pack, ...], ...]
     state_owner: tuple[int, ...]
 
@@ -139,11 +140,11 @@ class Preparer:
         loss = self._trace(settings.loss_fn, variables, microbatch, key, settings.has_aux)
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
-        rows = self._rows(loss, settings.loss_fn, variables, microbatch, key)
+        reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
-        first = cut(loss, cuts, owner, rows=rows, remat=settings.remat, severed=settings.severed)
+        first = cut(loss, cuts, owner, reducers=reducers, remat=settings.remat, severed=settings.severed)
         packs = tuple(code.packs for code in first.stages)
-        self.layout = Layout(variables, owner, spine, cuts, rows, packs, first.state_home)
+        self.layout = Layout(variables, owner, spine, cuts, reducers, packs, first.state_home)
         self._cuts.clear()
         self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
         return self.layout
@@ -154,6 +155,12 @@ class Preparer:
         params, *state = variables
         options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
+
+    def _reducers(
+        self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any
+    ) -> Mapping[int, Reducer]:
+        own = loss_fn is self.settings.loss_fn
+        return reducers_of(loss, self.settings.reducers, lambda: self._rows(loss, loss_fn, variables, microbatch, key), strict=own)
 
     @staticmethod
     def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any) -> frozenset[int]:
@@ -187,10 +194,10 @@ class Preparer:
             same = _spine(loss) == layout.spine
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, layout.state_owner, train=train)
             own = loss_fn is settings.loss_fn
-            rows = layout.rows if own else self._rows(loss, loss_fn, layout.variables, microbatch, key)
+            reducers = layout.reducers if own else self._reducers(loss, loss_fn, layout.variables, microbatch, key)
             options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
             options |= {"state_owner": layout.state_owner}
-            self._cuts[cache_key] = cut(loss, cuts, layout.owner, rows=rows, **options)
+            self._cuts[cache_key] = cut(loss, cuts, layout.owner, reducers=reducers, **options)
         return self._cuts[cache_key]
 
     def job(self, batch: Any, key: Any, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:
@@ -206,8 +213,10 @@ class Preparer:
         batch = avals_of(batch)
         different = tuple(dict.fromkeys(parts))
         chosen = loss_fn or settings.loss_fn
+        cuts = tuple(self.cut_for(chosen, _resized(batch, size), key, train=train) for size in different)
+        check_aux([cut.loss for cut in cuts], cuts[0].reducers)
         return Job(
-            cuts=tuple(self.cut_for(chosen, _resized(batch, size), key, train=train) for size in different),
+            cuts=cuts,
             variants=tuple(different.index(size) for size in parts),
             sizes=parts,
             owner=layout.owner,

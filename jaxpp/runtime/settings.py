@@ -1,7 +1,7 @@
 """What the user asked for, checked before anything is traced."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
+from jaxpp.stages.reduce import check_reducers
 from jaxpp.types import Device, LossFn, Policy, Remat
 
 __all__ = ["Settings", "policies_of", "settings"]
@@ -32,6 +33,7 @@ class Settings:
         remat: for each stage, which results its forward keeps; None keeps all.
         severed: boundaries that carry no gradient.
         has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
+        reducers: of aux leaves, by path.
     """
 
     loss_fn: LossFn
@@ -43,6 +45,7 @@ class Settings:
     remat: tuple[Policy | None, ...] | None = None
     severed: frozenset[int] = frozenset()
     has_state: bool = False
+    reducers: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def placement(self) -> Placement:
@@ -63,6 +66,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     remat: Remat | Sequence[Remat] = None,
     cut_gradient: Iterable[int] = (),
     has_state: bool = False,
+    reduce_aux: Any = None,
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -83,7 +87,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     names = _cuts_of(cuts, num_stages)
     severed = _boundaries_of(cut_gradient, num_stages)
     policies = policies_of(remat, num_stages)
-    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state)
+    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state, check_reducers(reduce_aux))
 
 
 def _check_counts(**counts: Any) -> None:

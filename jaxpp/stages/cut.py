@@ -1,7 +1,7 @@
 """A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs."""
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts
 from jaxpp.stages.program import shapes_of
+from jaxpp.stages.reduce import Reducer
 from jaxpp.stages.stage import StageBuilder, StageCode
 from jaxpp.types import Policy
 
@@ -30,6 +31,7 @@ class CutLoss:
         producer: the stage that makes each.
         consumers: the stages that read each.
         state_home: the stage that makes the new value of each model state leaf.
+        reducers: of the aux leaves that are not averaged.
     """
 
     loss: TracedLoss
@@ -39,6 +41,7 @@ class CutLoss:
     producer: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     state_home: tuple[int, ...]
+    reducers: Mapping[int, Reducer]
 
 
 def cut(
@@ -46,7 +49,7 @@ def cut(
     cuts: Cuts,
     owner: Sequence[int],
     *,
-    rows: frozenset[int] = frozenset(),
+    reducers: Mapping[int, Reducer] | None = None,
     packs: Sequence[tuple[Pack, ...]] | None = None,
     train: bool = True,
     remat: Sequence[Policy | None] | None = None,
@@ -59,7 +62,7 @@ def cut(
         loss: the traced loss.
         cuts: the spine positions at which stages 1, 2, ... begin.
         owner: the stage that owns each parameter leaf.
-        rows: the aux leaves that hold one row an example, to be joined rather than averaged.
+        reducers: of the aux leaves that are held and reduced at the end of a step, rather than averaged.
         packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
         remat: for each stage the policy that says what its forward keeps; None, for a stage or for all, keeps everything.
@@ -81,10 +84,12 @@ def cut(
     carried = tuple(
         tuple(t for t in peers if not any(made[v] <= b < t for b in severed)) for v, peers in zip(crossing, consumers, strict=True)
     )
-    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train)
+    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, frozenset(reducers or ()), packs, train)
     policies = remat or (None,) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece((), (), ())), policies[k]) for k in range(len(ends)))
-    return CutLoss(loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home)
+    return CutLoss(
+        loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home, reducers or {}
+    )
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:

@@ -57,6 +57,7 @@ def trace_loss(
         new = []
         if model_state is not None:
             new, aux = _check_state(aux, model_state)
+        _check_aux(aux)
         aux_leaves, aux_tree = jax.tree.flatten(aux)
         aux_trees.append(aux_tree)
         return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
@@ -80,6 +81,16 @@ def trace_loss(
             "compute the loss from the params argument, not from arrays the function closed over",
         )
     return traced
+
+
+def _check_aux(aux: Any) -> None:
+    wrong = [
+        f"aux{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    ]
+    if wrong:
+        raise LossError("loss_fn", "every aux leaf is an array or a number", wrong, "leave out what is neither")
 
 
 def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
