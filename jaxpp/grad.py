@@ -44,8 +44,9 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             and those in a V) run on half as many devices as stages.
         has_aux: whether the loss returns ``(loss, aux)``.
         reduce_aux: how the microbatches' aux becomes the step's: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
-            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a dictionary of these
-            by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others averaged like the loss.
+            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a
+            dictionary of these by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others
+            averaged like the loss.
         weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.

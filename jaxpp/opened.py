@@ -65,9 +65,12 @@ def open_engine(
     engine.plan("update", batch, key)
     cut = engine.preparer.job(batch, key).cuts[0]
     params, state = map(jax.tree.structure, (*layout.variables, ())[:2])
+    scaling = engine.settings.scaling
+    scale = jax.tree.structure(() if scaling is None else scaling.example)
     shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
+    shapes += engine.scale_shapes
     stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions or by_hand(engine.preparer))
-    return Opened(States(State(params, update.tree, state), shapes, engine.devices), stages, Detector(update.watched))
+    return Opened(States(State(params, update.tree, state, scale), shapes, engine.devices), stages, Detector(update.watched))
 
 
 def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:

@@ -44,8 +44,9 @@ class Pipeline:
             and those in a V) run on half as many devices as stages.
         has_aux: whether the loss returns ``(loss, aux)``.
         reduce_aux: how the microbatches' aux becomes the step's: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
-            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a dictionary of these
-            by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others averaged like the loss.
+            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a
+            dictionary of these by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others
+            averaged like the loss.
         weight: weight of a microbatch in the mean, from its part of the batch (the number of real tokens, say, for a loss that is
             a mean over them); the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
@@ -58,6 +59,8 @@ class Pipeline:
             then learn nothing, but for parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
             microbatch hands to the next, in order, without a gradient.
+        loss_scale: Flax's ``DynamicScale``, for losses computed in float16: backwards start from its scale, and a gradient that is
+            not finite, on any stage, skips the step on all of them and lowers it. ``state.loss_scale`` holds it from then on.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run.
@@ -93,6 +96,7 @@ class Pipeline:
         cut_gradient: Iterable[int] = (),
         has_state: bool = False,
         reduce_aux: ReduceAux = None,
+        loss_scale: Any = None,
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -114,6 +118,7 @@ class Pipeline:
             cut_gradient=cut_gradient,
             has_state=has_state,
             reduce_aux=reduce_aux,
+            loss_scale=loss_scale,
         )
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()
@@ -211,8 +216,8 @@ class Pipeline:
             names = (*engine.params, *engine.states)
             pairs = zip(jax.tree.leaves(init_or_params), names, strict=True)
             leaves = [put(leaf, engine.settings.placement[name.stage]) for leaf, name in pairs]
-        count = len(engine.params)
-        return self._opened("init").states.wrap([*leaves[:count], *engine.opt_birth(leaves[:count]), *leaves[count:]])
+        made, count = self._opened("init").states, len(engine.params)
+        return made.wrap([*leaves[:count], *engine.opt_birth(leaves[:count]), *leaves[count:], *engine.scale_birth()])
 
     def _open(self, made: Any, batch: Any, key: Any) -> None:
         self._ready = open_engine(self._engine, variables_of(self._engine.settings, made), batch, key, self._functions)
@@ -254,7 +259,7 @@ class Pipeline:
         ready.detector.look()  # before anything is consumed: a warning may be an error
         outcome = self._engine.run("update", leaves, batch, key, donate=donate)
         ready.detector.add(outcome.squares)
-        return ready.states.wrap(outcome.leaves), Metrics(loss=outcome.loss, aux=outcome.aux, grad_norm=outcome.grad_norm)
+        return ready.states.wrap(outcome.leaves), Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
 
     def evaluate(self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None) -> Metrics:
         """The loss and aux of a batch, forward only; the state is left as it is.

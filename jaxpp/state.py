@@ -23,11 +23,13 @@ class State(NamedTuple):
         params: the user's parameter tree.
         opt_state: the optax state for the whole of it.
         model_state: what the loss hands on from microbatch to microbatch (running statistics); ``()`` without ``has_state``.
+        loss_scale: the object passed as ``loss_scale``, as the steps have changed it; ``()`` without one.
     """
 
     params: Any
     opt_state: Any
     model_state: Any = ()
+    loss_scale: Any = ()
 
 
 @jax.tree_util.register_dataclass
@@ -40,11 +42,13 @@ class Metrics:
         aux: the loss's aux: scalars averaged like the loss, arrays with one row an example joined; ``()`` without ``has_aux``.
         grad_norm: the global norm of the gradient before the optimizer, without parameters that the optimizer freezes (theirs is
             not computed); None from ``evaluate``.
+        finite: with ``loss_scale``, whether all gradients were finite; if not, the step changed nothing but the scale. Else None.
     """
 
     loss: Array
     aux: Any = ()
     grad_norm: Any = None
+    finite: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -29,7 +29,7 @@ COARSE_FLOOR = 0.1
 """The same for losses that compute with fewer digits than float32's: their noise is larger beside what is allowed."""
 
 
-def oracle(
+def oracle(  # noqa: PLR0913  (what the user has decided)
     loss_fn: LossFn,
     params: Params,
     batch: Batch,
@@ -40,6 +40,7 @@ def oracle(
     weight: Callable[[Batch], Any] | None = None,
     reducers: Mapping[int, Reducer] | None = None,
     model_state: Any = None,
+    loss_scale: Any = 1.0,
 ) -> tuple[Any, ...]:
     """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
 
@@ -53,6 +54,7 @@ def oracle(
         weight: weight of a microbatch; its size unless given.
         reducers: of the aux leaves that are not averaged.
         model_state: for a loss with model state.
+        loss_scale: what the backward starts from; the gradients are so many times as large.
 
     Returns:
         ``(loss, aux, grads)``, and with model state ``(loss, aux, grads, new_model_state)``.
@@ -63,15 +65,22 @@ def oracle(
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
     scales = weights / weights.sum()
     has_state = model_state is not None
-    step = jax.jit(jax.value_and_grad(loss_fn, has_aux=has_aux or has_state))
+
+    @jax.jit
+    def step(params: Params, *rest: Any) -> tuple[Any, Any, Any]:
+        def pair(params: Params) -> tuple[Any, Any]:
+            result = loss_fn(params, *rest)
+            return result if has_aux or has_state else (result, ())
+
+        loss, pullback, aux = jax.vjp(pair, params, has_aux=True)
+        return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
+
     loss: Any = None
     grads: Any = None
-    aux: Any = ()
     auxes: list[Any] = []
     for i, piece in enumerate(pieces):
         states = (model_state,) if has_state else ()
-        value, grad = step(params, *states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
-        value, aux = value if has_aux or has_state else (value, ())
+        value, aux, grad = step(params, *states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
         model_state, aux = aux if has_state else (None, aux)
         auxes.append(aux)
         scale = scales[i]
@@ -157,6 +166,8 @@ def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, fo
     options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers}
     params, old, batch, key = gather((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}
+    if config.scaling is not None:
+        options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.scaling.scale])}
     loss, aux, grads, *new = oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)
     coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
     compare("loss", found.loss, loss, coarsest=coarsest)
@@ -174,16 +185,23 @@ def verify_update(engine: Engine, state: State, found: Outcome, stepped: Outcome
         VerifyError: naming the first leaf that differs.
     """
     assert engine.optimizer is not None
-    optimizer = optax.with_extra_args_support(engine.optimizer)
+    optimizer, scaling = optax.with_extra_args_support(engine.optimizer), engine.settings.scaling
 
     @jax.jit
-    def update(grads: Any, state: State, loss: Any) -> State:
+    def update(grads: Any, state: State, model_state: Any, loss: Any) -> State:
+        scale, tree = jax.tree.flatten(state.loss_scale)
+        finite = jnp.asarray(True)
+        if scaling is not None:
+            leaves, finite = scaling.unscale(jax.tree.leaves(grads), scale)
+            grads, scale = jax.tree.structure(grads).unflatten(leaves), scaling.adjust(scale, finite)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-        return State(optax.apply_updates(state.params, updates), opt_state, state.model_state)
+        new = State(optax.apply_updates(state.params, updates), opt_state, model_state)
+        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state._replace(loss_scale=()))
+        return new._replace(loss_scale=tree.unflatten(scale))
 
     spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    wanted = update(*gather((spread, state._replace(model_state=model_state), found.loss)))
+    wanted = update(*gather((spread, state, model_state, found.loss)))
     compare("", jax.tree.unflatten(jax.tree.structure(state), stepped.leaves), wanted)
 
 

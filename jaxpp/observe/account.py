@@ -34,6 +34,7 @@ _KIND_OF = {
     Role.STATIC: "statics",
     Role.CONSTANT: "statics",
     Role.OPT: "optimizer",
+    Role.LOSS_SCALE: "optimizer",
     Role.GRAD: "gradients",
     Role.RESIDUAL: "residuals",
     Role.ACTIVATION: "in flight",
@@ -183,7 +184,8 @@ def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     job, update = drafted.job, engine.update
     opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
     key = [] if job.key is None else [job.key]
-    return dict(zip(drafted.inputs, map(count_bytes, [*job.params, *opt, *job.state, *job.batch, *key]), strict=True))
+    avals = [*job.params, *opt, *job.state, *engine.scale_shapes, *job.batch, *key]
+    return dict(zip(drafted.inputs, map(count_bytes, avals), strict=True))
 
 
 def _constants(draft: Draft) -> list[Life]:

@@ -133,8 +133,8 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
     sampler = _Sampler(plan, drafted, book, extra, foreign, kept)
     sampler.look(0, state, book.devices)
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
-    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.model_state]
-    values += [*outcome.leaves[: len(outcome.leaves) - len(outcome.model_state)], outcome.grad_norm, *outcome.squares]
+    finite = [] if outcome.finite is None else [outcome.finite]
+    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.leaves, *finite, outcome.grad_norm, *outcome.squares]
     sampler.look(len(book.lines) + 1, state | dict(zip(drafted.outputs, values, strict=True)), book.devices)
     stats = {device: found for device in book.devices if (found := device.memory_stats())}
     return Ledger(book, tuple(sampler.samples), stats), outcome.leaves

@@ -21,7 +21,7 @@ from jaxpp.runtime.optimizer import Update, opt_name, plan_update, unread_gradie
 from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
 from jaxpp.runtime.settings import Settings
-from jaxpp.runtime.transfer import private
+from jaxpp.runtime.transfer import private, put
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
@@ -42,8 +42,9 @@ class Outcome(NamedTuple):
         loss: float scalar, on the last stage.
         aux: the aux leaves.
         leaves: the leaves of the new state for ``update``, gradients for ``grads``, nothing for ``forward``.
-        model_state: the new model state leaves; they are the last of ``leaves`` too for ``update``.
+        model_state: the new model state leaves; for ``update`` they are among ``leaves`` too.
         grad_norm: for ``update``.
+        finite: for ``update`` with a scaled loss, whether all gradients were; if not, nothing has changed but the scale.
         squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
     """
 
@@ -52,6 +53,7 @@ class Outcome(NamedTuple):
     leaves: list[Any]
     model_state: list[Any]
     grad_norm: Any = None
+    finite: Any = None
     squares: Sequence[Any] = ()
 
 
@@ -61,8 +63,9 @@ class Drafted(NamedTuple):
     Attributes:
         draft: the lines.
         job: what was lowered.
-        inputs: the names of its arguments: parameters, optimizer leaves (for ``update``), model state, batch leaves, the key.
-        outputs: the names of its results: the loss, aux leaves, new model state, then as ``Outcome`` has them.
+        inputs: the names of its arguments: leaves of the state, batch leaves, the key.
+        outputs: the names of its results: the loss, aux leaves, ``leaves`` as ``Outcome`` has them, model state (except for
+            ``update``, where it is among those), whether all was finite (for a scaled loss), the gradient norm, its squares.
         num_aux: how many aux leaves there are.
     """
 
@@ -115,9 +118,19 @@ class Engine:
         return [state_name(stage, leaf) for leaf, stage in enumerate(self.preparer.layout.state_owner)]
 
     @property
+    def scales(self) -> list[Name]:
+        """The name of each leaf of the loss scale."""
+        return list(self.update.scales) if self.update else []
+
+    @property
+    def scale_shapes(self) -> list[Any]:
+        """The shape of each leaf of the loss scale."""
+        return [] if self.settings.scaling is None else list(shapes_of(self.settings.scaling.birth()))
+
+    @property
     def devices(self) -> list[Device]:
-        """The device of each leaf of a state: parameters, optimizer, model state."""
-        return [self.settings.placement[name.stage] for name in (*self.params, *self.opts, *self.states)]
+        """The device of each leaf of a state: parameters, optimizer, model state, loss scale."""
+        return [self.settings.placement[name.stage] for name in (*self.params, *self.opts, *self.states, *self.scales)]
 
     def settle(self, variables: tuple[Any, ...], batch: Any, key: Any) -> None:
         """Decide the layout at these shapes, and place the optimizer; nothing to do if they are those of the last time.
@@ -141,7 +154,9 @@ class Engine:
         if self.optimizer is not None:
             job = preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
-            update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, frozen)
+            states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
+            options = (frozen, self.settings.scaling, states if self.settings.scaling else ())
+            update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, *options)
         self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
         self._drafts.clear()
         self._plans.clear()
@@ -157,6 +172,11 @@ class Engine:
         assert self.update is not None
         draft = draft_birth(self.update, self.settings.placement)
         return execute(draft.finish(self.preparer.programs, self.params, self.opts), params)
+
+    def scale_birth(self) -> list[Any]:
+        """Make the loss scale, on its owner."""
+        leaves = [] if self.settings.scaling is None else self.settings.scaling.birth()
+        return [put(leaf, self.settings.placement[name.stage]) for leaf, name in zip(leaves, self.scales, strict=True)]
 
     def plan(
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
@@ -185,18 +205,21 @@ class Engine:
         loss = Name(job.loss_stage, Ref(Role.LOSS))
         aux = _aux_names(job)
         states = [state_name(stage, leaf, len(job.sizes)) for leaf, stage in enumerate(job.state_owner)]
-        inputs, results = self.params, []
+        inputs, results = [*self.params, *self.states], states
         if kind == "grads":
-            results = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+            inputs += self.scales
+            results = [*(grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)), *states]
             draft_zeros(draft, job, range(len(self.owner)))
         elif kind == "update":
             assert self.update is not None
-            inputs += self.opts
+            inputs = [*self.params, *self.opts, *self.states, *self.scales]
             draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.preparer.frozen])
-            results = draft_update(draft, self.update, self.settings.placement, loss, donate=donate)
-        inputs += [*self.states, *(Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch)))]
+            made = draft_update(draft, self.update, self.settings.placement, loss, states, donate=donate)
+            split = len(self.owner) + len(self.opts)
+            results = [*made[:split], *([] if self.settings.scaling else states), *made[split:]]
+        inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
-        return Drafted(draft, job, inputs, [loss, *aux, *states, *results], len(aux))
+        return Drafted(draft, job, inputs, [loss, *aux, *results], len(aux))
 
     def run(
         self,
@@ -214,7 +237,8 @@ class Engine:
 
         Args:
             kind: ``update``, ``grads`` or ``forward``.
-            leaves: of the state, on their owners: parameters, optimizer, model state. Only ``update`` reads the optimizer's.
+            leaves: of the state, on their owners: parameters, optimizer, model state, loss scale. Only ``update`` reads the
+                optimizer's.
             batch: the whole batch.
             key: or None.
             loss_fn: another loss, for ``forward``.
@@ -225,17 +249,22 @@ class Engine:
         plan, drafted = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         keys = [] if key is None else [jax.random.key_data(key) if typed else private(key)]
+        num_params, num_opts, num_states = len(self.owner), len(self.opts), len(self.states)
         if kind != "update":
-            leaves = [*leaves[: len(self.owner)], *leaves[len(leaves) - len(self.states) :]]
+            rest = leaves[num_params + num_opts :]
+            leaves = [*leaves[:num_params], *(rest if kind == "grads" else rest[:num_states])]
         arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]
-        loss, *rest = execute(plan, arguments, observer)
-        aux = drafted.job.cuts[0].loss.aux_tree.unflatten(rest[: drafted.num_aux])
-        num_aux, num_states = drafted.num_aux, len(self.states)
-        states, results = rest[num_aux : num_aux + num_states], rest[num_aux + num_states :]
+        loss, *found = execute(plan, arguments, observer)
+        aux = drafted.job.cuts[0].loss.aux_tree.unflatten(found[: drafted.num_aux])
+        results = found[drafted.num_aux :]
         if kind != "update":
-            return Outcome(loss, aux, results, states)
-        count = len(self.owner) + len(self.opts)
-        return Outcome(loss, aux, [*results[:count], *states], states, results[count], results[count + 1 :])
+            split = len(results) - num_states
+            return Outcome(loss, aux, results[:split], results[split:])
+        count = len(leaves)
+        states = results[num_params + num_opts :][:num_states]
+        *finite, norm = results[count : count + 1 + bool(self.scales)]
+        squares = results[count + 1 + len(finite) :]
+        return Outcome(loss, aux, results[:count], states, norm, finite[0] if finite else None, squares)
 
 
 def _shapes(batch: Any, key: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 
-__all__ = ["Job", "grad_name", "local_name", "param_name", "state_name"]
+__all__ = ["Job", "grad_name", "local_name", "param_name", "scale_name", "state_name"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Job:
         params: shape of each parameter leaf.
         state: shape of each model state leaf.
         state_owner: the stage that keeps each model state leaf between steps.
+        scale_stage: the stage that keeps the loss scale between steps.
         batch: shape of each leaf of the whole batch.
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
@@ -46,6 +47,7 @@ class Job:
     params: tuple[Any, ...]
     state: tuple[Any, ...]
     state_owner: tuple[int, ...]
+    scale_stage: int
     batch: tuple[Any, ...]
     key: Any
     implementation: str | None
@@ -59,7 +61,7 @@ class Job:
     @cached_property
     def loss_stage(self) -> int:
         """The stage that computes the loss."""
-        places = {code.index for cut in self.cuts for code in cut.stages if Ref(Role.LOSS) in code.forward.outputs}
+        places = {cut.loss_stage for cut in self.cuts}
         assert len(places) == 1, "microbatches of different sizes end on different stages"
         return places.pop()
 
@@ -143,6 +145,11 @@ def grad_name(stage: int, leaf: int) -> Name:
 def state_name(stage: int, leaf: int, microbatch: int = 0) -> Name:
     """A model state leaf as a microbatch finds it."""
     return Name(stage, Ref(Role.STATE, leaf), microbatch)
+
+
+def scale_name(stage: int, leaf: int) -> Name:
+    """A leaf of the loss scale."""
+    return Name(stage, Ref(Role.LOSS_SCALE, leaf))
 
 
 def local_name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxpp.runtime.begin import draft_begin
 from jaxpp.runtime.draft import HOST, Draft, Name
-from jaxpp.runtime.job import Job, grad_name, local_name, param_name, state_name
+from jaxpp.runtime.job import Job, grad_name, local_name, param_name, scale_name, state_name
 from jaxpp.runtime.model_state import Passing
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.microbatch import scale_dtype
@@ -50,6 +50,7 @@ def lower(job: Job, actions: Sequence[Action]) -> Draft:
     draft = Draft()
     draft.homes.update({param_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.owner)})
     draft.homes.update({state_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.state_owner)})
+    draft.homes.update({scale_name(job.scale_stage, k): job.placement[job.scale_stage] for k in range(2)})
     _feed(draft, job)
     chosen, zeros = job.choose(actions)
     for stage in sorted(range(job.num_stages), key=lambda s: s != job.loss_stage):
@@ -78,6 +79,8 @@ def _feed(draft: Draft, job: Job) -> None:
         for role in (Role.BATCH, Role.KEY):
             for k in job.read(stage, role):
                 feed(f"send {role} {k} to stage {stage}", Name(HOST, Ref(role, k)), Name(stage, Ref(role, k)))
+        for k in job.read(stage, Role.LOSS_SCALE):
+            feed(f"send loss scale to stage {stage}", scale_name(job.scale_stage, k), scale_name(stage, k))
         for leaf in job.read(stage, Role.PARAM):
             if job.owner[leaf] != stage:
                 path = job.cuts[0].loss.param_paths[leaf]

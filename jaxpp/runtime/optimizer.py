@@ -23,10 +23,11 @@ from jax.extend.core import Literal, Var
 
 from jaxpp.errors import OptimizerError
 from jaxpp.runtime.draft import Name
-from jaxpp.runtime.job import grad_name, param_name
+from jaxpp.runtime.job import grad_name, param_name, scale_name, state_name
+from jaxpp.runtime.loss_scale import Scaling
 from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import Ref, Role, shapes_of
 
 __all__ = ["HUB", "Color", "Update", "opt_name", "plan_update", "unread_gradients"]
 
@@ -50,14 +51,18 @@ class Update:
     """An optimizer's init and update, traced and placed.
 
     Attributes:
-        graph: inputs are gradient leaves, optimizer leaves, parameter leaves, the loss; outputs new parameter leaves, new
-            optimizer leaves, the norm of the gradient, and its square on each stage of ``watched``.
+        graph: inputs are gradient leaves, optimizer leaves, parameter leaves, the loss, and for a scaled loss the scale's leaves
+            and the model state before and after the step; outputs new parameter leaves, new optimizer leaves, for a scaled loss the
+            model state, the scale's leaves and whether all was finite, then the norm of the gradient, and its square on each stage
+            of ``watched``.
         birth: ``optimizer.init``: parameter leaves to optimizer leaves.
         tree: structure of the optimizer state.
         owner: the stage of each parameter leaf.
         opt_owner: the stage of each optimizer leaf.
         colors: the level and stage of each equation; None is repeated where needed.
         watched: the stages that own parameters which are not frozen.
+        state_owner: the stage of each model state leaf, if the loss is scaled.
+        loss_stage: the stage that has the loss, and its scale.
     """
 
     graph: Graph
@@ -67,6 +72,14 @@ class Update:
     opt_owner: tuple[int, ...]
     colors: tuple[Color | None, ...]
     watched: tuple[int, ...]
+    scaling: Scaling | None
+    state_owner: tuple[int, ...]
+    loss_stage: int
+
+    @property
+    def scales(self) -> tuple[Name, ...]:
+        """The names of the loss scale's leaves."""
+        return () if self.scaling is None else (scale_name(self.loss_stage, 0), scale_name(self.loss_stage, 1))
 
     @property
     def num_params(self) -> int:
@@ -76,13 +89,18 @@ class Update:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The stage of each result."""
-        return (*self.owner, *self.opt_owner, HUB, *self.watched)
+        scaled = () if self.scaling is None else (*self.state_owner, self.loss_stage, self.loss_stage, HUB)
+        return (*self.owner, *self.opt_owner, *scaled, HUB, *self.watched)
 
-    def names(self, loss: Name) -> list[Name]:
-        """The names of the inputs, each on its owner."""
+    def names(self, loss: Name, states: Sequence[Name]) -> list[Name]:
+        """The names of the inputs, each on its owner; ``states`` are those of the new model state."""
         grads = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(self.opt_owner)]
-        return [*grads, *opts, *(param_name(stage, leaf) for leaf, stage in enumerate(self.owner)), loss]
+        params = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        scaled = []
+        if self.scaling is not None:
+            scaled = [*self.scales, *(state_name(stage, leaf) for leaf, stage in enumerate(self.state_owner)), *states]
+        return [*grads, *opts, *params, loss, *scaled]
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss: Any) -> frozenset[int]:
@@ -110,6 +128,8 @@ def plan_update(
     loss_stage: int,
     loss: Any,
     frozen: Collection[int] = (),
+    scaling: Scaling | None = None,
+    states: Sequence[tuple[int, Any]] = (),
 ) -> Update:
     """Trace an optimizer on a spread tree and place its equations.
 
@@ -120,6 +140,8 @@ def plan_update(
         loss_stage: the stage that has the loss.
         loss: shape of the loss.
         frozen: the leaves whose gradient it does not read; they are given none.
+        scaling: how the loss is scaled, if it is: then nothing changes where a gradient is not finite.
+        states: stage and shape of each model state leaf.
 
     Raises:
         OptimizerError: it calls the loss (a line search), or would move a large array between stages.
@@ -128,9 +150,17 @@ def plan_update(
     plain, opt_leaves, opt_tree = _flat_update(optimizer, params)
     wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in frozen})
 
-    def update(given: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
+    def update(
+        given: list[Any], opt: list[Any], params: list[Any], loss: Any, scale: list[Any], old: list[Any], new: list[Any]
+    ) -> list[Any]:
         made = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(given)]
-        results = plain(made, opt, params, loss)
+        if scaling is None:
+            results = plain(made, opt, params, loss)
+        else:
+            made, finite = scaling.unscale(made, scale)
+            pairs = zip((*plain(made, opt, params, loss), *new), (*params, *opt, *old), strict=True)
+            results = [jnp.where(finite, after, before) for after, before in pairs]
+            results += [*scaling.adjust(scale, finite), finite]
         free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in frozen]
         parts = [optax.tree.norm([grad for home, grad in free if home == stage], squared=True) for stage in wanted]
         return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(made), *parts)]
@@ -138,13 +168,16 @@ def plan_update(
     def birth(params: list[Any]) -> list[Any]:
         return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
 
-    graph = _trace_update(update, leaves, opt_leaves, leaves, loss)
+    scale = [] if scaling is None else shapes_of(scaling.birth())
+    stages, shapes = tuple(stage for stage, _ in states), [shape for _, shape in states]
+    graph = _trace_update(update, leaves, opt_leaves, leaves, loss, scale, shapes, shapes)
     born, _ = trace(birth, leaves)
-    placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), loss_stage)
+    homes = (*owner, *(loss_stage for _ in (loss, *scale)), *stages, *stages)
+    placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), homes)
     placer.own(_born_with(born, owner))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     colors = placer.color(paths)
-    return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors, tuple(wanted))
+    return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors, tuple(wanted), scaling, stages, loss_stage)
 
 
 def _flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
@@ -197,13 +230,13 @@ def _size(atom: Any) -> int:
 class _Placer:
     """Finds the owner of every optimizer leaf, then the level and stage of every equation."""
 
-    def __init__(self, graph: Graph, num_params: int, num_opt: int, owner: tuple[int, ...], loss_stage: int):
+    def __init__(self, graph: Graph, num_params: int, num_opt: int, owner: tuple[int, ...], homes: tuple[int, ...]):
+        """``homes`` are the stages of the inputs after the gradients and the optimizer leaves."""
         self.graph = graph
         inputs = graph.inputs
         self.opt = inputs[num_params : num_params + num_opt]
         self.stage: dict[Var, int] = dict(zip(inputs[:num_params], owner, strict=True))
-        self.stage |= dict(zip(inputs[num_params + num_opt : -1], owner, strict=True))
-        self.stage[inputs[-1]] = loss_stage
+        self.stage |= dict(zip(inputs[num_params + num_opt :], homes, strict=True))
 
     def own(self, born: Sequence[int | None]) -> None:
         """Follow the dataflow: a leaf goes to the stage of the first owned value it is combined with."""

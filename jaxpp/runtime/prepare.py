@@ -71,6 +71,7 @@ class Layout:
         reducers: of the aux leaves that are not averaged.
         packs: the small gradients that each stage sums as one vector.
         state_owner: the stage of each model state leaf.
+        loss_stage: the stage that computes the loss, and keeps its scale if it has one.
     """
 
     variables: tuple[Any, ...]
@@ -80,6 +81,7 @@ class Layout:
     reducers: Mapping[int, Reducer]
     packs: tuple[tuple[Pack, ...], ...]
     state_owner: tuple[int, ...]
+    loss_stage: int
 
     @property
     def params(self) -> Any:
@@ -101,6 +103,10 @@ class Preparer:
         self.layout: Layout | None = None
         self.frozen = frozenset[int]()
         self._cuts: dict[Any, CutLoss] = {}
+
+    @property
+    def _scaled_by(self) -> int | None:
+        return None if self.settings.scaling is None else self.settings.scaling.scale
 
     def share(self, other: "Preparer") -> None:
         """Take over the layout, the cuts and the compiled programs of another preparer of the same loss."""
@@ -142,9 +148,9 @@ class Preparer:
         spine = _spine(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
-        first = cut(loss, cuts, owner, reducers=reducers, remat=settings.remat, severed=settings.severed)
+        first = cut(loss, cuts, owner, reducers=reducers, remat=settings.remat, severed=settings.severed, scaled_by=self._scaled_by)
         packs = tuple(code.packs for code in first.stages)
-        self.layout = Layout(variables, owner, spine, cuts, reducers, packs, first.state_home)
+        self.layout = Layout(variables, owner, spine, cuts, reducers, packs, first.state_home, first.loss_stage)
         self._cuts.clear()
         self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
         return self.layout
@@ -196,7 +202,7 @@ class Preparer:
             own = loss_fn is settings.loss_fn
             reducers = layout.reducers if own else self._reducers(loss, loss_fn, layout.variables, microbatch, key)
             options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
-            options |= {"state_owner": layout.state_owner}
+            options |= {"state_owner": layout.state_owner, "scaled_by": self._scaled_by}
             self._cuts[cache_key] = cut(loss, cuts, layout.owner, reducers=reducers, **options)
         return self._cuts[cache_key]
 
@@ -224,6 +230,7 @@ class Preparer:
             params=tuple(jax.tree.leaves(layout.params)),
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,
+            scale_stage=layout.loss_stage,
             batch=tuple(jax.tree.leaves(batch)),
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxpp.errors import ArgumentError, ScheduleError
+from jaxpp.runtime.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.placement import Placement, place, pool
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -34,6 +35,7 @@ class Settings:
         severed: boundaries that carry no gradient.
         has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
         reducers: of aux leaves, by path.
+        scaling: of the loss, or None.
     """
 
     loss_fn: LossFn
@@ -46,6 +48,7 @@ class Settings:
     severed: frozenset[int] = frozenset()
     has_state: bool = False
     reducers: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Scaling | None = None
 
     @cached_property
     def placement(self) -> Placement:
@@ -67,6 +70,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     cut_gradient: Iterable[int] = (),
     has_state: bool = False,
     reduce_aux: Any = None,
+    loss_scale: Any = None,
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -87,7 +91,8 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     names = _cuts_of(cuts, num_stages)
     severed = _boundaries_of(cut_gradient, num_stages)
     policies = policies_of(remat, num_stages)
-    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state, check_reducers(reduce_aux))
+    reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
+    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state, reducers, scaling)
 
 
 def _check_counts(**counts: Any) -> None:

@@ -48,7 +48,9 @@ def draft_birth(update: Update, placement: Placement) -> Draft:
     return draft
 
 
-def draft_update(draft: Draft, update: Update, placement: Placement, loss: Name, *, donate: bool) -> list[Name]:
+def draft_update(
+    draft: Draft, update: Update, placement: Placement, loss: Name, states: Sequence[Name], *, donate: bool
+) -> list[Name]:
     """Add the update to a step.
 
     Args:
@@ -56,21 +58,22 @@ def draft_update(draft: Draft, update: Update, placement: Placement, loss: Name,
         update: what to run.
         placement: the device of each stage.
         loss: the name of the loss.
+        states: the names of the new model state leaves.
         donate: whether the old parameters and optimizer state give up their buffers.
 
     Returns:
-        the names of the new parameters, the new optimizer state, the gradient norm, and the trained stages' parts of its square.
+        the names of the graph's outputs.
     """
-    return _Drafter(draft, update, placement, loss, donate).run()
+    return _Drafter(draft, update, placement, update.names(loss, states), donate).run()
 
 
 class _Drafter:
     """Writes one line a stage and level, and the sends between them."""
 
-    def __init__(self, draft: Draft, update: Update, placement: Placement, loss: Name, donate: bool):
+    def __init__(self, draft: Draft, update: Update, placement: Placement, names: Sequence[Name], donate: bool):
         self.draft, self.update, self.placement, self.donate = draft, update, placement, donate
         graph = update.graph
-        self.source: dict[Var, Name] = dict(zip(graph.inputs, update.names(loss), strict=True))
+        self.source: dict[Var, Name] = dict(zip(graph.inputs, names, strict=True))
         draft.homes.update({name: placement[name.stage] for name in self.source.values()})
         self.result_color = self._result_colors()
         homes = {atom: self.result_color[k] for k, atom in enumerate(graph.outputs) if isinstance(atom, Var)}
@@ -185,7 +188,8 @@ class _Drafter:
         In that order each result takes over the buffer of its own old version; any other pairing costs copies.
         """
         graph, count = self.update.graph, self.update.num_params
-        old = [*graph.inputs[-1 - count : -1], *graph.inputs[count : -1 - count]]
+        split = count + len(self.update.opt_owner)
+        old = [*graph.inputs[split : split + count], *graph.inputs[count:split]]
         donated = []
         for var, chosen in zip(old, self.result_color, strict=False):
             readers = [other for other, piece in self.pieces.items() if var in piece.inputs]

@@ -11,7 +11,7 @@ from jaxpp.stages.graph import Piece, carve, variables
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts
-from jaxpp.stages.program import shapes_of
+from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.stages.reduce import Reducer
 from jaxpp.stages.stage import StageBuilder, StageCode
 from jaxpp.types import Policy
@@ -43,8 +43,13 @@ class CutLoss:
     state_home: tuple[int, ...]
     reducers: Mapping[int, Reducer]
 
+    @property
+    def loss_stage(self) -> int:
+        """The stage that computes the loss."""
+        return next(code.index for code in self.stages if Ref(Role.LOSS) in code.forward.outputs)
 
-def cut(
+
+def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     loss: TracedLoss,
     cuts: Cuts,
     owner: Sequence[int],
@@ -55,6 +60,7 @@ def cut(
     remat: Sequence[Policy | None] | None = None,
     severed: Collection[int] = (),
     state_owner: Sequence[int] | None = None,
+    scaled_by: int | None = None,
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
@@ -68,6 +74,7 @@ def cut(
         remat: for each stage the policy that says what its forward keeps; None, for a stage or for all, keeps everything.
         severed: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
         state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
+        scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -84,7 +91,8 @@ def cut(
     carried = tuple(
         tuple(t for t in peers if not any(made[v] <= b < t for b in severed)) for v, peers in zip(crossing, consumers, strict=True)
     )
-    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, frozenset(reducers or ()), packs, train)
+    rows = frozenset(reducers or ())
+    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by)
     policies = remat or (None,) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece((), (), ())), policies[k]) for k in range(len(ends)))
     return CutLoss(

@@ -34,6 +34,7 @@ class Role(enum.StrEnum):
     ROWS = "rows"
     OPT = "opt"
     STATE = "state"
+    LOSS_SCALE = "loss_scale"
     VALUE = "value"
 
 

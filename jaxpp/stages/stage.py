@@ -80,6 +80,7 @@ class StageBuilder:
     rows: frozenset[int]
     packs: Sequence[tuple[Pack, ...]] | None
     train: bool
+    scaled_by: int | None
 
     def build(self, stage: int, piece: Piece, policy: Policy | None = None) -> StageCode:
         """The programs of the stage that runs ``piece``; ``policy`` says what its forward keeps, None: everything."""
@@ -100,7 +101,7 @@ class StageBuilder:
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(stage, self.carried, self.train)
-        programs = _Programs(traced, stage, self.rows, len(constants), policy)
+        programs = _Programs(traced, stage, self.rows, len(constants), policy, self.scaled_by)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -135,8 +136,17 @@ _HALVES = {"B": {_INPUT, _WEIGHT}, "I": {_INPUT}, "W": {_WEIGHT}}
 class _Programs:
     """Colours a traced stage and turns the pieces into programs."""
 
-    def __init__(self, traced: Traced, stage: int, rows: frozenset[int], num_constants: int, policy: Policy | None):
+    def __init__(
+        self,
+        traced: Traced,
+        stage: int,
+        rows: frozenset[int],
+        num_constants: int,
+        policy: Policy | None,
+        scaled_by: int | None,
+    ):
         self.traced = traced
+        self.scaled_by = scaled_by
         self.stage = stage
         self.rows = rows
         graph = traced.graph
@@ -233,7 +243,7 @@ class _Programs:
         for k, ref in totals:
             outputs[k] = ref
         avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
-        return self._accumulating(run, piece.inputs, outputs, added, avals)
+        return self._accumulating(run, piece.inputs, outputs, added, avals, [])
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -253,16 +263,18 @@ class _Programs:
         seeds = {graph.inputs[k] for k in traced.seeds}
         run = graph.function(piece.eqns, piece.inputs, [*(self.backward_atoms[k] for k in chosen), *kept])
         inputs = [var for var in piece.inputs if var not in seeds]
+        scaled = [Ref(Role.LOSS_SCALE, self.scaled_by)] if self.scaled_by is not None and len(inputs) < len(piece.inputs) else []
 
         def seeded(*args: Any) -> list[Any]:
+            seed = args[-1] if scaled else jnp.ones(())
             supply = iter(args)
-            return run(*(jnp.ones((), aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
+            return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
 
         outputs = [self._returned(traced.returned[k]) for k in chosen]
         added = [(k, ref) for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
         avals = [shapes_of([self.backward_atoms[chosen[k]]])[0] for k, _ in added]
         outputs += [self.refs[var] for var in kept]
-        return self._accumulating(seeded, inputs, outputs, added, avals, first=first)
+        return self._accumulating(seeded, inputs, outputs, added, avals, scaled, first=first)
 
     def _returned(self, ref: Ref) -> Ref:
         """What the backward returns for an input: the gradient of a parameter, the cotangent of an activation."""
@@ -278,13 +290,18 @@ class _Programs:
         outputs: Sequence[Ref],
         added: Sequence[tuple[int, Ref]],
         avals: Sequence[Any],
+        scaled: Sequence[Ref],
         *,
         first: bool = False,
     ) -> Program:
-        """A program whose results ``added`` are scaled, and added to what was there before unless they are the ``first``."""
+        """A program whose results ``added`` are weighted, and added to what was there before unless they are the ``first``.
+
+        ``scaled`` is the loss scale, where the program starts from one; ``run`` takes it last.
+        """
+        seed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled]
         if not added:
-            return self._program(run, inputs, outputs)
-        split = len(inputs)
+            return self._program(run, inputs, outputs, scaled, seed)
+        split = len(inputs) + len(scaled)
 
         def function(*args: Any) -> list[Any]:
             results = list(run(*args[:split]))
@@ -297,7 +314,7 @@ class _Programs:
 
         more = [] if first else [ref for _, ref in added]
         extra = [jax.ShapeDtypeStruct((), scale_dtype()), *([] if first else avals)]
-        return self._program(function, inputs, outputs, [Ref(Role.SCALE), *more], extra)
+        return self._program(function, inputs, outputs, [*scaled, Ref(Role.SCALE), *more], [*seed, *extra])
 
     def _program(
         self,

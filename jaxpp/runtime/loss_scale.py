@@ -1,0 +1,86 @@
+"""Dynamic loss scaling: small gradients of half-precision models are kept from vanishing, and overflows skip the step.
+
+The backward starts from ``scale`` instead of 1. Before the update the gradients are divided by it again; if any of any stage is not
+finite, nothing is updated anywhere and the scale is lowered, and after enough finite steps it is raised. The object that holds the
+scale is the user's: Flax's ``DynamicScale``, or any dataclass with its fields.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import ArgumentError
+
+__all__ = ["Scaling", "check_loss_scale"]
+
+_FIELDS = ("scale", "fin_steps", "growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
+
+
+def check_loss_scale(loss_scale: Any) -> "Scaling | None":
+    """How to scale, from the object that the user passed; None without one.
+
+    Raises:
+        ArgumentError: it lacks a field, or holds numbers that cannot scale.
+    """
+    if loss_scale is None:
+        return None
+    example: Any = loss_scale
+    known: Any = {name: getattr(loss_scale, name) for name in _FIELDS if hasattr(loss_scale, name)}
+    if isinstance(loss_scale, type) or not dataclasses.is_dataclass(loss_scale) or len(known) < len(_FIELDS):
+        rule = f"a loss scale is a dataclass with {', '.join(_FIELDS)}"
+        raise ArgumentError("loss_scale", rule, repr(loss_scale), "pass flax.training.dynamic_scale.DynamicScale()")
+    wanted = {"scale": known["scale"] > 0, "growth_factor": known["growth_factor"] >= 1}
+    wanted |= {"backoff_factor": 0 < known["backoff_factor"] <= 1, "growth_interval": known["growth_interval"] >= 1}
+    wrong = [f"{name}={known[name]!r}" for name, fine in wanted.items() if not fine]
+    if wrong:
+        rule = "a loss scale is positive, grows by a factor of at least 1 and falls by one of at most 1"
+        raise ArgumentError("loss_scale", rule, wrong, "pass for example DynamicScale(growth_interval=2000)")
+    marked: Any = dataclasses.replace(loss_scale, scale=0, fin_steps=1)
+    order = jax.tree.leaves(marked)
+    return Scaling(loss_scale, order.index(0), order.index(1))
+
+
+class Scaling(NamedTuple):
+    """How a loss is scaled.
+
+    Attributes:
+        example: the user's object, at the beginning.
+        scale: the number of the scale among its leaves.
+        fin_steps: the number of the count of finite steps since the last change.
+    """
+
+    example: Any
+    scale: int
+    fin_steps: int
+
+    def birth(self) -> list[jax.Array]:
+        """The leaves at the beginning."""
+        scale, fin_steps = jnp.asarray(self.example.scale, jnp.float32), jnp.asarray(self.example.fin_steps, int)
+        values = {self.scale: scale, self.fin_steps: fin_steps}
+        return [values[k] for k in sorted(values)]
+
+    def unscale(self, grads: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+        """The gradients divided by the scale, and whether all of them are finite."""
+        scale, finite = leaves[self.scale], jnp.asarray(True)
+        for grad in grads:
+            finite &= jnp.isfinite(_divided(grad, scale)).all()
+        late = jnp.where(finite, scale, 1.0)  # so that the update waits for the verdict, and runs as one program a stage
+        return [_divided(grad, late).astype(grad.dtype) for grad in grads], finite
+
+    def adjust(self, leaves: Sequence[Any], finite: Any) -> list[Any]:
+        """The leaves after a step."""
+        scale, count, rule = leaves[self.scale], leaves[self.fin_steps], self.example
+        grow = count == rule.growth_interval
+        raised = jnp.where(grow, jnp.minimum(scale * rule.growth_factor, jnp.finfo(jnp.float32).max), scale)
+        lowered = scale * rule.backoff_factor
+        lowered = lowered if rule.minimum_scale is None else jnp.maximum(lowered, rule.minimum_scale)
+        new = {self.scale: jnp.where(finite, raised, lowered), self.fin_steps: jnp.where(grow | ~finite, 0, count + 1)}
+        return [new[k].astype(leaf.dtype) for k, leaf in enumerate(leaves)]
+
+
+def _divided(grad: Any, scale: Any) -> Any:
+    wide = jnp.promote_types(grad.dtype, jnp.float32)
+    return grad.astype(wide) / scale.astype(wide)
