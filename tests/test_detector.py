@@ -153,4 +153,4 @@ def test_verify_is_no_step():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)
     state = pipe.init(case.params, case.batch)
     pipe.verify(state, case.batch)
-    assert pipe._detector._num_steps == 0
+    assert pipe._ready.detector._num_steps == 0

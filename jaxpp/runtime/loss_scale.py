@@ -27,7 +27,7 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
     """
     if loss_scale is None:
         return None
-    example: Any = loss_scale
+    example: Any = loss_scale  # the check below narrows the other name
     known: Any = {name: getattr(loss_scale, name) for name in _FIELDS if hasattr(loss_scale, name)}
     if isinstance(loss_scale, type) or not dataclasses.is_dataclass(loss_scale) or len(known) < len(_FIELDS):
         rule = f"a loss scale is a dataclass with {', '.join(_FIELDS)}"
@@ -38,7 +38,7 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
     if wrong:
         rule = "a loss scale is positive, grows by a factor of at least 1 and falls by one of at most 1"
         raise ArgumentError("loss_scale", rule, wrong, "pass for example DynamicScale(growth_interval=2000)")
-    marked: Any = dataclasses.replace(loss_scale, scale=0, fin_steps=1)
+    marked: Any = dataclasses.replace(example, scale=0, fin_steps=1)
     order = jax.tree.leaves(marked)
     return Scaling(loss_scale, order.index(0), order.index(1))
 
