@@ -57,7 +57,9 @@ def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
 def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
     cut = preparer.cut_for(preparer.settings.loss_fn, avals_of(batch), key, train=True)
     code = cut.stages[stage]
-    values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(jax.tree.leaves(params))}
+    assert preparer.layout is not None
+    leaves = jax.tree.leaves(preparer.layout.slicing.of(params))
+    values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(leaves)}
     values |= {Ref(Role.BATCH, k): leaf for k, leaf in enumerate(jax.tree.leaves(batch))}
     values |= {Ref(Role.CONSTANT, k): value for k, value in enumerate(code.constants)}
     values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}

@@ -13,6 +13,7 @@ from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule.base import Schedule
+from jaxpp.stages.stack import assembled
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
 
 __all__ = ["value_and_grad"]
@@ -92,12 +93,14 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         leaves, tree = jax.tree.flatten(params)
         _refuse_tracers((params, batch, key))
         layout = engine.preparer.layout
-        if layout is None or not same_shapes(layout.variables, (params,)):
+        if layout is None or not same_shapes(layout.given, (params,)):
             engine.settle((params,), batch, key)
         engine.plan("grads", batch, key)
-        outcome = engine.run("grads", bring(leaves, engine.devices), batch, key)
+        held = engine.sliced(params)
+        outcome = engine.run("grads", bring(jax.tree.leaves(held), engine.devices), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
-        grads = tree.unflatten(bring(outcome.leaves, homes))
+        made = assembled(jax.tree.structure(held).unflatten(outcome.leaves))
+        grads = tree.unflatten(bring(jax.tree.leaves(made), homes))
         loss, aux = jax.tree.map(lambda leaf: bring([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads
 

@@ -207,6 +207,8 @@ class Pipeline:
             key, batch = args
             graph, shapes = trace_init(init_or_params, key)
             self._open(shapes, batch, key)
+            if engine.slicing.any:
+                graph, _ = trace_init(lambda key: engine.sliced(init_or_params(key)), key)
             leaves = engine.birth(graph, key)
         else:
             if len(args) != 1:
@@ -214,7 +216,7 @@ class Pipeline:
             (batch,) = args
             self._open(init_or_params, batch, jax.random.key(0))
             names = (*engine.params, *engine.states)
-            pairs = zip(jax.tree.leaves(init_or_params), names, strict=True)
+            pairs = zip(jax.tree.leaves(engine.sliced(init_or_params)), names, strict=True)
             leaves = [put(leaf, engine.settings.placement[name.stage]) for leaf, name in pairs]
         made, count = self._opened("init").states, len(engine.params)
         return made.wrap([*leaves[:count], *engine.opt_birth(leaves[:count]), *leaves[count:], *engine.scale_birth()])
@@ -296,11 +298,12 @@ class Pipeline:
                 f"cut_gradient={sorted(self._engine.settings.severed)}",
                 "make a pipeline without cut_gradient",
             )
-        leaves = self._opened("verify").states.unwrap(state)
+        states = self._opened("verify").states
+        leaves = states.unwrap(state)
         found = self._engine.run("grads", leaves, batch, key)
         verify_grads(self._engine, state, batch, key, found)
         stepped = self._engine.run("update", leaves, batch, key, donate=False)
-        verify_update(self._engine, state, found, stepped)
+        verify_update(self._engine, state, found, states.wrap(stepped.leaves))
 
     def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
         """Memory of a step before the first one, from shapes alone; and what to change if it does not fit.
@@ -328,7 +331,7 @@ class Pipeline:
             key = jax.random.key(0) if key is None else key
         if layout is None:
             self._open(params_or_shapes, batch, key)
-        elif not same_shapes(layout.variables, variables_of(engine.settings, params_or_shapes)):
+        elif not same_shapes(layout.given, variables_of(engine.settings, params_or_shapes)):
             engine = Engine(engine.settings, engine.optimizer)
             engine.settle(variables_of(engine.settings, params_or_shapes), batch, key)
         return forecast(engine, batch, key, room)

@@ -9,15 +9,27 @@ import jax
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.prepare import avals_of
-from jaxpp.runtime.transfer import bring, put
+from jaxpp.runtime.transfer import apart, bring, put, spread
 from jaxpp.stages.loss import describe
+from jaxpp.stages.stack import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.types import Array, Device
 
 __all__ = ["Metrics", "State", "States"]
 
 
-class State(NamedTuple):
+class _Parts(NamedTuple):
+    params: Any
+    opt_state: Any
+    model_state: Any = ()
+    loss_scale: Any = ()
+
+
+class State(_Parts):
     """What training changes: ordinary trees whose leaves live on the stages that own them.
+
+    Where a loop over layers is cut, the stacked leaves are arrays sharded over the stages' devices. If that cannot be (the slices
+    differ in size, or share a device), the state holds the slices, and reading ``params`` or ``opt_state`` puts them together on
+    the host.
 
     Attributes:
         params: the user's parameter tree.
@@ -26,10 +38,17 @@ class State(NamedTuple):
         loss_scale: the object passed as ``loss_scale``, as the steps have changed it; ``()`` without one.
     """
 
-    params: Any
-    opt_state: Any
-    model_state: Any = ()
-    loss_scale: Any = ()
+    __slots__ = ()
+
+    @property
+    def params(self) -> Any:
+        """The user's parameter tree."""
+        return assembled(self[0])
+
+    @property
+    def opt_state(self) -> Any:
+        """The optax state for the whole of it."""
+        return assembled(self[1])
 
 
 @jax.tree_util.register_dataclass
@@ -58,20 +77,32 @@ class States:
     """Makes states of a pipeline's flat leaves, and takes them apart again.
 
     Args:
-        trees: the structure of each part of a state.
+        trees: the structure of each part of a state, as it is held.
         shapes: shape and dtype of each leaf.
         devices: where each leaf lives.
     """
 
     def __init__(self, trees: State, shapes: Sequence[Any], devices: Sequence[Device]):
         self._trees, self._shapes, self._devices = trees, tuple(shapes), tuple(devices)
+        self._sliced = any(isinstance(node, Slices) for node in self._nodes(shapes))
+        self._whole = list(map(whole_shape, self._nodes(shapes)))
         self._last: list[Any] = []
+
+    def _fill(self, leaves: Sequence[Any]) -> State:
+        supply = iter(leaves)
+        return State(*(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees))
+
+    def _nodes(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, those that are slices of one together."""
+        return jax.tree.leaves(self._fill(leaves), is_leaf=is_slices)
 
     def wrap(self, leaves: Sequence[Any]) -> State:
         """The state that has these leaves, each on its owner."""
-        self._last = [weakref.ref(leaf) for leaf in leaves]
-        supply = iter(leaves)
-        return State(*(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees))
+        state = self._fill(leaves)
+        if self._sliced:
+            state = joined(state, spread)
+        self._last = list(map(weakref.ref, jax.tree.leaves(state) if self._sliced else leaves))
+        return state
 
     def unwrap(self, state: Any) -> list[Any]:
         """The leaves of a state, each on its owner.
@@ -82,8 +113,10 @@ class States:
         leaves = jax.tree.leaves(state)
         mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
         if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
-            return leaves
-        _check_state(state, self._trees, self._shapes)
+            return self._held(state) if self._sliced else leaves
+        whole = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
+        _check_state(state, whole, self._whole)
+        leaves = self._held(state)
         placed, seen = bring(leaves, self._devices), set()
         for k, leaf in enumerate(leaves):
             if id(leaf) in seen:  # one array in two places: each needs a buffer of its own to give up
@@ -91,20 +124,38 @@ class States:
             seen.add(id(leaf))
         return placed
 
+    def _held(self, state: State) -> list[Any]:
+        """The leaves of a state, stacked ones as slices."""
+        pairs = zip(jax.tree.leaves(state, is_leaf=is_slices), self._nodes(self._shapes), strict=True)
+        return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
 
-def _check_state(state: Any, trees: State, expected: Sequence[Any]) -> None:
+
+def _parts(leaf: Any, node: Slices) -> Sequence[Any]:
+    """The slices of a leaf that was made by ``spread``, or is whole."""
+    if isinstance(leaf, Slices) and leaf.sizes == node.sizes:
+        return leaf.parts
+    if isinstance(leaf, Slices):
+        leaf = assembled(leaf)
+    found = apart(leaf) if isinstance(leaf, jax.Array) else ()
+    if tuple(part.shape[0] for part in found) == node.sizes:
+        return found
+    return [leaf[a:b] for a, b in rows(node.sizes)]
+
+
+def _check_state(state: Any, tree: Any, expected: Sequence[Any]) -> None:
     """Refuse a state that a step cannot start from.
 
     Args:
         state: what the user passed.
-        trees: the structures of its trees.
+        tree: the structure of a state, its leaves whole.
         expected: shape and dtype of each leaf.
 
     Raises:
         StateError: it has other trees or other leaves, or was consumed.
     """
     where = "state"
-    if not isinstance(state, State) or tuple(map(jax.tree.structure, state)) != tuple(trees):
+    shapes = joined(state, whole_shape) if isinstance(state, State) else None
+    if jax.tree.structure(shapes) != tree:
         raise StateError(
             where,
             "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with",
@@ -122,7 +173,7 @@ def _check_state(state: Any, trees: State, expected: Sequence[Any]) -> None:
         )
     wrong = [
         f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
-        for (path, leaf), aval in zip(jax.tree_util.tree_leaves_with_path(avals_of(state)), expected, strict=True)
+        for (path, leaf), aval in zip(jax.tree_util.tree_leaves_with_path(avals_of(shapes)), expected, strict=True)
         if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
     ]
     if wrong:

@@ -18,6 +18,7 @@ from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
 from jaxpp.stages.reduce import Reducer
+from jaxpp.stages.stack import assembled
 from jaxpp.state import State
 from jaxpp.types import Batch, Key, LossFn, Params
 
@@ -161,7 +162,7 @@ def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, fo
     config, layout = engine.settings, engine.preparer.layout
     assert layout is not None
     traced = engine.preparer.job(batch, key).cuts[0].loss
-    spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
+    spread = assembled(jax.tree.structure(layout.params).unflatten(found.leaves))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers}
     params, old, batch, key = gather((state.params, state.model_state, batch, key))
@@ -173,18 +174,23 @@ def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, fo
     compare("loss", found.loss, loss, coarsest=coarsest)
     compare("aux", found.aux, aux, coarsest=coarsest)
     floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
-    computed = [jnp.zeros_like(leaf) if k in traced.frozen else leaf for k, leaf in enumerate(jax.tree.leaves(grads))]
+    frozen = set(traced.frozen)
+    computed = [
+        jnp.zeros_like(leaf) if frozen.issuperset(layout.slicing.leaves([k])) else leaf
+        for k, leaf in enumerate(jax.tree.leaves(grads))
+    ]
     compare("grads", spread, jax.tree.unflatten(jax.tree.structure(grads), computed), floor=floor, coarsest=coarsest)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
 
 
-def verify_update(engine: Engine, state: State, found: Outcome, stepped: Outcome) -> None:
+def verify_update(engine: Engine, state: State, found: Outcome, stepped: State) -> None:
     """Compare an updated state with what plain optax makes of the pipeline's gradients.
 
     Raises:
         VerifyError: naming the first leaf that differs.
     """
-    assert engine.optimizer is not None
+    layout = engine.preparer.layout
+    assert engine.optimizer is not None and layout is not None
     optimizer, scaling = optax.with_extra_args_support(engine.optimizer), engine.settings.scaling
 
     @jax.jit
@@ -199,10 +205,11 @@ def verify_update(engine: Engine, state: State, found: Outcome, stepped: Outcome
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state._replace(loss_scale=()))
         return new._replace(loss_scale=tree.unflatten(scale))
 
-    spread = jax.tree.unflatten(jax.tree.structure(state.params), found.leaves)
+    grads = assembled(jax.tree.structure(layout.params).unflatten(found.leaves))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    wanted = update(*gather((spread, state, model_state, found.loss)))
-    compare("", jax.tree.unflatten(jax.tree.structure(state), stepped.leaves), wanted)
+    whole = State(state.params, state.opt_state, state.model_state, state.loss_scale)
+    wanted = update(*gather((grads, whole, model_state, found.loss)))
+    compare("", State(stepped.params, stepped.opt_state, stepped.model_state, stepped.loss_scale), wanted)
 
 
 def _inexact(dtype: Any) -> bool:

@@ -93,7 +93,7 @@ def _tried(engine: Engine, settings: Settings, batch: Any, key: Any) -> Engine:
     layout = engine.preparer.layout
     assert layout is not None
     other = Engine(settings, engine.optimizer)
-    other.settle(layout.variables, batch, key)
+    other.settle(layout.given, batch, key)
     return other
 
 

@@ -14,6 +14,7 @@ import optax
 
 from jaxpp.runtime.birth import draft_params
 from jaxpp.runtime.draft import HOST, Draft, Name
+from jaxpp.runtime.elementwise import check_sliced
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.job import Job, grad_name, param_name, state_name
 from jaxpp.runtime.lower import draft_zeros, forward_actions, lower
@@ -27,6 +28,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.stack import Slicing
 from jaxpp.stages.tracing import check_arrays, check_floating
 from jaxpp.types import Device, LossFn
 
@@ -132,6 +134,16 @@ class Engine:
         """The device of each leaf of a state: parameters, optimizer, model state, loss scale."""
         return [self.settings.placement[name.stage] for name in (*self.params, *self.opts, *self.states, *self.scales)]
 
+    @property
+    def slicing(self) -> Slicing:
+        """Which parameter leaves are held as slices."""
+        assert self.preparer.layout is not None
+        return self.preparer.layout.slicing
+
+    def sliced(self, made: Any) -> Any:
+        """What init was given or made, as it is held."""
+        return (self.slicing.of(made[0]), made[1]) if self.settings.has_state else self.slicing.of(made)
+
     def settle(self, variables: tuple[Any, ...], batch: Any, key: Any) -> None:
         """Decide the layout at these shapes, and place the optimizer; nothing to do if they are those of the last time.
 
@@ -141,7 +153,7 @@ class Engine:
             key: or None.
         """
         known, params = self.preparer.layout, variables[0]
-        if known is not None and same_shapes(known.variables, variables) and self._settled == _shapes(batch, key):
+        if known is not None and same_shapes(known.given, variables) and self._settled == _shapes(batch, key):
             return
         check_key(key)
         check_floating(jax.tree_util.tree_leaves_with_path(params))
@@ -154,6 +166,7 @@ class Engine:
         if self.optimizer is not None:
             job = preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
+            check_sliced(self.optimizer, layout.given[0], layout.params, layout.slicing)
             states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
             options = (frozen, self.settings.scaling, states if self.settings.scaling else ())
             update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, *options)

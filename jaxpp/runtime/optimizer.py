@@ -29,7 +29,7 @@ from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
 from jaxpp.stages.program import Ref, Role, shapes_of
 
-__all__ = ["HUB", "Color", "Update", "opt_name", "plan_update", "unread_gradients"]
+__all__ = ["HUB", "Color", "Update", "flat_update", "opt_name", "plan_update", "trace_update", "unread_gradients"]
 
 HUB = 0
 """The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
@@ -114,9 +114,9 @@ def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss:
     Raises:
         OptimizerError: it calls the loss (a line search).
     """
-    update, opt_leaves, _ = _flat_update(optimizer, params)
+    update, opt_leaves, _ = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
-    graph = _trace_update(update, leaves, opt_leaves, leaves, loss)
+    graph = trace_update(update, leaves, opt_leaves, leaves, loss)
     results = set(variables(graph.outputs))
     return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if results.isdisjoint(descendants(graph, [var])))
 
@@ -147,7 +147,7 @@ def plan_update(
         OptimizerError: it calls the loss (a line search), or would move a large array between stages.
     """
     leaves, tree = jax.tree.flatten(params)
-    plain, opt_leaves, opt_tree = _flat_update(optimizer, params)
+    plain, opt_leaves, opt_tree = flat_update(optimizer, params)
     wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in frozen})
 
     def update(
@@ -170,7 +170,7 @@ def plan_update(
 
     scale = [] if scaling is None else shapes_of(scaling.birth())
     stages, shapes = tuple(stage for stage, _ in states), [shape for _, shape in states]
-    graph = _trace_update(update, leaves, opt_leaves, leaves, loss, scale, shapes, shapes)
+    graph = trace_update(update, leaves, opt_leaves, leaves, loss, scale, shapes, shapes)
     born, _ = trace(birth, leaves)
     homes = (*owner, *(loss_stage for _ in (loss, *scale)), *stages, *stages)
     placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), homes)
@@ -180,7 +180,7 @@ def plan_update(
     return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors, tuple(wanted), scaling, stages, loss_stage)
 
 
-def _flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
+def flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
     """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state."""
     tree = jax.tree.structure(params)
     opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
@@ -194,7 +194,12 @@ def _flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[
     return update, opt_leaves, opt_tree
 
 
-def _trace_update(update: Callable[..., list[Any]], *shapes: Any) -> Graph:
+def trace_update(update: Callable[..., list[Any]], *shapes: Any) -> Graph:
+    """Trace an update.
+
+    Raises:
+        OptimizerError: it calls the loss (a line search).
+    """
     try:
         return trace(update, *shapes)[0]
     except TypeError as error:

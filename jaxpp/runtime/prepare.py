@@ -5,6 +5,7 @@ batch, an evaluation loss) is traced again at its own shapes and cut so that the
 by shape, so a shape is compiled once.
 """
 
+import bisect
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
+from jaxpp.stages.scans import slices_between
+from jaxpp.stages.stack import Slicing, concatenated, joined
 from jaxpp.stages.tracing import key_implementation, trace_loss
 from jaxpp.types import LossFn
 
@@ -64,7 +67,9 @@ class Layout:
     """What the first batch decided.
 
     Attributes:
-        variables: the tree of parameter shapes, and after it that of model state shapes, if the loss has any.
+        given: the tree of parameter shapes, and after it that of model state shapes, if the loss has any.
+        slicing: which parameter leaves are held as slices.
+        variables: the trees as they are held.
         owner: the stage of each parameter leaf.
         spine: the primitives of the spine it was cut on.
         cuts: where.
@@ -74,6 +79,8 @@ class Layout:
         loss_stage: the stage that computes the loss, and keeps its scale if it has one.
     """
 
+    given: tuple[Any, ...]
+    slicing: Slicing
     variables: tuple[Any, ...]
     owner: tuple[int, ...]
     spine: tuple[str, ...]
@@ -85,7 +92,7 @@ class Layout:
 
     @property
     def params(self) -> Any:
-        """The tree of parameter shapes."""
+        """The tree of parameter shapes, as it is held."""
         return self.variables[0]
 
     @property
@@ -133,6 +140,9 @@ class Preparer:
             key: or None.
             frozen: the parameter leaves whose gradient nobody wants.
 
+        Returns:
+            the layout; where a loop over layers is cut, it has more parameter leaves than were given.
+
         Raises:
             CutError: too many stages for this loss, or cuts that are not there.
             LossError, BatchError: as for every trace.
@@ -140,26 +150,40 @@ class Preparer:
         settings = self.settings
         num_stages = settings.schedule.num_stages
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
-        variables = tuple(map(avals_of, variables))
+        given = tuple(map(avals_of, variables))
         microbatch = _resized(avals_of(batch), size)
         self.frozen = frozen
-        loss = self._trace(settings.loss_fn, variables, microbatch, key, settings.has_aux)
+        loss = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
         cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
+        slicing, variables = Slicing(), given
+        if loss.layers:
+            slicing = Slicing(slices_between(loss.params, loss.layers, _stages_of(loss, cuts)))
+            variables = (slicing.of(given[0]), *given[1:])
+            self.frozen = frozenset(slicing.leaves(frozen))
+            loss = self._trace(settings.loss_fn, variables, microbatch, key)
+            cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
         spine = _spine(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
         first = cut(loss, cuts, owner, reducers=reducers, remat=settings.remat, severed=settings.severed, scaled_by=self._scaled_by)
         packs = tuple(code.packs for code in first.stages)
-        self.layout = Layout(variables, owner, spine, cuts, reducers, packs, first.state_home, first.loss_stage)
+        self.layout = Layout(given, slicing, variables, owner, spine, cuts, reducers, packs, first.state_home, first.loss_stage)
         self._cuts.clear()
         self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
         return self.layout
 
     def _trace(
-        self, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any, has_aux: bool, train: bool = True
+        self,
+        loss_fn: LossFn,
+        variables: Sequence[Any],
+        microbatch: Any,
+        key: Any,
+        *,
+        train: bool = True,
+        singly: bool = False,
     ) -> TracedLoss:
         params, *state = variables
-        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen}
+        options = {"has_aux": self.settings.has_aux, "differentiable": train, "frozen": self.frozen, "singly": singly}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
     def _reducers(
@@ -176,7 +200,8 @@ class Preparer:
         rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
         if not rows:
             return frozenset()
-        args = (*variables, _resized(microbatch, 2 * size), *([] if key is None else [key]))
+        whole = jax.eval_shape(lambda params: joined(params, concatenated), variables[0])
+        args = (whole, *variables[1:], _resized(microbatch, 2 * size), *([] if key is None else [key]))
         try:
             _, aux = jax.eval_shape(loss_fn, *args)
         except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
@@ -196,7 +221,7 @@ class Preparer:
         assert layout is not None
         cache_key = self._cache_key(loss_fn, microbatch, key, train)
         if cache_key not in self._cuts:
-            loss = self._trace(loss_fn, layout.variables, microbatch, key, settings.has_aux, train)
+            loss = self._trace(loss_fn, layout.variables, microbatch, key, train=train)
             same = _spine(loss) == layout.spine
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, layout.state_owner, train=train)
             own = loss_fn is settings.loss_fn
@@ -240,6 +265,12 @@ class Preparer:
 
 def _spine(loss: TracedLoss) -> tuple[str, ...]:
     return tuple(loss.graph.eqns[i].primitive.name for i in loss.spine)
+
+
+def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int]:
+    """The stage of each part of a loop over layers."""
+    position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
+    return [bisect.bisect_right(cuts, position[layer.result]) for layer in loss.layers]
 
 
 def _resized(batch: Any, size: int) -> Any:

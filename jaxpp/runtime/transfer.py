@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpp.stages.stack import Slices
 from jaxpp.types import Array, Device
 
-__all__ = ["bring", "gather", "private", "put", "sender"]
+__all__ = ["apart", "bring", "gather", "private", "put", "sender", "spread"]
 
 
 def sender(device: Device) -> Callable[[Any], tuple[Array]]:
@@ -54,6 +56,22 @@ def gather(tree: Any, device: Device | None = None) -> Any:
     """
     device = jax.devices()[0] if device is None else device
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
+
+
+def spread(node: Slices) -> Any:
+    """Slices of equal size on different devices as one array sharded over these, sharing their buffers; others as they are."""
+    devices = [next(iter(part.devices())) for part in node.parts]
+    if len(set(node.sizes)) > 1 or len(set(devices)) < len(devices):
+        return node
+    sharding = NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
+    shape = (sum(node.sizes), *node.parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(node.parts))
+
+
+def apart(leaf: Array) -> list[Array]:
+    """The slices of an array made by ``spread``, in order, sharing its buffers."""
+    shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0 if shard.index else 0)
+    return [shard.data for shard in shards]
 
 
 def bring(leaves: Sequence[Any], homes: Sequence[Any]) -> list[Array]:

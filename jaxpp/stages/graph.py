@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-__all__ = ["Graph", "Piece", "aval_of", "carve", "descendants", "inline_remat", "trace", "variables"]
+__all__ = ["Graph", "Piece", "aval_of", "carve", "descendants", "inline_remat", "live", "trace", "variables"]
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = frozenset({"checkpoint", "remat", "remat2"})
@@ -96,7 +96,7 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Graph, Any]:
     flat.add(closed.jaxpr, "")
     outputs = tuple(flat.resolve(atom) for atom in closed.jaxpr.outvars)
     graph = Graph(tuple(flat.eqns), tuple(flat.names), tuple(closed.jaxpr.invars), outputs, constants)
-    return _without_dead_code(graph), shapes
+    return live(graph), shapes
 
 
 def inline_remat(graph: Graph) -> tuple[Graph, Callable[[Callable[..., Any]], Callable[..., Any]] | None]:
@@ -119,7 +119,7 @@ def inline_remat(graph: Graph) -> tuple[Graph, Callable[[Callable[..., Any]], Ca
         constants=flat.constants,
     )
     policy, prevent_cse = remat[0].params["policy"], remat[0].params["prevent_cse"]
-    return _without_dead_code(opened), lambda f: jax.checkpoint(f, policy=policy, prevent_cse=prevent_cse)
+    return live(opened), lambda f: jax.checkpoint(f, policy=policy, prevent_cse=prevent_cse)
 
 
 class _Flattener:
@@ -158,14 +158,15 @@ class _Flattener:
             self._renamed.update({out: self.resolve(atom) for out, atom in zip(eqn.outvars, inner.outvars, strict=True)})
 
 
-def _without_dead_code(graph: Graph) -> Graph:
-    live = set(variables(graph.outputs))
+def live(graph: Graph) -> Graph:
+    """The graph without the equations whose results nobody needs."""
+    needed = set(variables(graph.outputs))
     keep: list[int] = []
     for i in reversed(range(len(graph.eqns))):
         eqn = graph.eqns[i]
-        if eqn.effects or not live.isdisjoint(eqn.outvars):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
             keep.append(i)
-            live.update(variables(eqn.invars))
+            needed.update(variables(eqn.invars))
     keep.reverse()
     return replace(graph, eqns=tuple(graph.eqns[i] for i in keep), names=tuple(graph.names[i] for i in keep))
 

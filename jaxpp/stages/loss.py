@@ -24,6 +24,7 @@ from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
+from jaxpp.stages.scans import Layers
 
 __all__ = ["CHEAP", "LAYOUT", "TracedLoss", "cheap_values", "describe", "path_name"]
 
@@ -59,6 +60,7 @@ class TracedLoss:
         aux_tree: the structure of aux.
         remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
         frozen: the parameter leaves whose gradient nobody wants.
+        layers: what loops over layers were split into.
     """
 
     graph: Graph
@@ -68,6 +70,7 @@ class TracedLoss:
     aux_tree: Any
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     frozen: frozenset[int] = frozenset()
+    layers: tuple[Layers, ...] = ()
 
     @cached_property
     def params(self) -> tuple[Var, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.loss import TracedLoss
+from jaxpp.stages.scans import same_layer
 
 __all__ = ["Cuts", "align", "balance", "owners", "resolve"]
 
@@ -229,7 +230,7 @@ def _untidiness(loss: TracedLoss) -> list[int]:
 
 
 def _components(name: str) -> str:
-    return f"/{name.strip('/')}/"
+    return f"/{same_layer(name).strip('/')}/"
 
 
 def _place(loss: TracedLoss, name: str) -> int | None:

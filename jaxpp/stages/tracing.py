@@ -11,6 +11,8 @@ from jax.extend.core import Literal
 from jaxpp.errors import LossError, ParamsError
 from jaxpp.stages.graph import inline_remat, trace
 from jaxpp.stages.loss import TracedLoss, describe, path_name
+from jaxpp.stages.scans import split_scans
+from jaxpp.stages.stack import concatenated, joined
 from jaxpp.types import LossFn
 
 __all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]
@@ -26,6 +28,7 @@ def trace_loss(
     model_state: Any = None,
     differentiable: bool = True,
     frozen: frozenset[int] = frozenset(),
+    singly: bool = False,
 ) -> TracedLoss:
     """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
 
@@ -39,6 +42,7 @@ def trace_loss(
             ``(loss, (new_model_state, aux))``.
         differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
         frozen: the parameter leaves whose gradient nobody wants.
+        singly: whether every layer of a loop over layers becomes an equation of its own.
 
     Raises:
         LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
@@ -52,7 +56,7 @@ def trace_loss(
 
     def flat(leaves: list[Any], state: list[Any], batch_leaves: list[Any], keys: list[Any]) -> tuple[Any, list[Any]]:
         states = () if model_state is None else (state_tree.unflatten(state),)
-        args = (param_tree.unflatten(leaves), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
+        args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
         loss, aux = _check_result(loss_fn(*args), has_aux or model_state is not None)
         new = []
         if model_state is not None:
@@ -70,8 +74,9 @@ def trace_loss(
             error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
         raise
     graph, remat = inline_remat(graph)
+    graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], singly=singly)
     paths = [tuple(path_name(path) for path, _ in leaves) for leaves in (param_leaves, state_leaves)]
-    traced = TracedLoss(graph, paths[0], paths[1], len(batch_leaves), aux_trees[-1], remat, frozen)
+    traced = TracedLoss(graph, paths[0], paths[1], len(batch_leaves), aux_trees[-1], remat, frozen, layers)
     loss = graph.outputs[0]
     if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
         raise LossError(

@@ -1,0 +1,126 @@
+"""Parameters stacked over layers, held as slices.
+
+A model that scans over its layers has one array for all of them, ``[layers, ...]``. When the loop is cut, each stage owns the rows
+of its own layers. Inside jaxpp such a leaf is a ``Slices`` node with one leaf a stage; the user's tree has the whole array.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+__all__ = [
+    "Slices",
+    "Slicing",
+    "assembled",
+    "assembled_shapes",
+    "concatenated",
+    "is_slices",
+    "joined",
+    "rows",
+    "whole_shape",
+]
+
+
+class _Rows(NamedTuple):
+    """The tree path of one slice: ``[0:3]``."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}:{self.stop}]"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Slices:
+    """A stacked leaf as slices of its first axis, in order; a node of the tree."""
+
+    def __init__(self, parts: Sequence[Any], sizes: Sequence[int]):
+        self.parts, self.sizes = tuple(parts), tuple(sizes)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """The parts, each under the rows that it holds."""
+        return [(_Rows(a, b), part) for (a, b), part in zip(rows(self.sizes), self.parts, strict=True)], self.sizes
+
+    @classmethod
+    def tree_unflatten(cls, sizes: Sequence[int], parts: Sequence[Any]) -> "Slices":
+        """The node of these parts."""
+        return cls(parts, sizes)
+
+
+def rows(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each slice begins and ends."""
+    ends = list(itertools.accumulate(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def joined(tree: Any, join: Callable[[Slices], Any]) -> Any:
+    """The tree with every ``Slices`` node replaced by what ``join`` makes of it."""
+    return jax.tree.map(lambda leaf: join(leaf) if isinstance(leaf, Slices) else leaf, tree, is_leaf=is_slices)
+
+
+def assembled(tree: Any) -> Any:
+    """The user's tree: whole arrays instead of slices, put together on the host; the tree itself if it has none."""
+    if not any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices))):
+        return tree
+    return joined(tree, lambda node: np.concatenate([np.asarray(jax.device_get(part)) for part in node.parts]))
+
+
+def assembled_shapes(tree: Any) -> Any:
+    """Likewise of shapes."""
+    return joined(tree, whole_shape)
+
+
+def whole_shape(node: Any) -> Any:
+    """The shape of a leaf that is held as slices; of any other, itself."""
+    if not isinstance(node, Slices):
+        return node
+    return jax.ShapeDtypeStruct((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
+
+
+def is_slices(node: Any) -> bool:
+    """Whether a node of a tree is a leaf held as slices."""
+    return isinstance(node, Slices)
+
+
+class Slicing(NamedTuple):
+    """Which leaves of the parameters are held as slices.
+
+    Attributes:
+        sizes: for each leaf of the user's tree the rows of each slice; empty for one that is not sliced.
+    """
+
+    sizes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def any(self) -> bool:
+        """Whether any leaf is."""
+        return any(self.sizes)
+
+    def leaves(self, leaves: Iterable[int]) -> list[int]:
+        """The numbers of leaves of the user's tree as those of the sliced one."""
+        counts = [max(1, len(sizes)) for sizes in self.sizes]
+        firsts = list(itertools.accumulate(counts, initial=0))
+        return [firsts[leaf] + k for leaf in leaves for k in range(counts[leaf])]
+
+    def of(self, params: Any) -> Any:
+        """The parameters with these leaves sliced: arrays, traced ones, or shapes; leaves that are slices already stay."""
+        if not self.any:
+            return params
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_slices)
+        pairs = zip(leaves, self.sizes, strict=True)
+        return tree.unflatten(_sliced(leaf, sizes) if sizes and not is_slices(leaf) else leaf for leaf, sizes in pairs)
+
+
+def _sliced(leaf: Any, sizes: Sequence[int]) -> Slices:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return Slices([jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in sizes], sizes)
+    return Slices([leaf[a:b] for a, b in rows(sizes)], sizes)
+
+
+def concatenated(node: Slices) -> jax.Array:
+    """The whole leaf, in a traced function."""
+    return jax.lax.concatenate(node.parts, 0)
