@@ -2,8 +2,8 @@
 
 It may if it treats every row by itself: an elementwise update does, and so does a norm over all parameters, to which the slices
 add up. One that takes a norm of each parameter (lamb), or factors it (adafactor), or tells parameters apart by the last key of
-their path, does not, and is refused. To find out, the update is traced on the user's tree and on the sliced one, and what happens to the
-leaf and to each of its slices is compared.
+their path, does not, and is refused. To find out, the update is traced on the user's tree and on the sliced one, and what happens
+to the leaf and to each of its slices is compared.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["coarsest_dtype", "count_bytes", "count_flops"]
+__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops"]
+
+LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
+"""Operations that only say how a value is laid out; the compiler folds them away."""
+CHEAP = LAYOUT | frozenset(
+    "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
+    "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
+    "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
+    "random_clone square".split()
+)
+"""Operations that cost less to do again than their result costs to send."""
 
 _FREE = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice concatenate convert_element_type iota copy pad "

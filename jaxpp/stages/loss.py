@@ -22,21 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.cost import CHEAP, count_bytes, count_flops
 from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
 from jaxpp.stages.scans import Layers
 
-__all__ = ["CHEAP", "LAYOUT", "TracedLoss", "cheap_values", "describe", "path_name"]
-
-LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
-"""Operations that only say how a value is laid out; the compiler folds them away."""
-CHEAP = LAYOUT | frozenset(
-    "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
-    "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
-    "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
-    "random_clone square".split()
-)
-"""Operations that cost less to do again than their result costs to send."""
+__all__ = ["TracedLoss", "cheap_values", "describe", "path_name"]
 
 
 def describe(aval: Any) -> str:

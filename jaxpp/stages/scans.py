@@ -8,7 +8,7 @@ where the slices end (``split_scans``).
 import itertools
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Atom, Graph, aval_of, live, variables
+from jaxpp.stages.hoist import hoist
 
 __all__ = ["Layers", "same_layer", "slices_between", "split_scans"]
 
@@ -48,13 +49,11 @@ def split_scans(graph: Graph, params: Sequence[Var], *, singly: bool = False) ->
         singly: whether every layer becomes an equation; else a loop is split where the slices of its parameters end.
 
     Returns:
-        the graph, and what the loops were split into.
+        the graph, and what the loops were split into; casts of stacked parameters are taken out of their loops.
     """
     splitter = _Splitter(frozenset(params), singly)
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
         splitter.add(eqn, name)
-    if not splitter.layers:
-        return graph, ()
     outputs = tuple(splitter.resolve(atom) for atom in graph.outputs)
     split = replace(graph, eqns=tuple(splitter.eqns), names=tuple(splitter.names), outputs=outputs)
     return live(split), tuple(splitter.layers)
@@ -103,11 +102,12 @@ class _Splitter:
         if len(bounds) > 2:
             self._split(eqn, name, bounds)
         else:
-            self._emit(eqn, name)
+            self._emit(eqn, name, self._stacked(eqn) if bounds else ())
 
-    def _emit(self, eqn: JaxprEqn, name: str) -> None:
-        self.eqns.append(eqn)
-        self.names.append(name)
+    def _emit(self, eqn: JaxprEqn, name: str, stacked: Collection[Any] = ()) -> None:
+        early, eqn = hoist(eqn, stacked) if stacked else ([], eqn)
+        self.eqns += [*early, eqn]
+        self.names += [name] * (len(early) + 1)
 
     def _bounds(self, eqn: JaxprEqn) -> list[int]:
         """The layers before which the loop is split, with its ends."""
@@ -127,14 +127,16 @@ class _Splitter:
         carry: list[Any] = list(eqn.invars[num_consts : num_consts + num_carry])
         pieces: dict[int, list[Var]] = {}
         spans = list(itertools.pairwise(bounds))
-        label = "/".join(filter(None, (name, _inner_name(eqn))))
+        loop, *inside = (_inner_name(eqn) or "scan").split("/")
         for start, stop in reversed(spans) if eqn.params["reverse"] else spans:
-            inside = f"{label}[{start}:{stop}]" if stop - start > 1 else f"{label}[{start}]"
-            inputs = [self._rows(atom, start, stop, inside) for atom in stacked]
+            rows = f"{loop}[{start}:{stop}]" if stop - start > 1 else f"{loop}[{start}]"
+            label = "/".join(filter(None, (name, rows, *inside)))
+            inputs = [self._rows(atom, start, stop, label) for atom in stacked]
             outs = [_like(var, None) for var in eqn.outvars[:num_carry]]
             outs += [_like(var, stop - start) for var in eqn.outvars[num_carry:]]
             params = eqn.params | {"length": stop - start}
-            self._emit(eqn.replace(invars=[*consts, *carry, *inputs], outvars=outs, params=params), inside)
+            mine = [atom for atom, whole in zip(inputs, stacked, strict=True) if whole in self._stacked(eqn)]
+            self._emit(eqn.replace(invars=[*consts, *carry, *inputs], outvars=outs, params=params), label, mine)
             self.layers.append(Layers(outs[0], self._loops, self._stacked(eqn), start, stop))
             carry, pieces[start] = outs[:num_carry], outs[num_carry:]
         self._loops += 1

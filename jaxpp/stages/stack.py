@@ -102,6 +102,8 @@ class Slicing(NamedTuple):
 
     def leaves(self, leaves: Iterable[int]) -> list[int]:
         """The numbers of leaves of the user's tree as those of the sliced one."""
+        if not self.any:
+            return list(leaves)
         counts = [max(1, len(sizes)) for sizes in self.sizes]
         firsts = list(itertools.accumulate(counts, initial=0))
         return [firsts[leaf] + k for leaf in leaves for k in range(counts[leaf])]

@@ -23,9 +23,9 @@ import numpy as np
 from jax.extend.core import Var
 
 from jaxpp.errors import ArgumentError
-from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
 from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, variables
-from jaxpp.stages.loss import CHEAP, LAYOUT, TracedLoss, cheap_values
+from jaxpp.stages.loss import TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
