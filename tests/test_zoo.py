@@ -84,8 +84,8 @@ def unet_case(dtype):
     return Case(loss_fn, filled(model.init, jax.random.key(0), clean)["params"], clean, jax.random.key(1))
 
 
-def seq2seq_case(dtype):
-    model = Seq2Seq(vocab_size=16, max_length=6, width=8, depth=2, num_heads=2, dropout=0.0, param_dtype=dtype)
+def seq2seq_case(dtype, depth=1):
+    model = Seq2Seq(vocab_size=16, max_length=6, width=8, depth=depth, num_heads=2, dropout=0.0, param_dtype=dtype)
     batch = {"source": padded(5, 5), "target": padded(6, 6)}
 
     def loss_fn(params, batch):
@@ -125,11 +125,12 @@ CASES = {
     "seq2seq": seq2seq_case,
     "nnx_gpt": nnx_gpt_case,
 }
+DEEPER = {"deep seq2seq": lambda dtype: seq2seq_case(dtype, depth=2)}
 
 
 def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        case = CASES[model](dtype)
+        case = (CASES | DEEPER)[model](dtype)
         has_state = case.model_state is not None
         start = (case.params, case.model_state) if has_state else (case.params,)
         options = {"weight": case.weight} | ({"model_state": case.model_state} if has_state else {})
@@ -182,7 +183,7 @@ def test_every_schedule_equals_the_oracle(model, dtype, stages):
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("model", [*CASES, *DEEPER])
 def test_the_full_grid_equals_the_oracle(model, dtype, stages, microbatches):
     check(model, dtype, stages, microbatches)
 

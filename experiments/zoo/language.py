@@ -96,7 +96,9 @@ def seq2seq(size: int, seed: int) -> Case:
     return Case("a line's capital letters", loss_fn, loss_fn, init, *batches, rate=3e-3, weight=num_real)
 
 
-def _next_byte(size: int, seed: int, loss_fn: Any, eval_loss: Any, init: Any, **options: bool) -> Case:
+def _next_byte(
+    size: int, seed: int, loss_fn: Any, eval_loss: Any, init: Any, *, takes_key: bool = False, has_state: bool = False
+) -> Case:
     data = corpus()
     return Case(
         "the next byte",
@@ -106,5 +108,6 @@ def _next_byte(size: int, seed: int, loss_fn: Any, eval_loss: Any, init: Any, **
         lambda step: text.batch(data.train, LENGTH, size, seed, step),
         text.held_out_batches(data.held_out, LENGTH, size, HELD_OUT_BATCHES),
         rate=3e-3,
-        **options,
+        takes_key=takes_key,
+        has_state=has_state,
     )

@@ -16,7 +16,6 @@ from experiments.devices import ensure_devices
 from experiments.zoo import images, language
 from experiments.zoo.train import Row, train
 from jaxpp.errors import JaxppError
-from jaxpp.schedule.draw import align
 from jaxpp.schedule.registry import make_for_stages
 
 __all__ = ["CASES", "Config", "ConfigError", "Result", "main", "run", "table"]
@@ -139,11 +138,12 @@ def run(config: Config) -> Result:
 
 def table(result: Result) -> str:
     """The result as text: a row a model."""
-    cells = [["model", "learns", "params", "stages", "what crosses, from > to", "held-out loss", "equals the oracle"]]
+    cells = [["model", "learns", "params", "stages", "held-out loss", "equals the oracle", "what crosses, from > to"]]
     for row in result.rows:
         losses = f"{row.before:.3f} -> {row.after:.3f}"
-        cells.append([row.model, row.task, f"{row.num_params:,}", str(row.num_stages), row.crossings, losses, "yes"])
-    return "\n".join(align(cells))
+        cells.append([row.model, row.task, f"{row.num_params:,}", str(row.num_stages), losses, "yes", row.crossings])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
 def main() -> None:
