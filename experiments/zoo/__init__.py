@@ -1,0 +1,1 @@
+"""Does it work on any model, unedited? See README.md beside this file."""

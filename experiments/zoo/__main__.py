@@ -1,0 +1,5 @@
+"""``python -m experiments.zoo``."""
+
+from experiments.zoo.main import main
+
+main()

@@ -1,0 +1,155 @@
+"""The zoo: its table and line of JSON, its data, and what it refuses."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from experiments.zoo import main as module
+from experiments.zoo.data import LENGTH, PAD, START, digits, held_out_batches, lines, sampler
+from experiments.zoo.main import CASES, Config, ConfigError, main, run, table
+from experiments.zoo.train import crossings
+from jaxpp.errors import JaxppError, VerifyError
+
+TINY = Config(models=("mlp", "resnet"), stages=2, microbatches=2, batch=16, steps=12)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run(TINY)
+
+
+def test_each_model_learns_something_and_has_a_row(result):
+    assert [(row.model, row.num_stages) for row in result.rows] == [("mlp", 2), ("resnet", 2)]
+    for row in result.rows:
+        assert row.after < row.before
+        assert row.num_params > 1000
+    head, *rows = table(result).splitlines()
+    assert head.split("  ")[0] == "model"
+    for line, row in zip(rows, result.rows, strict=True):
+        assert line.split()[0] == row.model
+        assert f"{row.before:.3f} -> {row.after:.3f}" in line
+        assert line.endswith(row.crossings)
+
+
+def test_the_line_of_json_has_everything_but_the_tables_of_stages(result):
+    found = json.loads(result.to_json())
+    assert found["config"]["steps"] == TINY.steps
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["rows"][0]["after"] == result.rows[0].after
+    assert "stages" not in found["rows"][0]
+
+
+def test_the_command_prints_both_and_writes_the_line(monkeypatch, capsys, tmp_path, result):
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
+    monkeypatch.setattr(sys, "argv", f"zoo --models mlp --json {path}".split())
+    main()
+    *rows, line = capsys.readouterr().out.splitlines()
+    assert "\n".join(rows) == table(result)
+    assert json.loads(line) == json.loads(path.read_text())
+
+
+def test_there_is_a_task_for_every_model():
+    assert set(CASES) == {path.stem for path in pathlib.Path(models.__file__).parent.glob("*.py")} - {"__init__"}
+
+
+def test_every_case_is_a_loss_of_the_form_it_says():
+    for name, make in CASES.items():
+        case = make(4, 0)
+        start = jax.eval_shape(case.init, jax.random.key(0))
+        leading = start if case.has_state else (start,)
+        keys = [jax.random.key(0)] if case.takes_key else []
+        for found in (
+            jax.eval_shape(case.loss_fn, *leading, case.batch(0), *keys),
+            jax.eval_shape(case.eval_loss, *leading, case.held_out[0]),
+        ):
+            loss, (state, _) = found if case.has_state else (found, (None, {}))
+            assert (loss.shape, loss.dtype) == ((), "float32"), name
+            assert state is None or jax.tree.structure(state) == jax.tree.structure(leading[1])
+
+
+def test_digits_are_images_from_0_to_1_and_no_image_is_in_both_parts():
+    train, held_out = digits()
+    assert train["image"].shape[1:] == (8, 8, 1) == held_out["image"].shape[1:]
+    assert len(train["image"]) + len(held_out["image"]) == 1797
+    assert train["image"].min() == 0 and train["image"].max() == 1
+    assert set(held_out["label"]) == set(range(10))
+
+
+def test_a_source_is_its_target_in_small_letters():
+    for part in lines():
+        source, target = part["source"][:50], part["target"][:50]
+        assert source.shape == (50, LENGTH) and target.shape == (50, LENGTH + 1)
+        assert (target[:, 0] == START).all()
+        for small, line in zip(source, target[:, 1:], strict=True):
+            written = bytes(line[line != PAD].astype("uint8"))
+            assert bytes(small[small != PAD].astype("uint8")) == written.lower() != written
+
+
+def test_batches_depend_on_the_seed_and_the_step_alone():
+    batch, same, other = (sampler(np.arange(100), 8, seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(batch(3), same(3))
+    assert (batch(3) != batch(4)).any() and (batch(3) != other(3)).any()
+    held_out = held_out_batches(np.arange(100), 8)
+    assert held_out[0][0] == 0 and held_out[-1][-1] == 99
+
+
+def test_what_crosses_is_listed_shape_by_shape():
+    sends = [("f32[8,64] to 1", "i32[8] to 1, 2"), ("f32[8,64] to 2",), ()]
+    assert crossings(sends) == "f32[8,64] 0>1 1>2, i32[8] 0>1 0>2"
+    assert crossings([()]) == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": ("mlp", "cnn")}, "--models cnn: there is no such model. Fix: pass some of mlp, "),
+        ({"stages": 0, "steps": -1}, "--stages 0, --steps -1: counts start at 1. Fix: "),
+        ({"batch": 3, "microbatches": 4}, "--batch 3 --microbatches 4: each microbatch needs an example. Fix: "),
+        ({"seed": -1}, "--seed -1: seeds start at 0. Fix: "),
+    ],
+)
+def test_a_config_that_makes_no_run_is_refused_in_one_line(options, message):
+    with pytest.raises(ConfigError) as caught:
+        Config(**options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--json missing/results.jsonl", "zoo: --json missing/results.jsonl: cannot be written (No such file or directory). Fix: "),
+        ("--schedule 2f2b", "zoo: schedule '2f2b': the schedules are "),
+        ("--schedule zb-v --stages 3", "zoo: schedule='zb-v': zb-v runs 2 stages on each rank"),
+    ],
+)
+def test_the_command_refuses_before_anything_is_compiled(monkeypatch, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "train", None)
+    monkeypatch.setattr(sys, "argv", ["zoo", *words.split()])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert str(caught.value).startswith(message)
+
+
+def test_too_many_stages_name_the_model():
+    with pytest.raises(JaxppError, match="a loss that can be cut into") as caught:
+        run(dataclasses.replace(TINY, models=("mlp",), stages=200))
+    assert caught.value.__notes__ == ["This was the model mlp."]
+
+
+def test_a_step_that_does_not_equal_the_oracle_ends_the_run(monkeypatch):
+    def differs(*args):
+        raise VerifyError("verify", "it differs", "1", "look")
+
+    monkeypatch.setattr("jaxpp.Pipeline.verify", differs)
+    with pytest.raises(VerifyError) as caught:
+        run(dataclasses.replace(TINY, models=("mlp",), steps=1))
+    assert caught.value.__notes__ == ["This was the model mlp."]
