@@ -59,6 +59,8 @@ class Pipeline:
             then learn nothing, but for parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
             microbatch hands to the next, in order, without a gradient.
+        balance: what stages have equally much of: ``"flops"``, counted, or ``"time"``: the stages are measured once, on zeros, and
+            the loss is cut again.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16: backwards start from its scale, and a gradient that is
             not finite, on any stage, skips the step on all of them and lowers it. ``state.loss_scale`` holds it from then on.
 
@@ -97,6 +99,7 @@ class Pipeline:
         has_state: bool = False,
         reduce_aux: ReduceAux = None,
         loss_scale: Any = None,
+        balance: str = "flops",
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -119,6 +122,7 @@ class Pipeline:
             has_state=has_state,
             reduce_aux=reduce_aux,
             loss_scale=loss_scale,
+            balance=balance,
         )
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()

@@ -35,7 +35,39 @@ def nearly_nothing(params, batch):
     return jnp.sum(batch["x"] * params["a"][0, 0])
 
 
+def giant(params, batch):
+    x = jax.lax.fori_loop(0, 9, lambda _, x: jnp.tanh(x @ params["a"]), jnp.tanh(batch["x"]))
+    return jnp.mean((x @ params["b"] - batch["y"]) ** 2)
+
+
+def ordered(params, batch):
+    jax.debug.print("{x}", x=batch["x"].sum(), ordered=True)
+    return loss_fn(params, batch)
+
+
 CASES = {
+    "one giant equation": (
+        lambda: grad(giant),
+        CutError,
+        "one equation of it cannot",
+        "a scan in the loss: 9",
+        "it reads a",
+        "loop over layers with lax.scan over their stacked parameters",
+    ),
+    "ordered effects": (
+        lambda: grad(ordered),
+        LossError,
+        "side effects have no order among each other",
+        "debug_print in the loss",
+        "leave out ordered=True",
+    ),
+    "a key for a loss without one": (
+        lambda: jaxpp.value_and_grad(loss_fn, num_stages=2)(PARAMS, BATCH, jax.random.key(0)),
+        ArgumentError,
+        "a key is for a loss that takes one",
+        "a key, and loss_fn(params, batch)",
+        "leave it out",
+    ),
     "no stages": (lambda: grad(num_stages=0), ArgumentError, "counts are whole numbers of at least 1", "num_stages=0"),
     "half a stage": (lambda: grad(num_stages=1.5), ArgumentError, "counts are whole numbers", "num_stages=1.5"),
     "no microbatches": (lambda: grad(num_microbatches=0), ArgumentError, "counts are whole numbers", "num_microbatches=0"),
@@ -128,13 +160,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_refused_in_the_template_before_any_device_work(name, monkeypatch):
-    call, kind, rule, detail = CASES[name]
+    call, kind, rule, *details = CASES[name]
     monkeypatch.setattr("jaxpp.runtime.programs.Programs.compile", pytest.fail)
     with pytest.raises(kind) as error:
         call()
     text = str(error.value)
     assert rule in text
-    assert detail in text
+    assert all(detail in text for detail in details), text
     first, got, *rest = text.splitlines()
     assert ": " in first
     assert first.endswith(".")

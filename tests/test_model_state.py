@@ -169,7 +169,11 @@ def returning(new):
             ["keep their shapes and types", "model_state['n']: f32[3] becomes f32[2]", "give new values the old shape"],
         ),
         (lambda s, b: ({"n": s["n"].astype(int)}, {}), LossError, ["model_state['n']: f32[3] becomes i32[3]", "astype(old.dtype)"]),
-        (lambda s, b: ({"n": s["n"], "m": s["n"]}, {}), LossError, ["is a tree like the old one", "return every leaf"]),
+        (
+            lambda s, b: ({"n": s["n"], "m": s["n"]}, {}),
+            LossError,
+            ["is a tree like the old one", "with a new ['m']", "return every leaf"],
+        ),
         (lambda s, b: s, LossError, ["it returns (loss, (new_model_state, aux))", "(loss, dict)", "aux may be {}"]),
         (lambda s, b: (s, {}, 1), LossError, ["a tuple of 3"]),
     ],

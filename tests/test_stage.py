@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxpp
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cut import cut
 from jaxpp.stages.graph import descendants, trace
@@ -190,3 +191,46 @@ def test_one_parameter_may_serve_two_stages():
     (embedding,) = [k for k, path in enumerate(found.loss.param_paths) if path == "embed/embedding"]
     assert [embedding in code.params for code in found.stages] == [True, False, False, True]
     assert np.unique(owners(found.loss, found.cuts)).tolist() == [0, 1, 2, 3]
+
+
+def test_without_names_in_the_equations_parameters_say_where_a_stage_is():
+    def loss_fn(params, x):
+        for layer in params["blocks"]:
+            x = jnp.einsum("bi,ij->bj", jnp.tanh(x), layer["w"]["value"])  # einsum leaves a name of its own
+        return (x**2).mean()
+
+    params = {"blocks": [{"w": {"value": jnp.eye(8)}} for _ in range(4)]}
+    loss = trace_loss(loss_fn, params, jnp.ones((2, 8)), None, has_aux=False)
+    cuts = balance(loss, 2)
+    found = cut(loss, cuts, owners(loss, cuts))
+    assert [code.modules for code in found.stages] == [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
+    assert loss.param_paths == ("blocks/0/w", "blocks/1/w", "blocks/2/w", "blocks/3/w")
+    assert resolve(loss, ["blocks/2"]) == cuts
+
+
+def test_a_mask_of_tokens_is_made_again_where_it_is_read():
+    def loss_fn(params, tokens):
+        mask = (tokens != 0)[:, :, None]
+        x = jnp.zeros((*tokens.shape, 8)) + params["embed"][tokens]
+        for k in range(4):
+            x = jnp.tanh(x @ params[f"w{k}"]) * mask
+        return (x**2).mean()
+
+    params = {f"w{k}": jnp.eye(8) for k in range(4)} | {"embed": jnp.ones((9, 8))}
+    loss = trace_loss(loss_fn, params, jnp.ones((2, 6), int), None, has_aux=False)
+    cuts = balance(loss, 4)
+    found = cut(loss, cuts, owners(loss, cuts))
+    assert {aval.shape for aval in found.activations} == {(2, 6, 8)}
+    assert len(found.activations) == 3
+
+
+def test_debug_print_works_in_every_stage(capfd):
+    def loss_fn(params, x):
+        for k in range(2):
+            x = jnp.tanh(x @ params[k])
+            jax.debug.print("layer {k} {v}", k=k, v=x.shape[0])
+        return (x**2).mean()
+
+    jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=3)([jnp.eye(4)] * 2, jnp.ones((6, 4)))
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.splitlines()) == ["layer 0 2"] * 3 + ["layer 1 2"] * 3

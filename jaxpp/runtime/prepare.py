@@ -8,7 +8,7 @@ by shape, so a shape is compiled once.
 import bisect
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
 from jaxpp.runtime.job import Job
+from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.runtime.programs import Programs
 from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
@@ -121,15 +122,19 @@ class Preparer:
 
     def takes_key(self) -> bool:
         """Whether the loss has one more positional argument than params, model state and batch, without a default of its own."""
-        try:
-            parameters = inspect.signature(self.settings.loss_fn).parameters.values()
-        except (TypeError, ValueError):
-            return False
-        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
-            return True
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional, more = _positional(self.settings.loss_fn)
         before = 2 + self.settings.has_state
-        return len(positional) > before and positional[before].default in (inspect.Parameter.empty, None)
+        return more or (len(positional) > before and positional[before].default in (inspect.Parameter.empty, None))
+
+    def _check_taken(self, loss_fn: LossFn, key: Any) -> None:
+        """Refuse a key for a loss that takes none."""
+        positional, more = _positional(loss_fn)
+        if key is not None and not more and 0 < len(positional) <= 2 + self.settings.has_state:
+            names = ", ".join(parameter.name for parameter in positional)
+            got = f"a key, and {getattr(loss_fn, '__name__', 'loss_fn')}({names})"
+            raise ArgumentError(
+                "key", "a key is for a loss that takes one", got, "leave it out, or give the loss one more parameter"
+            )
 
     def settle(self, variables: Sequence[Any], batch: Any, key: Any, frozen: frozenset[int] = frozenset()) -> Layout:
         """Decide the layout at the shapes given.
@@ -148,29 +153,45 @@ class Preparer:
             LossError, BatchError: as for every trace.
         """
         settings = self.settings
-        num_stages = settings.schedule.num_stages
+        self._check_taken(settings.loss_fn, key)
         size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
         given = tuple(map(avals_of, variables))
         microbatch = _resized(avals_of(batch), size)
         self.frozen = frozen
-        loss = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
-        cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
+        singly = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
+        self.layout, first = self._lay_out(singly, given, microbatch, key, frozen)
+        if settings.balance == "time" and settings.cuts is None and settings.schedule.num_stages > 1:
+            clock = clock_of([code.flops for code in first.stages], stage_times(first, settings, self.programs))
+            self.layout, first = self._lay_out(replace(singly, clock=clock), given, microbatch, key, frozen)
+        self._cuts.clear()
+        self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
+        return self.layout
+
+    def _lay_out(
+        self, loss: TracedLoss, given: tuple[Any, ...], microbatch: Any, key: Any, frozen: frozenset[int]
+    ) -> tuple[Layout, CutLoss]:
+        """Cut a loss whose loops were split singly, and say what that decides."""
+        settings, clock = self.settings, loss.clock
+        cuts = self._choose(loss)
         slicing, variables = Slicing(), given
         if loss.layers:
             slicing = Slicing(slices_between(loss.params, loss.layers, _stages_of(loss, cuts)))
             variables = (slicing.of(given[0]), *given[1:])
             self.frozen = frozenset(slicing.leaves(frozen))
-            loss = self._trace(settings.loss_fn, variables, microbatch, key)
-            cuts = balance(loss, num_stages) if settings.cuts is None else resolve(loss, settings.cuts)
-        spine = _spine(loss)
+            loss = replace(self._trace(settings.loss_fn, variables, microbatch, key), clock=clock)
+            cuts = self._choose(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
-        first = cut(loss, cuts, owner, reducers=reducers, remat=settings.remat, severed=settings.severed, scaled_by=self._scaled_by)
+        options = {"remat": settings.remat, "severed": settings.severed, "scaled_by": self._scaled_by}
+        first = cut(loss, cuts, owner, reducers=reducers, **options)
         packs = tuple(code.packs for code in first.stages)
-        self.layout = Layout(given, slicing, variables, owner, spine, cuts, reducers, packs, first.state_home, first.loss_stage)
-        self._cuts.clear()
-        self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
-        return self.layout
+        decided = (owner, _spine(loss), cuts, reducers, packs, first.state_home, first.loss_stage)
+        return Layout(given, slicing, variables, *decided), first
+
+    def _choose(self, loss: TracedLoss) -> Cuts:
+        """Where to cut: where the user says, or for balance."""
+        names = self.settings.cuts
+        return balance(loss, self.settings.schedule.num_stages) if names is None else resolve(loss, names)
 
     def _trace(
         self,
@@ -240,6 +261,7 @@ class Preparer:
         """
         settings, layout = self.settings, self.layout
         assert layout is not None
+        self._check_taken(loss_fn or settings.loss_fn, key)
         parts = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)
         batch = avals_of(batch)
         different = tuple(dict.fromkeys(parts))
@@ -261,6 +283,16 @@ class Preparer:
             implementation=key_implementation(key),
             weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts),
         )
+
+
+def _positional(loss_fn: LossFn) -> tuple[list[inspect.Parameter], bool]:
+    """The positional parameters of a loss, and whether it takes any number more; none if that cannot be known."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return [], False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional, any(p.kind == p.VAR_POSITIONAL for p in parameters)
 
 
 def _spine(loss: TracedLoss) -> tuple[str, ...]:

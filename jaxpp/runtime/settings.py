@@ -36,6 +36,7 @@ class Settings:
         has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
         reducers: of aux leaves, by path.
         scaling: of the loss, or None.
+        balance: what stages have equally much of, ``flops`` or ``time``.
     """
 
     loss_fn: LossFn
@@ -49,6 +50,7 @@ class Settings:
     has_state: bool = False
     reducers: Mapping[str, Any] = field(default_factory=dict)
     scaling: Scaling | None = None
+    balance: str = "flops"
 
     @cached_property
     def placement(self) -> Placement:
@@ -71,6 +73,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     has_state: bool = False,
     reduce_aux: Any = None,
     loss_scale: Any = None,
+    balance: str = "flops",
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -91,8 +94,11 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     names = _cuts_of(cuts, num_stages)
     severed = _boundaries_of(cut_gradient, num_stages)
     policies = policies_of(remat, num_stages)
+    if balance not in ("flops", "time"):
+        rule = 'stages are balanced by "flops", counted, or by "time", measured'
+        raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
-    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state, reducers, scaling)
+    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance)
 
 
 def _check_counts(**counts: Any) -> None:

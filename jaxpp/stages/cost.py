@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops"]
+__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops", "has_inner"]
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Operations that only say how a value is laid out; the compiler folds them away."""
@@ -55,6 +55,11 @@ def count_flops(eqn: JaxprEqn) -> float:
     if name in _FREE:
         return 0.0
     return float(sum(math.prod(_shape(var)) for var in eqn.outvars))
+
+
+def has_inner(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop, a branch or a call."""
+    return bool(_inner(eqn))
 
 
 def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> Any:

@@ -13,6 +13,7 @@ the old one before lies on the same stage (``together``).
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import CHEAP, count_bytes, count_flops
@@ -51,6 +53,7 @@ class TracedLoss:
         remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
         frozen: the parameter leaves whose gradient nobody wants.
         layers: what loops over layers were split into.
+        clock: where measured, after which part of the FLOPs which part of the time has passed.
     """
 
     graph: Graph
@@ -61,6 +64,7 @@ class TracedLoss:
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     frozen: frozenset[int] = frozenset()
     layers: tuple[Layers, ...] = ()
+    clock: tuple[tuple[float, float], ...] = ()
 
     @cached_property
     def params(self) -> tuple[Var, ...]:
@@ -169,9 +173,34 @@ class TracedLoss:
         return due
 
     @cached_property
-    def costs(self) -> tuple[float, ...]:
+    def flops(self) -> tuple[float, ...]:
         """FLOPs of the forward of each spine equation."""
         return tuple(count_flops(self.graph.eqns[i]) for i in self.spine)
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """What the stages are balanced by: FLOPs, or the part of the time, in FLOPs."""
+        if not self.clock:
+            return self.flops
+        work, passed = zip(*self.clock, strict=True)
+        ends = np.concatenate([[0.0], np.cumsum(self.flops)])
+        return tuple(np.diff(np.interp(ends / max(ends[-1], 1.0), work, passed)) * ends[-1])
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The module of each spine equation.
+
+        Linen leaves its modules' paths in the equations. Where most of those that read parameters are not called as any part of a
+        parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
+        """
+        parts = [[part for part in path.split("/") if part] for path in self.param_paths]
+        known = {part for path in parts for part in path}
+        names = [self.graph.names[i] for i in self.spine]
+        reading = [name for name, uses in zip(names, self.param_uses, strict=True) if uses]
+        if 2 * sum(bool(known.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
+            return tuple(names)
+        of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
+        return tuple(of_param[min(uses)] if uses else "" for uses in self.param_uses)
 
     @cached_property
     def last_uses(self) -> dict[Var, int]:
@@ -243,12 +272,16 @@ def _is_inexact(var: Var) -> bool:
     return jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
 
 
+_WORTH = 8
+
+
 def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barred: set[Var]) -> set[Var]:
-    """The values made from ``leaves`` and ``free`` by cheap operations alone, and not smaller than the leaves they need.
+    """The values made from ``leaves`` and ``free`` by cheap operations alone, and not much smaller than the leaves they need.
 
     Args:
         graph: where they are made.
-        leaves: inputs that would have to travel along; those together may take at most twice the bytes of the value.
+        leaves: inputs that would have to travel along, once a step; those together may take at most so many times the bytes of the
+            value, which would travel at every microbatch: a mask of tokens is an eighth of them.
         free: inputs that are everywhere anyway (the key).
         barred: values that are never made again (what depends on parameters).
     """
@@ -266,7 +299,7 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
     return {
         var
         for var, needs in sources.items()
-        if var not in inputs and sum(count_bytes(leaf.aval) for leaf in needs) <= 2 * count_bytes(var.aval)
+        if var not in inputs and sum(count_bytes(leaf.aval) for leaf in needs) <= _WORTH * count_bytes(var.aval)
     }
 
 

@@ -1,9 +1,9 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
 
 Problem: stages should take equally long, and little should cross between them. Idea: among all cuts whose stages are within
-``SLACK`` of the mean, take the one that sends the fewest bytes; where there are none, weigh bytes against balance. Mechanism: one
-small dynamic program over prefix sums. On a transformer the cheap places are between blocks, so the blocks come out whole without
-anyone naming them.
+``SLACK`` of the mean (``LOOSE``, if that saves a third of the bytes), take the one that sends the fewest; where there are none,
+weigh bytes against balance. Mechanism: one small dynamic program over prefix sums. On a transformer the cheap places are between
+blocks, so the blocks come out whole without anyone naming them.
 
 A user who wants to say where gives names (``resolve``). A second trace of the same model (another batch shape, an evaluation loss)
 must leave every parameter with its owner, so it is cut where it fits the owners best (``align``); what does not fit is copied.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpp.errors import CutError
-from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cost import count_bytes, has_inner
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.scans import same_layer
 
@@ -27,8 +27,8 @@ Cuts = tuple[int, ...]
 Window = tuple[np.ndarray, np.ndarray]
 """For each position where a stage may end, the first and last position where it may start."""
 
-SLACK = 0.1
-"""How far from the mean a stage's cost may be, for a smaller boundary."""
+SLACK, LOOSE = 0.1, 0.2
+"""How far from the mean a stage's cost may be, for a smaller boundary; and for boundaries of two thirds of the bytes."""
 
 
 def balance(loss: TracedLoss, num_stages: int) -> Cuts:
@@ -42,9 +42,15 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
     total = np.concatenate([[0.0], np.cumsum(np.asarray(loss.costs) + 1e-9)])
     nowhere = np.zeros((num_stages, size + 1))
     mean = total[-1] / num_stages
-    even = _cheapest(loss, num_stages, _window(total, (1 - SLACK) * mean, (1 + SLACK) * mean), nowhere)
-    if even is not None:
-        return even
+    _check_giant(loss, num_stages)
+    even, loose = (
+        _cheapest(loss, num_stages, _window(total, (1 - slack) * mean, (1 + slack) * mean), nowhere) for slack in (SLACK, LOOSE)
+    )
+    if even is not None and loose is not None:
+        sent = [sum(loss.boundary_bytes[k] for k in cuts) for cuts in (even, loose)]
+        return loose if 3 * sent[1] <= 2 * sent[0] else even
+    if loose is not None:
+        return loose
     typical = float(np.median(loss.boundary_bytes[1:]))
     traded = _cheapest(loss, num_stages, _window(total, 0.0, np.inf), nowhere, evenness=20 * typical + 1.0)
     return _found(loss, num_stages, traded)
@@ -169,6 +175,35 @@ def _check_size(size: int, num_stages: int) -> None:
         )
 
 
+def _check_giant(loss: TracedLoss, num_stages: int) -> None:
+    """Refuse a loss of which one equation that cannot be cut does more than two stages' work."""
+    total = sum(loss.costs)
+    giant = max(range(len(loss.spine)), key=loss.costs.__getitem__)
+    eqn = loss.graph.eqns[loss.spine[giant]]
+    share = loss.costs[giant] / max(total, 1.0)
+    if has_inner(eqn) and num_stages > 1 and (share * num_stages > 2 or share > 0.9):
+        kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+        where = f"{kind} in {loss.graph.names[loss.spine[giant]] or 'the loss'}"
+        reads = sorted(loss.param_uses[giant])
+        shown = ", ".join(loss.param_paths[leaf] for leaf in reads[:3]) + (", ..." if len(reads) > 3 else "")
+        raise CutError(
+            f"num_stages={num_stages}",
+            "stages of equal work need a loss that can be cut, and one equation of it cannot",
+            [f"{where}: {share:.0%} of the work", f"it reads {shown or 'no parameter'}"],
+            "loop over layers with lax.scan over their stacked parameters, put jax.checkpoint or a custom rule around each layer "
+            f"instead of all, say where stages begin with cuts=[...], or pass num_stages={max(1, int(1 / share))}",
+        )
+
+
+_KINDS = {
+    "while": "a while loop",
+    "scan": "a scan",
+    "cond": "a cond",
+    "checkpoint": "a jax.checkpoint",
+    "remat2": "a jax.checkpoint",
+}
+
+
 def _cheapest(loss: TracedLoss, num_stages: int, window: Window, misplaced: np.ndarray, evenness: float = 1e-4) -> Cuts | None:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
@@ -252,6 +287,8 @@ def _retreat(loss: TracedLoss, position: int) -> int:
 
 
 def _known_names(loss: TracedLoss) -> list[str]:
+    if tuple(loss.graph.names[i] for i in loss.spine) != loss.modules:
+        return [name.replace(".", "/") for name in dict.fromkeys(loss.modules) if name]
     modules = dict.fromkeys(loss.graph.names[i] for i in loss.spine)
     depth_two = dict.fromkeys("/".join(name.split("/")[1:2]) for name in modules)
     tops = dict.fromkeys(path.split("/")[0] for path in loss.param_paths)

@@ -107,7 +107,7 @@ class StageBuilder:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
         backward = {kind: programs.backward(kind, packs) for kind in _HALVES} if self.train else {}
         values = [loss.graph.constants[var] for var in constants]
-        spine = set(loss.spine)
+        mine = set(piece.eqns)
         return StageCode(
             index=stage,
             statics=programs.statics(),
@@ -117,8 +117,8 @@ class StageBuilder:
             residuals=shapes_of(programs.residuals),
             constants=(*values, *programs.new_constants),
             params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
-            flops=sum(cost for cost, i in zip(loss.costs, loss.spine, strict=True) if i in set(piece.eqns)),
-            modules=tuple(dict.fromkeys(loss.graph.names[i] for i in piece.eqns if i in spine and loss.graph.names[i])),
+            flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
+            modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
         )
 
     def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:

@@ -4,6 +4,7 @@
 """
 
 import html
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ class Stages(Sequence[Stage]):
         rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]]
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
-            sends = ", ".join(stage.sends) or "loss"
+            sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
             count, size = f"{stage.num_params:,}{tied}", bytes_in_words(stage.num_bytes)
             flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
             rows.append(

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxpp.errors import LossError, ParamsError
-from jaxpp.stages.graph import inline_remat, trace
+from jaxpp.stages.graph import Graph, inline_remat, trace
 from jaxpp.stages.loss import TracedLoss, describe, path_name
 from jaxpp.stages.scans import split_scans
 from jaxpp.stages.stack import concatenated, joined
@@ -75,8 +75,9 @@ def trace_loss(
         raise
     graph, remat = inline_remat(graph)
     graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], singly=singly)
-    paths = [tuple(path_name(path) for path, _ in leaves) for leaves in (param_leaves, state_leaves)]
-    traced = TracedLoss(graph, paths[0], paths[1], len(batch_leaves), aux_trees[-1], remat, frozen, layers)
+    _check_order(graph)
+    paths = _paths(param_leaves), _paths(state_leaves)
+    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers)
     loss = graph.outputs[0]
     if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
         raise LossError(
@@ -86,6 +87,29 @@ def trace_loss(
             "compute the loss from the params argument, not from arrays the function closed over",
         )
     return traced
+
+
+def _paths(leaves: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+    """The path of each leaf; NNX's ``value`` at the end of all of them is left out."""
+    paths = [path_name(path) for path, _ in leaves]
+    if paths and all(path.endswith("/value") for path in paths):
+        paths = [path.removesuffix("/value") for path in paths]
+    return tuple(paths)
+
+
+def _check_order(graph: Graph) -> None:
+    ordered = [
+        f"{eqn.primitive.name} in {name or 'the loss'}"
+        for eqn, name in zip(graph.eqns, graph.names, strict=True)
+        if any(str(effect).startswith("Ordered") for effect in eqn.effects)
+    ]
+    if ordered:
+        raise LossError(
+            "loss_fn",
+            "stages run side by side, so side effects have no order among each other",
+            ordered,
+            "leave out ordered=True, or return the values as aux",
+        )
 
 
 def _check_aux(aux: Any) -> None:
@@ -111,10 +135,12 @@ def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
     new, aux = aux
     before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
     if jax.tree.structure(new) != jax.tree.structure(old):
+        had, has = ({jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new))
+        got = [f"without model_state{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
         raise LossError(
             where,
             "the new model state is a tree like the old one",
-            [f"old: {jax.tree.structure(old)}", f"new: {jax.tree.structure(new)}"],
+            got[:8] or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
             "return every leaf of the model state, changed or not, and no other",
         )
     shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]

@@ -1,0 +1,70 @@
+"""How long each stage really takes, measured once, so that the loss can be cut for equal times rather than equal FLOPs."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.runtime.programs import Programs
+from jaxpp.runtime.settings import Settings
+from jaxpp.runtime.transfer import put
+from jaxpp.stages.cut import CutLoss
+from jaxpp.stages.program import Program
+from jaxpp.types import Device
+
+__all__ = ["clock_of", "stage_times"]
+
+_RUNS = 5
+
+
+def stage_times(cut: CutLoss, settings: Settings, programs: Programs) -> list[float]:
+    """Seconds that one microbatch takes on each stage, forward and backward.
+
+    The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those.
+
+    Args:
+        cut: the loss, cut.
+        settings: which actions the schedule has, and where the stages live.
+        programs: compiles and keeps the programs; they serve the pipeline afterwards if it is not cut elsewhere.
+    """
+    kinds = {str(action.kind) for action in settings.schedule.order} - {"F"}
+    jobs: list[list[Any]] = []
+    for code, device in zip(cut.stages, settings.placement.devices, strict=True):
+        mine = [code.forward, *(backward.then for kind, backward in code.backward.items() if kind in kinds)]
+        jobs.append([(program, device, program.donated) for program in mine])
+    programs.compile(job for stage in jobs for job in stage)
+    return [sum(_seconds(programs[job], job[0], job[1]) for job in stage) for stage in jobs]
+
+
+def _seconds(call: Any, program: Program, device: Device) -> float:
+    taken = []
+    for _ in range(_RUNS + 1):
+        arguments = [put(_zeros(aval), device) for aval in program.avals]
+        jax.block_until_ready(arguments)
+        begun = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[1:])
+
+
+def _zeros(aval: Any) -> jax.Array:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def clock_of(flops: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Time over work: after which part of the FLOPs which part of the time has passed.
+
+    Args:
+        flops: of each stage.
+        seconds: of each stage.
+    """
+    points, work, passed = [(0.0, 0.0)], 0.0, 0.0
+    for own, taken in zip(flops, seconds, strict=True):
+        work, passed = work + own, passed + taken
+        points.append((work / max(sum(flops), 1.0), passed / sum(seconds)))
+    return tuple(points)

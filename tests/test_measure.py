@@ -1,0 +1,54 @@
+"""Stages can be cut for equal times instead of equal FLOPs."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime import prepare
+
+PARAMS = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(12)]
+BATCH = jnp.ones((6, 8))
+
+
+def loss_fn(params, batch):
+    for w in params:
+        batch = jnp.tanh(batch @ w)
+    return (batch**2).mean()
+
+
+def looped(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["layers"])
+    return (x**2).mean()
+
+
+def owned(loss, params, **options):
+    """How many layers each stage owns."""
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=3, num_microbatches=2, **options)
+    state = pipe.init(params, BATCH)
+    pipe.verify(state, BATCH)
+    engine = pipe._engine
+    sizes = [math.prod(aval.shape) // 64 for aval in jax.tree.leaves(engine.preparer.layout.params)]
+    return [sum(size for size, home in zip(sizes, engine.owner, strict=True) if home == stage) for stage in range(3)]
+
+
+@pytest.mark.parametrize(("loss", "params"), [(loss_fn, PARAMS), (looped, {"layers": jnp.stack(PARAMS)})], ids=["layers", "loop"])
+def test_a_slow_part_of_the_model_gets_fewer_layers(loss, params, monkeypatch):
+    assert owned(loss, params) == [4, 4, 4]
+    # The first four layers take four times as long as the others: 16 + 4 + 4, so eight a stage.
+    monkeypatch.setattr(prepare, "stage_times", lambda cut, settings, programs: [4.0, 1.0, 1.0])
+    assert owned(loss, params, balance="time") == [2, 2, 8]
+
+
+def test_stages_are_really_measured():
+    assert sum(owned(loss_fn, PARAMS, balance="time")) == 12
+    assert sum(owned(loss_fn, PARAMS, balance="time", schedule="zb-h1")) == 12
+
+
+def test_an_unknown_balance_is_refused():
+    with pytest.raises(ArgumentError, match=r'stages are balanced by "flops", counted, or by "time", measured'):
+        owned(loss_fn, PARAMS, balance="seconds")
