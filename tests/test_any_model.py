@@ -16,6 +16,7 @@ from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.settings import settings as runtime_settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
+from jaxpp.stages.reduce import REDUCERS, join
 from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
 from tests.layers import BY_NAME, EXACT, FRAMES, LAYERS, RANDOM, SKIPS, STATES, counter, floats_as, stateless, stream
 
@@ -48,6 +49,7 @@ class Example:
     embedding: str = "floats"  # or tokens, or tied: tokens whose embedding is the head
     key: str | None = None
     aux: bool = False
+    reduced: str = "mean"
     weighted: bool = False
     checkpointed: bool = False
     compute: str = "float64"
@@ -95,7 +97,7 @@ def drawn(numbers: bytes) -> Example:
     kinds = [layer.__name__ for layer in LAYERS if layer not in barred]
     skips = list(SKIPS)[: 3 if compute == "bfloat16" else None]
     layers: list[Layer] = []
-    for k in range(choose(2, 3, 4)):
+    for k in range(choose(2, 3, 2, 3, 4)):
         shared = choose(*[None] * 3, *(layer for layer in layers if LAYERS[BY_NAME[layer.kind]]))
         kind, owner = (choose(*kinds), k) if shared is None else (shared.kind, shared.owner)
         frames = [frame for frame in FRAMES if frame != "vmap" or BY_NAME[kind] not in STATES]
@@ -116,6 +118,7 @@ def drawn(numbers: bytes) -> Example:
         embedding=choose("floats", "tokens", "tied"),
         key=key,
         aux=choose(False, True),
+        reduced=choose(*REDUCERS),
         weighted=choose(False, True),
         checkpointed=choose(*[False] * 7, True),
         compute=compute,
@@ -188,7 +191,12 @@ def loss_of(example: Example) -> Callable[..., Any]:
         logits, early, states = stack(params, states, batch, keys)
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], -1)[..., 0]
         loss = jnp.where(batch["mask"], losses, 0).sum() / batch["mask"].sum()
-        aux: Any = {"row_mean": logits.mean((1, 2)), "places": losses.mean(0), "early": early.mean(), "spare": params["spare"]}
+        aux: Any = {
+            "row_mean": logits.mean((1, 2)),
+            "places": losses.mean(0),
+            "early": early.mean((0, 1)),
+            "spare": params["spare"],
+        }
         aux |= {"words": batch["mask"].sum(), "row_labels": batch["y"]}
         aux |= {"row_top": logits.argmax(-1), "hits": (logits.argmax(-1) == batch["y"]).sum()} if exact else {}
         aux = aux if example.aux else ()
@@ -213,6 +221,7 @@ def check(example: Example) -> None:
                 devices=jax.devices()[: example.devices],
                 remat=getattr(jax.checkpoint_policies, str(example.remat), example.remat),
                 has_state=example.has_state,
+                reduce_aux={"early": example.reduced} if example.aux else None,
                 **options,
             )
         )
@@ -223,8 +232,9 @@ def check(example: Example) -> None:
         for size in example.batch_sizes:
             part = jax.tree.map(lambda leaf, size=size: leaf[:size], batch)
             found = engine.run("grads", bring(jax.tree.leaves((params, *states)), engine.devices), part, key)
-            rows = frozenset(k for k, name in enumerate(sorted(found.aux)) if name.startswith("row"))
-            options |= {"rows": rows, "model_state": states[0] if states else None}
+            reduced = {"early": REDUCERS[example.reduced]} | {name: join for name in found.aux if name.startswith("row")}
+            reducers = {k: reducer for k, name in enumerate(sorted(found.aux)) if (reducer := reduced.get(name))}
+            options |= {"reducers": reducers, "model_state": states[0] if states else None}
             loss, aux, grads, *new = oracle(loss_fn, params, part, key, example.microbatches, **options)
             same("loss", found.loss, loss)
             same("aux", found.aux, aux)
@@ -232,6 +242,14 @@ def check(example: Example) -> None:
             same("grads", jax.tree.structure(params).unflatten(found.leaves), grads, floor=grad_floor)
             same("model_state", [jax.tree.structure(state).unflatten(found.model_state) for state in states], new)
             states = tuple(new)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiling():
+    """Nearly all of the time is XLA's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 SETTINGS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
