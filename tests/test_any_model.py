@@ -26,7 +26,7 @@ AUX = ("row_mean", "row_labels", "places", "early", "spare", "words", "row_top",
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer: what it is, whose parameters it uses (its own, or an earlier layer's), and what skips to it from where."""
+    """A layer: what it is, whose parameters it uses (its own, or an earlier layer's; its state is its own), what skips to it."""
 
     kind: str
     owner: int
@@ -51,6 +51,7 @@ class Example:
     key: str | None = None
     aux: bool = False
     reduced: str = "mean"
+    recalled: bool = False
     weighted: bool = False
     checkpointed: bool = False
     compute: str = "float64"
@@ -120,6 +121,7 @@ def drawn(numbers: bytes) -> Example:
         key=key,
         aux=choose(False, True),
         reduced=choose(*REDUCERS),
+        recalled=choose(False, True),
         weighted=choose(False, True),
         checkpointed=choose(*[False] * 7, True),
         compute=compute,
@@ -152,14 +154,18 @@ def variables(example: Example) -> tuple[Any, Any, Any]:
         kind, own = BY_NAME[layer.kind], layer.owner == k
         params |= {f"layer_{k}": arrays(LAYERS[kind])} if own else {}
         params |= {f"join_{k}": array(2 * width, width)} if layer.skip == "concatenate" else {}
-        model_state |= {f"layer_{k}": arrays(STATES[kind])} if own and kind in STATES else {}
+        model_state |= {f"layer_{k}": arrays(STATES[kind])} if kind in STATES else {}
         given = {"count": jnp.asarray(1), "key": jax.random.key(example.seed)}
-        model_state |= {f"layer_{k}": {name: given[name] for name in STATES[kind]}} if own and kind in (counter, stream) else {}
+        model_state |= {f"layer_{k}": {name: given[name] for name in STATES[kind]}} if kind in (counter, stream) else {}
     mask = rng.random((size, length)) < 0.7
     mask[:, 0] = True
     x = array(size, length, classes) if example.embedding == "floats" else rng.integers(0, TOKENS, (size, length))
     batch = {"x": x, "y": rng.integers(0, classes, (size, length)), "mask": mask}
     return params, model_state, jax.tree.map(jnp.asarray, batch)
+
+
+def recall(states: Any) -> Any:
+    return sum((leaf.mean() for leaf in jax.tree.leaves(states) if jnp.issubdtype(leaf.dtype, jnp.floating)), jnp.zeros(()))
 
 
 def loss_of(example: Example) -> Callable[..., Any]:
@@ -169,33 +175,33 @@ def loss_of(example: Example) -> Callable[..., Any]:
     def stack(params, states, batch, keys):
         held = floats_as(params, jax.tree.map(lambda leaf: example.compute, params))
         x = batch["x"].astype(example.compute) @ held["embed"] if example.embedding == "floats" else held["embed"][batch["x"]]
-        seen, positive = [x], [x > 0]
+        seen, positive, new = [x], [x > 0], {}
         for k, layer in enumerate(example.layers):
-            kind, name = BY_NAME[layer.kind], f"layer_{layer.owner}"
+            kind, state = BY_NAME[layer.kind], states.get(f"layer_{k}", {})
             with jax.named_scope(f"layer_{k}"):
                 key = jax.random.fold_in(keys[0], k) if keys else None
-                state = states.get(name, ())
                 run = FRAMES[layer.frame](kind if kind in STATES else stateless(kind))
-                x, after = run(
-                    held[name], floats_as(state, jax.tree.map(lambda leaf: example.compute, state)), x, batch["mask"], key
-                )
-                states = states | ({name: floats_as(after, jax.tree.map(lambda leaf: leaf.dtype, state))} if state else {})
+                cast = floats_as(state, jax.tree.map(lambda leaf: example.compute, state))
+                x, after = run(held[f"layer_{layer.owner}"], cast, x, batch["mask"], key)
+                new |= {f"layer_{k}": floats_as(after, jax.tree.map(lambda leaf: leaf.dtype, state))} if state else {}
                 if layer.skip:
                     x = SKIPS[layer.skip](held.get(f"join_{k}"), x, seen[layer.source], positive[layer.source])
                 seen.append(x)
                 positive.append(x > 0)
+        if example.recalled:  # the state that all layers found
+            x = x + recall(states).astype(x.dtype)
         head = held["embed"].T if example.embedding == "tied" else held["head"]
-        return (x @ head).astype(params["head"].dtype), seen[1], states
+        return (x @ head).astype(params["head"].dtype), seen[1], new
 
     def loss_fn(params, *rest):
         states, batch, *keys = rest if example.has_state else ({}, *rest)
-        logits, early, states = stack(params, states, batch, keys)
+        logits, early, new = stack(params, states, batch, keys)
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], -1)[..., 0]
         loss = jnp.where(batch["mask"], losses, 0).sum() / batch["mask"].sum()
         values = logits.mean((1, 2)), batch["y"], losses.mean(0), early.mean((0, 1)), params["spare"], batch["mask"].sum()
         values += (logits.argmax(-1), (logits.argmax(-1) == batch["y"]).sum()) if exact else ()
         aux: Any = dict(zip(AUX, values, strict=False)) if example.aux else ()
-        return (loss, (states, aux)) if example.has_state else (loss, aux) if example.aux else loss
+        return (loss, (new, aux)) if example.has_state else (loss, aux) if example.aux else loss
 
     return jax.checkpoint(loss_fn) if example.checkpointed else loss_fn
 
