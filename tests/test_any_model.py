@@ -17,6 +17,7 @@ from jaxpp.runtime.settings import settings as runtime_settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.stages.reduce import REDUCERS, join
+from jaxpp.stages.stack import assembled
 from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
 from tests.layers import BY_NAME, EXACT, FRAMES, LAYERS, RANDOM, SKIPS, STATES, counter, floats_as, stateless, stream
 
@@ -252,10 +253,11 @@ def pipelined(example: Example) -> list[tuple[Any, ...]]:
     engine.settle(given, parts(example, batch)[0], example.prng_key)
     results = []
     for part in parts(example, batch):
-        leaves = bring(jax.tree.leaves((params, model_state)), engine.devices)
+        held = engine.slicing.of(params)
+        leaves = bring(jax.tree.leaves((held, model_state)), engine.devices)
         found = engine.run("grads", leaves, part, example.prng_key)
         model_state = jax.tree.structure(model_state).unflatten(found.model_state)
-        results.append((found.loss, found.aux, jax.tree.structure(params).unflatten(found.leaves), model_state))
+        results.append((found.loss, found.aux, assembled(jax.tree.structure(held).unflatten(found.leaves)), model_state))
     return results
 
 
