@@ -290,7 +290,9 @@ class Pipeline:
 
         Loss, aux and every gradient are compared with the oracle's; then the updated parameters and optimizer state with what
         plain optax makes of the pipeline's gradients. The whole model must fit on the first device. How closely depends on the
-        floating type with the fewest digits that the loss computes with: 1e-12 in float64, 1e-5 in float32, 6% in bfloat16.
+        floating type with the fewest digits that the loss computes with: 1e-12 in float64, 1e-5 in float32, 6% in bfloat16. A
+        gradient that moves further when the parameters' last digits change (a bias before a batch normalisation) may differ by as
+        much.
 
         Raises:
             VerifyError: naming the first leaf that differs, with both values.

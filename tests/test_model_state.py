@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError
+from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, VerifyError
 from jaxpp.observe.ledger import sample_step
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES
@@ -84,6 +84,22 @@ def test_every_schedule_equals_the_oracle(x64, stages):
             compare(f"{name} model_state", outcome.model_state, jax.tree.leaves(stats_after))
             compare(f"{name} loss, aux", (outcome.loss, outcome.aux), (loss, aux))
             compare(f"{name} grads", outcome.leaves, jax.tree.leaves(grads), floor=GRAD_FLOOR)
+
+
+def test_verify_tells_rounding_from_a_difference(monkeypatch):
+    pipe = pipeline(2, 4)  # a dense bias before a norm has a gradient of rounding alone, larger than float32's usual share
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    pipe.verify(state, BATCH)
+    run = pipe._engine.run
+
+    def tampered(kind, *args, **options):
+        outcome = run(kind, *args, **options)
+        leaves = [leaf + 1e-4 * (k == 0) for k, leaf in enumerate(outcome.leaves)]
+        return outcome._replace(leaves=leaves) if kind == "grads" else outcome
+
+    monkeypatch.setattr(pipe._engine, "run", tampered)
+    with pytest.raises(VerifyError, match=r"grads\['dense_0'\]\['bias'\] does not"):
+        pipe.verify(state, BATCH)
 
 
 def test_evaluate_reads_the_statistics_and_leaves_them():
