@@ -12,6 +12,7 @@ A model state leaf (running statistics) has a new value after every microbatch. 
 the old one before lies on the same stage (``together``).
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -217,16 +218,22 @@ class TracedLoss:
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
         """``boundary_bytes[k]``: bytes that cross a cut between spine positions k - 1 and k."""
+        return self._crossing(count_bytes)
+
+    @cached_property
+    def boundary_values(self) -> tuple[int, ...]:
+        """Likewise how many arrays cross."""
+        return self._crossing(lambda _: 1)
+
+    def _crossing(self, measure: Callable[[Any], int]) -> tuple[int, ...]:
         crossing = [0] * (len(self.spine) + 1)
         for k, i in enumerate(self.spine):
             for var in self.graph.eqns[i].outvars:
                 end = self.last_uses.get(var, -1)
                 if end > k:
-                    crossing[k + 1] += count_bytes(var.aval)
-                    crossing[end + 1] -= count_bytes(var.aval)
-        for k in range(1, len(crossing)):
-            crossing[k] += crossing[k - 1]
-        return tuple(crossing)
+                    crossing[k + 1] += measure(var.aval)
+                    crossing[end + 1] -= measure(var.aval)
+        return tuple(itertools.accumulate(crossing))
 
     @cached_property
     def param_uses(self) -> tuple[frozenset[int], ...]:

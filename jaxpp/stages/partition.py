@@ -1,9 +1,9 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
 
 Problem: stages should take equally long, and little should cross between them. Idea: among all cuts whose stages are within
-``SLACK`` of the mean (``LOOSE``, if that saves a third of the bytes), take the one that sends the fewest; where there are none,
-weigh bytes against balance. Mechanism: one small dynamic program over prefix sums. On a transformer the cheap places are between
-blocks, so the blocks come out whole without anyone naming them.
+``SLACK`` of the mean (``LOOSE``, if that saves arrays and a third of the bytes), take the one that sends the fewest; where there are
+none, weigh bytes against balance. Mechanism: one small dynamic program over prefix sums. On a transformer the cheap places are
+between blocks, so the blocks come out whole without anyone naming them.
 
 A user who wants to say where gives names (``resolve``). A second trace of the same model (another batch shape, an evaluation loss)
 must leave every parameter with its owner, so it is cut where it fits the owners best (``align``); what does not fit is copied.
@@ -28,7 +28,7 @@ Window = tuple[np.ndarray, np.ndarray]
 """For each position where a stage may end, the first and last position where it may start."""
 
 SLACK, LOOSE = 0.1, 0.2
-"""How far from the mean a stage's cost may be, for a smaller boundary; and for boundaries of two thirds of the bytes."""
+"""How far from the mean a stage's cost may be for fewer bytes; and for fewer arrays with two thirds of the bytes."""
 
 
 def balance(loss: TracedLoss, num_stages: int) -> Cuts:
@@ -47,8 +47,8 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
         _cheapest(loss, num_stages, _window(total, (1 - slack) * mean, (1 + slack) * mean), nowhere) for slack in (SLACK, LOOSE)
     )
     if even is not None and loose is not None:
-        sent = [sum(loss.boundary_bytes[k] for k in cuts) for cuts in (even, loose)]
-        return loose if 3 * sent[1] <= 2 * sent[0] else even
+        size, number = ([sum(at[k] for k in cuts) for cuts in (even, loose)] for at in (loss.boundary_bytes, loss.boundary_values))
+        return loose if 3 * size[1] <= 2 * size[0] and number[1] < number[0] else even
     if loose is not None:
         return loose
     typical = float(np.median(loss.boundary_bytes[1:]))
