@@ -1,8 +1,8 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
 
 Problem: stages should take equally long, and little should cross between them. Idea: among all cuts whose stages are within
-``SLACK`` of the mean (``LOOSE``, if that saves arrays and a third of the bytes), take the one that sends the fewest; where there are
-none, weigh bytes against balance. Mechanism: one small dynamic program over prefix sums. On a transformer the cheap places are
+``SLACK`` of the mean (``LOOSE``, if that saves arrays and a third of the bytes), take the one that sends the fewest; where there
+are none, weigh bytes against balance. Mechanism: one small dynamic program over prefix sums. On a transformer the cheap places are
 between blocks, so the blocks come out whole without anyone naming them.
 
 A user who wants to say where gives names (``resolve``). A second trace of the same model (another batch shape, an evaluation loss)
