@@ -166,6 +166,19 @@ def test_no_residual_is_a_cast_of_the_weights():
         assert sum(map(count_bytes, code.statics.results)) > 2 * 2 * 2 * 16 * 64
 
 
+def test_a_loop_over_parameters_that_were_cast_before_is_cut_too():
+    def loss_fn(params, batch):
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch.astype(jnp.bfloat16), params["w"])
+        decay, _ = jax.lax.scan(lambda total, w: (total + (w**2).sum(), None), jnp.bfloat16(0), params["v"])
+        return (x.astype(jnp.float32) ** 2).mean() + 0.1 * decay.astype(jnp.float32)  # and a loop that no data enters
+
+    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=5, num_microbatches=2)
+    state = pipe.init({"w": PARAMS["w"], "v": PARAMS["w"]}, BATCH)
+    pipe.verify(state, BATCH)
+    assert [stage.num_params for stage in pipe.stages] == [16, 16, 16, 16, 16 + 80]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "line"),
     [

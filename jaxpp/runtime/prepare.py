@@ -299,10 +299,11 @@ def _spine(loss: TracedLoss) -> tuple[str, ...]:
     return tuple(loss.graph.eqns[i].primitive.name for i in loss.spine)
 
 
-def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int]:
-    """The stage of each part of a loop over layers."""
+def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int | None]:
+    """The stage of each part of a loop over layers; None for one that no cut divides, as it depends on parameters alone."""
     position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
-    return [bisect.bisect_right(cuts, position[layer.result]) for layer in loss.layers]
+    places = [position.get(layer.result) for layer in loss.layers]
+    return [None if place is None else bisect.bisect_right(cuts, place) for place in places]
 
 
 def _resized(batch: Any, size: int) -> Any:

@@ -59,13 +59,13 @@ def split_scans(graph: Graph, params: Sequence[Var], *, singly: bool = False) ->
     return live(split), tuple(splitter.layers)
 
 
-def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
     """The rows of each slice of each parameter; empty for one that is not sliced.
 
     Args:
         params: the parameter variables.
         layers: what the loops were split into.
-        stages: the stage of each of these.
+        stages: the stage of each of these; None for one that does not depend on data.
     """
     ends: dict[Var, set[int]] = {}
     for before, after, stage, following in zip(layers, layers[1:], stages, stages[1:], strict=False):
@@ -88,6 +88,7 @@ class _Splitter:
         self._loops = 0
         self._renamed: dict[Var, Atom] = {}
         self._parts: dict[Var, list[tuple[int, Any]]] = {}
+        self._casts: dict[Var, JaxprEqn] = {}
 
     def resolve(self, atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else self._renamed.get(atom, atom)
@@ -98,6 +99,8 @@ class _Splitter:
             sizes = [aval_of(atom).shape[0] for atom in eqn.invars]
             starts = [sum(sizes[:k]) for k in range(len(sizes))]
             self._parts[eqn.outvars[0]] = list(zip(starts, eqn.invars, strict=True))
+        if eqn.primitive.name == "convert_element_type" and self._is_stacked(eqn.invars[0]):
+            self._casts[eqn.outvars[0]] = eqn
         bounds = self._bounds(eqn) if eqn.primitive.name == "scan" and eqn.outvars else []
         if len(bounds) > 2:
             self._split(eqn, name, bounds)
@@ -112,14 +115,27 @@ class _Splitter:
     def _bounds(self, eqn: JaxprEqn) -> list[int]:
         """The layers before which the loop is split, with its ends."""
         stacked = self._stacked(eqn)
-        ends = {start for var in stacked for start, _ in self._parts.get(var, [])}
+        ends = {start for var in stacked for start, _ in self._parts.get(self._origin(var), [])}
         if self._singly and stacked:
             ends = set(range(eqn.params["length"]))
         return sorted(ends | {0, eqn.params["length"]})
 
     def _stacked(self, eqn: JaxprEqn) -> tuple[Var, ...]:
         first = eqn.params["num_consts"] + eqn.params["num_carry"]
-        return tuple(var for var in variables(eqn.invars[first:]) if var in self._params or var in self._parts)
+        return tuple(var for var in variables(eqn.invars[first:]) if self._is_stacked(var))
+
+    def _is_stacked(self, atom: Atom) -> bool:
+        """Whether a value is a parameter, or one put together from slices, or a cast of such."""
+        if isinstance(atom, Literal):
+            return False
+        origin = self._origin(atom)
+        return bool(aval_of(atom).shape) and (origin in self._params or origin in self._parts)
+
+    def _origin(self, atom: Any) -> Any:
+        """What a value is a cast of."""
+        while atom in self._casts:
+            atom = self._casts[atom].invars[0]
+        return atom
 
     def _split(self, eqn: JaxprEqn, name: str, bounds: Sequence[int]) -> None:
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -137,7 +153,8 @@ class _Splitter:
             params = eqn.params | {"length": stop - start}
             mine = [atom for atom, whole in zip(inputs, stacked, strict=True) if whole in self._stacked(eqn)]
             self._emit(eqn.replace(invars=[*consts, *carry, *inputs], outvars=outs, params=params), label, mine)
-            self.layers.append(Layers(outs[0], self._loops, self._stacked(eqn), start, stop))
+            origins = tuple(map(self._origin, self._stacked(eqn)))
+            self.layers.append(Layers(outs[0], self._loops, origins, start, stop))
             carry, pieces[start] = outs[:num_carry], outs[num_carry:]
         self._loops += 1
         self._renamed.update(zip(eqn.outvars[:num_carry], carry, strict=True))
@@ -146,6 +163,13 @@ class _Splitter:
 
     def _rows(self, atom: Atom, start: int, stop: int, name: str) -> Atom:
         """Rows of a stacked operand: the slices that hold them, if there are such, else cut out of the whole."""
+        if not isinstance(atom, Literal) and atom in self._casts:
+            cast = self._casts[atom]
+            self._emit(
+                cast.replace(invars=[self._rows(cast.invars[0], start, stop, name)], outvars=[out := _like(atom, stop - start)]),
+                name,
+            )
+            return out
         parts = [] if isinstance(atom, Literal) else self._parts.get(atom, [])
         inside = [var for first, var in parts if start <= first and first + aval_of(var).shape[0] <= stop]
         out = _like(atom, stop - start)
