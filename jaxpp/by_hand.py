@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import BatchError
+from jaxpp.errors import BatchError, StateError
 from jaxpp.runtime.prepare import Preparer, avals_of
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 
@@ -57,6 +57,13 @@ def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
 def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
     cut = preparer.cut_for(preparer.settings.loss_fn, avals_of(batch), key, train=True)
     code = cut.stages[stage]
+    if preparer.settings.has_state:
+        raise StateError(
+            f"pipe.stages[{stage}].forward",
+            "a stage is run by hand on its parameters, its input and the batch",
+            "a loss with model state",
+            "run one without has_state, closing over the state",
+        )
     assert preparer.layout is not None
     leaves = jax.tree.leaves(preparer.layout.slicing.of(params))
     values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(leaves)}

@@ -83,6 +83,8 @@ def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:
         return (made,)
     if not isinstance(made, tuple) or len(made) != 2:
         raise wrong_init(f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")
+    if made[1] is None:
+        raise wrong_init("None as the model state, with has_state=True; an empty one is {}")
     return made
 
 

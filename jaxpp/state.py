@@ -29,7 +29,7 @@ class State(_Parts):
 
     Where a loop over layers is cut, the stacked leaves are arrays sharded over the stages' devices. If that cannot be (the slices
     differ in size, or share a device), the state holds the slices, and reading ``params`` or ``opt_state`` puts them together on
-    the host.
+    the host; unpacking the state gives the slices themselves.
 
     Attributes:
         params: the user's parameter tree.
@@ -94,7 +94,7 @@ class States:
 
     def _nodes(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, those that are slices of one together."""
-        return jax.tree.leaves(self._fill(leaves), is_leaf=is_slices)
+        return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
 
     def wrap(self, leaves: Sequence[Any]) -> State:
         """The state that has these leaves, each on its owner."""
@@ -154,6 +154,10 @@ def _check_state(state: Any, tree: Any, expected: Sequence[Any]) -> None:
         StateError: it has other trees or other leaves, or was consumed.
     """
     where = "state"
+    odd = [path for path, leaf in jax.tree_util.tree_leaves_with_path(state) if not hasattr(leaf, "dtype")]
+    if isinstance(state, State) and odd:
+        got = [f"state{jax.tree_util.keystr(path)} is none" for path in odd[:8]]
+        raise StateError(where, "the leaves of a state are arrays", got, "restore it with its arrays, or convert with jnp.asarray")
     shapes = joined(state, whole_shape) if isinstance(state, State) else None
     if jax.tree.structure(shapes) != tree:
         raise StateError(

@@ -52,7 +52,7 @@ CASES = {
         "one equation of it cannot",
         "a scan in the loss: 9",
         "it reads a",
-        "loop over layers with lax.scan over their stacked parameters",
+        "loop over layers with lax.scan over parameters",
     ),
     "ordered effects": (
         lambda: grad(ordered),

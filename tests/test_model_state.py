@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, VerifyError
+from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, StateError, VerifyError
 from jaxpp.observe.ledger import sample_step
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES
@@ -214,6 +214,29 @@ def test_state_that_a_later_stage_would_have_to_send_back_is_refused():
     assert "model_state last:" in str(caught.value)
     with pytest.raises(CutError, match="divides model_state last"):
         pipeline(2, 2, loss=backwards, cuts=["2"]).init(init, jnp.ones((4, 4)))
+
+
+def test_state_made_of_other_state_that_is_made_later_is_refused_too():
+    # A review found that only what a new value is made by was looked at, not what that is made of.
+    def chained(params, model_state, batch):
+        x = jnp.tanh(batch @ params[0] + model_state["a"])
+        for k in range(1, 4):
+            x = jnp.tanh(x @ params[k])
+        new = {"a": 0.9 * model_state["a"] + 0.1 * model_state["b"], "b": x.mean(0)}
+        return x.mean(), (new, {})
+
+    init = ([jnp.eye(4)] * 4, {"a": jnp.zeros(4), "b": jnp.ones(4)})
+    with pytest.raises(CutError, match="one stage reads a model state leaf and makes its new value"):
+        pipeline(4, 2, loss=chained).init(init, jnp.ones((4, 4)))
+    pipe = pipeline(1, 2, loss=chained)
+    pipe.verify(pipe.init(init, jnp.ones((4, 4))), jnp.ones((4, 4)))
+
+
+def test_stages_with_state_are_not_run_by_hand():
+    pipe = pipeline(2, 2)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    with pytest.raises(StateError, match=r"pipe.stages\[0\].forward"):
+        pipe.stages[0].forward(state.params, {}, BATCH)
 
 
 def test_a_schedule_that_changes_the_order_of_forwards_is_refused():

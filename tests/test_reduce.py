@@ -92,6 +92,15 @@ def test_aux_that_cannot_be_reduced_is_refused(aux, reduce_aux, lines):
     assert all(line in str(caught.value) for line in lines), str(caught.value)
 
 
+def test_a_sum_counts_what_is_true():
+    assert int(aux_of("sum", lambda params, batch: (loss_fn(params, batch)[0], batch.shape[0] > 0))) == 4
+
+
+def test_a_reducer_that_fails_is_refused_with_its_path():
+    with pytest.raises(ArgumentError, match=r"reduce_aux for counts/rows: a reducer makes one array"):
+        aux_of({"counts/rows": "join"})
+
+
 def test_a_key_can_be_the_last_one():
     aux = aux_of("last", lambda params, batch: (loss_fn(params, batch)[0], jax.random.key(3)))
     assert jax.random.key_data(aux).tolist() == [0, 3]

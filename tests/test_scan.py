@@ -214,6 +214,39 @@ def test_elementwise_optimizers_and_global_norms_are_exact(optimizer):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.parametrize("frozen", ["a", "w", "z"])
+def test_frozen_parameters_beside_and_in_a_stack(frozen):
+    # A review found their numbers taken for those of the sliced tree; the step failed and the state was lost.
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch * params["a"], params["w"])
+        return ((x @ params["z"]) ** 2).mean()
+
+    params = {"a": jnp.ones(4), "w": PARAMS["w"], "z": jnp.ones((4, 2))}
+
+    def labels(params):
+        return {name: jax.tree.map(lambda _, name=name: "no" if name == frozen else "yes", leaf) for name, leaf in params.items()}
+
+    optimizer = optax.multi_transform({"yes": optax.adam(1e-2), "no": optax.set_to_zero()}, labels)
+    pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=4, num_microbatches=2)
+    state = pipe.init(params, BATCH)
+    state, _ = pipe.step(state, BATCH)
+    np.testing.assert_array_equal(jax.device_get(state.params[frozen]), params[frozen])
+    pipe.verify(state, BATCH)
+
+
+def test_a_checkpointed_loss_with_a_loop_is_cut():
+    pipe = jaxpp.Pipeline(jax.checkpoint(reversed_loop), optax.adam(1e-2), num_stages=3, num_microbatches=2)
+    state = pipe.init(PARAMS, BATCH)
+    pipe.verify(state, BATCH)
+    assert all(stage.num_params for stage in pipe.stages)
+
+
+def test_a_mask_that_looks_for_the_end_of_a_path_is_refused():
+    mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "bias", params)  # noqa: E731
+    with pytest.raises(OptimizerError, match="has no attribute 'key'"):
+        jaxpp.Pipeline(reversed_loop, optax.adamw(1e-2, mask=mask), num_stages=4, num_microbatches=2).init(PARAMS, BATCH)
+
+
 def test_cuts_can_be_named_by_layer():
     loss_fn, init = make(ScannedGPT(depth=4))
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, cuts=["layers[1]"])

@@ -44,7 +44,11 @@ def check_sliced(optimizer: optax.GradientTransformation, whole: Any, held: Any,
     if not slicing.any:
         return
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
-    plain, sliced = _traced(optimizer, whole), _traced(optimizer, held)
+    plain = _traced(optimizer, whole)
+    try:
+        sliced = _traced(optimizer, held)
+    except Exception as error:
+        raise _refusal([f"{type(error).__name__}: {error}"]) from error
     wrong = []
     for leaf, sizes in enumerate(slicing.sizes):
         if sizes:
@@ -55,13 +59,17 @@ def check_sliced(optimizer: optax.GradientTransformation, whole: Any, held: Any,
     if not wrong and assembled_shapes(sliced[1]) != plain[1]:
         wrong = ["an optimizer state of another structure"]
     if wrong:
-        raise OptimizerError(
-            "optimizer",
-            "where a loop over layers is cut, the optimizer treats each layer of a stacked parameter by itself",
-            wrong[:8],
-            "use an elementwise one such as optax.adamw or optax.lion (with masks by shape or by the names of modules), write the "
-            "layers as a Python loop, or pass num_stages=1",
-        )
+        raise _refusal(wrong[:8])
+
+
+def _refusal(got: list[str]) -> OptimizerError:
+    return OptimizerError(
+        "optimizer",
+        "where a loop over layers is cut, the optimizer treats each layer of a stacked parameter by itself",
+        got,
+        "use an elementwise one such as optax.adamw or optax.lion, not in a wrapper that looks at whole arrays; give masks as trees"
+        " (to a function, a parameter's path ends in its rows); write the layers as a Python loop; or pass num_stages=1",
+    )
 
 
 def _traced(optimizer: optax.GradientTransformation, params: Any) -> tuple[Graph, Any]:

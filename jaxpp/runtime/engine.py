@@ -168,7 +168,7 @@ class Engine:
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
             check_sliced(self.optimizer, layout.given[0], layout.params, layout.slicing)
             states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
-            options = (frozen, self.settings.scaling, states if self.settings.scaling else ())
+            options = (preparer.frozen, self.settings.scaling, states if self.settings.scaling else ())
             update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, *options)
         self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
         self._drafts.clear()

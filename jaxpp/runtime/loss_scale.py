@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp.errors import ArgumentError
 
@@ -32,14 +33,19 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
     if isinstance(loss_scale, type) or not dataclasses.is_dataclass(loss_scale) or len(known) < len(_FIELDS):
         rule = f"a loss scale is a dataclass with {', '.join(_FIELDS)}"
         raise ArgumentError("loss_scale", rule, repr(loss_scale), "pass flax.training.dynamic_scale.DynamicScale()")
+    odd = [f"{name}={value!r}" for name, value in known.items() if name != "minimum_scale" and np.shape(value) != ()]
+    odd += [f"{name}=None" for name in ("scale", "fin_steps") if known[name] is None]
+    marked: Any = dataclasses.replace(example, scale=0, fin_steps=1)
+    order = jax.tree.leaves(marked)
+    if odd or sorted(order, key=str) != [0, 1]:
+        rule = "a loss scale is a pytree of two numbers, scale and fin_steps"
+        raise ArgumentError("loss_scale", rule, odd or f"leaves {order}", "pass flax.training.dynamic_scale.DynamicScale()")
     wanted = {"scale": known["scale"] > 0, "growth_factor": known["growth_factor"] >= 1}
     wanted |= {"backoff_factor": 0 < known["backoff_factor"] <= 1, "growth_interval": known["growth_interval"] >= 1}
     wrong = [f"{name}={known[name]!r}" for name, fine in wanted.items() if not fine]
     if wrong:
         rule = "a loss scale is positive, grows by a factor of at least 1 and falls by one of at most 1"
         raise ArgumentError("loss_scale", rule, wrong, "pass for example DynamicScale(growth_interval=2000)")
-    marked: Any = dataclasses.replace(example, scale=0, fin_steps=1)
-    order = jax.tree.leaves(marked)
     return Scaling(loss_scale, order.index(0), order.index(1))
 
 

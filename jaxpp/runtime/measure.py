@@ -13,6 +13,7 @@ from jaxpp.runtime.settings import Settings
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.program import Program
+from jaxpp.stages.tracing import key_implementation
 from jaxpp.types import Device
 
 __all__ = ["clock_of", "stage_times"]
@@ -52,7 +53,8 @@ def _seconds(call: Any, program: Program, device: Device) -> float:
 
 def _zeros(aval: Any) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), aval.shape)
+        data = jax.eval_shape(jax.random.key_data, aval)
+        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(aval))
     return jnp.zeros(aval.shape, aval.dtype)
 
 

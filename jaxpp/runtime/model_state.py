@@ -4,6 +4,7 @@ The stage that makes a leaf's new value keeps it. A stage further on that reads 
 nobody changes, once a step. (No stage before it reads it: no cut lies there.)
 """
 
+from jaxpp.errors import CutError
 from jaxpp.runtime.draft import Draft, Name
 from jaxpp.runtime.job import Job, state_name
 from jaxpp.schedule.action import Action
@@ -56,5 +57,12 @@ class Passing:
         """Where a leaf is that no microbatch has changed since."""
         while (leaf, microbatch) not in self._made:
             microbatch -= 1
-            assert leaf in self._job.cuts[self._job.variants[microbatch]].loss.unchanged, "model state is read before it is made"
+            loss = self._job.cuts[self._job.variants[microbatch]].loss
+            if leaf not in loss.unchanged:
+                raise CutError(
+                    f"model_state {loss.state_paths[leaf]}",
+                    "a stage reads what a later stage makes of the microbatch before, and does not wait for it",
+                    f"microbatch {microbatch + 1} of {len(self._job.sizes)} reads it before {microbatch} has made it",
+                    "update the state where it is read, or pass fewer stages",
+                )
         return self._made[leaf, microbatch]

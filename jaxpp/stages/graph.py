@@ -106,7 +106,7 @@ def inline_remat(graph: Graph) -> tuple[Graph, Callable[[Callable[..., Any]], Ca
         the graph, opened if it was one checkpoint; and the wrapper that checkpoints a piece in the same way, or None.
     """
     remat = [eqn for eqn in graph.eqns if eqn.primitive.name in _REMAT]
-    others = [eqn for eqn in graph.eqns if eqn.primitive.name not in _REMAT | {"copy", "copy_p", "random_wrap"}]
+    others = [eqn for eqn in graph.eqns if eqn.primitive.name not in _REMAT | {"copy", "copy_p", "random_wrap", "concatenate"}]
     if len(remat) != 1 or others:
         return graph, None
     flat = _Flattener(dict(graph.constants), opened=_INLINED | dict.fromkeys(_REMAT, "jaxpr"))

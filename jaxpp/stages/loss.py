@@ -238,12 +238,12 @@ class TracedLoss:
     @cached_property
     def param_uses(self) -> tuple[frozenset[int], ...]:
         """The parameter leaves that each spine equation needs, directly or through static values."""
-        return self._uses(self.params)
+        return self._uses_of(self.params)[0]
 
     @cached_property
     def state_uses(self) -> tuple[frozenset[int], ...]:
         """The model state leaves that each spine equation needs, directly or through values that are made again."""
-        return self._uses(self.state)
+        return self._uses_of(self.state)[0]
 
     @cached_property
     def together(self) -> tuple[tuple[int, int] | None, ...]:
@@ -254,12 +254,23 @@ class TracedLoss:
         position = {var: k for k, i in enumerate(self.spine) for var in self.graph.eqns[i].outvars}
         first = {leaf: k for k, uses in reversed(list(enumerate(self.state_uses))) for leaf in uses}
         made = [position.get(source) if isinstance(source, Var) else None for source in self.sources]
+        needs = self._uses_of(self.state)[1]
+        floating = {leaf: needs.get(source, ()) for leaf, source in enumerate(self.sources) if made[leaf] is None}
+        for _ in floating:  # what is made of other state alone, where it is first read, reads that there
+            for leaf, others in floating.items():
+                for other in others:
+                    if leaf in first:
+                        first[other] = min(first.get(other, first[leaf]), first[leaf])
         ends = [first.get(leaf) if end is None else end for leaf, end in enumerate(made)]
+        ends = [
+            end if end is not None else max((ends[k] or 0 for k in floating[leaf]), default=None) for leaf, end in enumerate(ends)
+        ]
         return tuple(None if end is None else (min(first.get(leaf, end), end), end) for leaf, end in enumerate(ends))
 
-    def _uses(self, leaves: Sequence[Var]) -> tuple[frozenset[int], ...]:
+    def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Any, frozenset[int]]]:
+        """The leaves that each spine equation needs, and those that each value needs which is made again where it is read."""
         spine = set(self.spine)
-        needs: dict[Var, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
+        needs: dict[Any, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
         found: dict[int, frozenset[int]] = {}
         for i, eqn in enumerate(self.graph.eqns):
             uses = frozenset().union(*(needs.get(var, frozenset()) for var in variables(eqn.invars)))
@@ -267,7 +278,7 @@ class TracedLoss:
                 found[i] = uses
             else:
                 needs.update((var, uses) for var in eqn.outvars)
-        return tuple(found[i] for i in self.spine)
+        return tuple(found[i] for i in self.spine), needs
 
 
 def _passes(eqn: Any) -> bool:

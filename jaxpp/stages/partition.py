@@ -190,8 +190,9 @@ def _check_giant(loss: TracedLoss, num_stages: int) -> None:
             f"num_stages={num_stages}",
             "stages of equal work need a loss that can be cut, and one equation of it cannot",
             [f"{where}: {share:.0%} of the work", f"it reads {shown or 'no parameter'}"],
-            "loop over layers with lax.scan over their stacked parameters, put jax.checkpoint or a custom rule around each layer "
-            f"instead of all, say where stages begin with cuts=[...], or pass num_stages={max(1, int(1 / share))}",
+            "loop over layers with lax.scan over parameters stacked along their first axis (as they are, or cast), without stacked "
+            "model state; put jax.checkpoint or a custom rule around each layer instead of all; say where stages begin with "
+            f"cuts=[...]; or pass num_stages={max(1, int(1 / share))}",
         )
 
 

@@ -34,7 +34,7 @@ def _folded(combine: Callable[[Any, Any], Any]) -> Reducer:
 REDUCERS: Mapping[str, Reducer | None] = {
     "mean": None,
     "join": join,
-    "sum": _folded(jnp.add),
+    "sum": lambda values, weights: jnp.stack(values).sum(0),  # noqa: ARG005
     "max": _folded(jnp.maximum),
     "min": _folded(jnp.minimum),
     "last": lambda values, weights: values[-1],  # noqa: ARG005
@@ -98,6 +98,7 @@ def reducers_of(
     found: dict[int, Any] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     if len(chosen) < len(paths):
         found |= {k: join for k in rows() if k not in chosen}
+    _try(loss, paths, found)
     wrong = [
         f"aux {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
@@ -111,6 +112,22 @@ def reducers_of(
             'leave it out, or pass for example reduce_aux={"<path>": "last"}',
         )
     return {k: reducer for k, reducer in found.items() if reducer is not None}
+
+
+def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Any]) -> None:
+    """Refuse a reducer that cannot reduce its leaf."""
+    for k, reducer in reducers.items():
+        aval = jax.ShapeDtypeStruct(aval_of(loss.aux[k]).shape, aval_of(loss.aux[k]).dtype)
+        if reducer is not None:
+            try:
+                jax.eval_shape(lambda *args, r=reducer: jnp.asarray(r(args[:2], args[2])), aval, aval, jnp.zeros(2))
+            except Exception as error:
+                raise ArgumentError(
+                    f"reduce_aux for {paths[k] or 'aux'}",
+                    "a reducer makes one array of the values of the microbatches",
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (for {describe(aval)})",
+                    "choose another by its path, or pass a function of (values, weights) that jax can trace",
+                ) from error
 
 
 def _stacked(reducer: Callable[[jax.Array, jax.Array], Any]) -> Reducer:
@@ -136,5 +153,5 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> 
             "loss_fn",
             "an aux leaf has one shape at all microbatches, unless it is joined along its first axis",
             wrong,
-            "reduce it in the loss, move the examples to the first axis, or choose a batch size that num_microbatches divides",
+            "reduce it in the loss, move the examples to the first axis and join, or let num_microbatches divide the batch size",
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 __all__ = [
     "Slices",
@@ -58,8 +59,14 @@ def rows(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def joined(tree: Any, join: Callable[[Slices], Any]) -> Any:
-    """The tree with every ``Slices`` node replaced by what ``join`` makes of it."""
-    return jax.tree.map(lambda leaf: join(leaf) if isinstance(leaf, Slices) else leaf, tree, is_leaf=is_slices)
+    """The tree with every ``Slices`` node replaced by what ``join`` makes of it; one without arrays (masked) by its first part."""
+
+    def joined_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Slices):
+            return leaf
+        return join(leaf) if jax.tree.leaves(leaf.parts) else leaf.parts[0]
+
+    return jax.tree.map(joined_leaf, tree, is_leaf=is_slices)
 
 
 def assembled(tree: Any) -> Any:
@@ -118,6 +125,8 @@ class Slicing(NamedTuple):
 
 
 def _sliced(leaf: Any, sizes: Sequence[int]) -> Slices:
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.devices()) > 1:
+        leaf = np.asarray(jax.device_get(leaf))  # sharded in some way of the user's
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return Slices([jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in sizes], sizes)
     return Slices([leaf[a:b] for a, b in rows(sizes)], sizes)

@@ -112,14 +112,14 @@ def _check_order(graph: Graph) -> None:
         )
 
 
-def _check_aux(aux: Any) -> None:
+def _check_aux(aux: Any, name: str = "aux") -> None:
     wrong = [
-        f"aux{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     ]
     if wrong:
-        raise LossError("loss_fn", "every aux leaf is an array or a number", wrong, "leave out what is neither")
+        raise LossError("loss_fn", f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
 
 
 def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
@@ -143,6 +143,7 @@ def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
             got[:8] or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
             "return every leaf of the model state, changed or not, and no other",
         )
+    _check_aux(new, "model_state")
     shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
     wrong = [
         f"model_state{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
