@@ -65,7 +65,15 @@ def energy(p, x, mask, key):
 
 
 def scan(p, x, mask, key):
-    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["w"])[0]
+    x, means = jax.lax.scan(lambda x, row: (x + jnp.tanh(x @ row["w"] + row["bias"]), x.mean(-1, keepdims=True)), x, p)
+    return x + means.mean(0)
+
+
+def backwards(p, x, mask, key):
+    def step(x, row):
+        return x + jnp.tanh(dropout(None, x, mask, row[1]) @ row[0]), None
+
+    return jax.lax.scan(step, x, (p["w"], jax.random.split(key, len(p["w"]))), reverse=True)[0]
 
 
 def recurrent(p, x, mask, key):
@@ -129,7 +137,8 @@ LAYERS: dict[Callable[..., Any], dict[str, str]] = {  # with the shapes of their
     noise: {"scale": "w"},
     positions: {"w": "3w"},
     energy: {"w": "ww"},
-    scan: {"w": "2ww"},
+    scan: {"w": "4ww", "bias": "4w"},
+    backwards: {"w": "3ww"},
     recurrent: {"w": "ww"},
     cond: {"w": "ww", "scale": "w"},
     route: {"w": "2ww"},
@@ -153,7 +162,7 @@ STATES = {
     fixed: {"factor": "w"},
 }
 BY_NAME = {layer.__name__: layer for layer in LAYERS}
-RANDOM = (dropout, noise)
+RANDOM = (dropout, noise, backwards)
 EXACT = (cond, route, activation, fourier)  # not for bfloat16: its rounding decides otherwise, and it has no complex numbers
 FRAMES: dict[str, Callable[..., Any]] = {
     "plain": lambda layer: layer,

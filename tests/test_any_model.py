@@ -252,12 +252,12 @@ def pipelined(example: Example) -> list[tuple[Any, ...]]:
     given = (params, model_state) if example.has_state else (params,)
     engine.settle(given, parts(example, batch)[0], example.prng_key)
     results = []
+    held = engine.slicing.of(params)
     for part in parts(example, batch):
-        held = engine.slicing.of(params)
-        leaves = bring(jax.tree.leaves((held, model_state)), engine.devices)
-        found = engine.run("grads", leaves, part, example.prng_key)
+        found = engine.run("grads", bring(jax.tree.leaves((held, model_state)), engine.devices), part, example.prng_key)
         model_state = jax.tree.structure(model_state).unflatten(found.model_state)
-        results.append((found.loss, found.aux, assembled(jax.tree.structure(held).unflatten(found.leaves)), model_state))
+        grads = assembled(jax.tree.structure(held).unflatten(found.leaves))
+        results.append((found.loss, found.aux, grads, model_state))
     return results
 
 
