@@ -123,3 +123,17 @@ def test_verify_takes_a_key_that_lives_anywhere():
 
     pipe = pipeline(keyed)
     pipe.verify(pipe.init(PARAMS, X), X, jax.device_put(jax.random.key(1), jax.devices()[1]))
+
+
+def test_the_loss_may_be_made_elsewhere_at_another_microbatch_size():
+    # The stage of the loss was where it is made, so a step whose microbatches differ in size could not add it up.
+    def loss_fn(params, batch):
+        h = jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"])
+        end = jnp.tanh(jnp.tanh(h @ params["c"]) @ params["d"])
+        return ((h**2).mean(), {"m": end.sum()}) if batch.shape[0] > 2 else ((end**2).mean(), {"m": h.sum()})
+
+    params, batch = {name: jnp.eye(4) / 2 for name in "abcd"}, jnp.arange(28.0).reshape(7, 4) / 28
+    grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=3, num_microbatches=3, has_aux=True)
+    (loss, aux), grads = grad_fn(params, batch)
+    wanted = oracle(loss_fn, params, batch, None, 3, has_aux=True)
+    compare("loss, aux, grads", ((loss, aux), grads), (wanted[:2], wanted[2]))

@@ -83,7 +83,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         for k in range(start, end):
             colors[loss.spine[k]] = stage
     state_home = _state_home(loss, cuts, state_owner)
-    homes = _homes(loss, colors, len(cuts), state_home)
+    homes = _homes(loss, len(cuts), state_home)
     pieces = carve(graph, colors, homes)
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
@@ -111,11 +111,9 @@ def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tu
     return tuple(homes)
 
 
-def _homes(loss: TracedLoss, colors: list[int | None], last: int, state_home: Sequence[int]) -> dict[Var, int]:
-    """The stage that returns the loss: where it is made; that returns aux: the last, at every batch shape; and new model state."""
-    (result,) = variables(loss.graph.outputs[:1]) or (None,)
-    made = None if result is None else loss.graph.producers().get(result)
-    color = None if made is None else colors[made]
-    homes = dict.fromkeys(variables(loss.aux), last)
-    homes |= {atom: state_home[k] for k, atom in enumerate(loss.new_state) if isinstance(atom, Var) and k not in loss.unchanged}
-    return homes | dict.fromkeys(variables(loss.graph.outputs[:1]), last if color is None else color)
+def _homes(loss: TracedLoss, last: int, state_home: Sequence[int]) -> dict[Var, int]:
+    """The stage that returns the loss and aux: the last, at every batch shape; and new model state: its home."""
+    homes = dict.fromkeys(variables((*loss.graph.outputs[:1], *loss.aux)), last)
+    return homes | {
+        atom: state_home[k] for k, atom in enumerate(loss.new_state) if isinstance(atom, Var) and k not in loss.unchanged
+    }

@@ -15,6 +15,7 @@ the old one before lies on the same stage (``together``).
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -201,7 +202,9 @@ class TracedLoss:
         if 2 * sum(bool(known.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
             return tuple(names)
         of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
-        return tuple(of_param[min(uses)] if uses else "" for uses in self.param_uses)
+        of_param = [name + path[-1] * path[-1].startswith("[") for name, path in zip(of_param, parts, strict=True)]
+        common = Counter(leaf for uses in self.param_uses for leaf in uses)
+        return tuple(of_param[min(uses, key=lambda leaf: (common[leaf], leaf))] if uses else "" for uses in self.param_uses)
 
     @cached_property
     def last_uses(self) -> dict[Var, int]:
