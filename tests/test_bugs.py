@@ -8,6 +8,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import StateError
+from jaxpp.verify import compare, oracle
 from tests.conftest import gpt_case
 
 PARAMS = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6), "c": jnp.full((6, 2), 0.3)}
