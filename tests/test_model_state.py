@@ -227,9 +227,10 @@ def test_state_made_of_other_state_that_is_made_later_is_refused_too():
 
     init = ([jnp.eye(4)] * 4, {"a": jnp.zeros(4), "b": jnp.ones(4)})
     with pytest.raises(CutError, match="one stage reads a model state leaf and makes its new value"):
-        pipeline(4, 2, loss=chained).init(init, jnp.ones((4, 4)))
-    pipe = pipeline(1, 2, loss=chained)
-    pipe.verify(pipe.init(init, jnp.ones((4, 4))), jnp.ones((4, 4)))
+        pipeline(6, 2, loss=chained).init(init, jnp.ones((4, 4)))
+    for stages in (1, 3):  # cut before and after what must stay together
+        pipe = pipeline(stages, 2, loss=chained)
+        pipe.verify(pipe.init(init, jnp.ones((4, 4))), jnp.ones((4, 4)))
 
 
 def test_stages_with_state_are_not_run_by_hand():

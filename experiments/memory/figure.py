@@ -10,7 +10,7 @@ from jaxpp.schedule.panel import INK, Panel, key_of, module_of
 __all__ = ["Bars", "bars_figure"]
 
 _TEMPORARIES, _PALE = "#E69F00", "#666666"
-_ROW, _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 0.46, 7.0, 2.5, 0.95, 0.75, 0.5  # inches: a pair, its bars, and around them
+_ROW, _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 0.46, 8.0, 2.5, 0.95, 0.75, 0.5  # inches: a pair, its bars, and around them
 _SPANS = ((0.1, 0.48), (0.52, 0.9))  # of the two bars, in parts of a row
 _LEAST = 1 / 1000  # of the longest bar: what is less is not seen, and not in the key
 _MIB = 2**20

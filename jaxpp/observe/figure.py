@@ -28,7 +28,7 @@ _TITLE, _KEY = 0.32, 0.28  # inches above a panel, for its title and for a key u
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
 _LETTERS = 20  # in a line of a device's name
 _COLUMN = 6.0  # points that a column of pebbles has at least
-_NARROWEST = 7.2  # inches, for the key of the memory
+_NARROWEST = 8.2  # inches, for the key of the memory
 
 
 class Curve(NamedTuple):
