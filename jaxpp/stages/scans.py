@@ -8,15 +8,15 @@ where the slices end (``split_scans``).
 import itertools
 import posixpath
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Atom, Graph, aval_of, live, variables
-from jaxpp.stages.hoist import hoist
+from jaxpp.stages.hoist import Loop, loop_of
 
 __all__ = ["Layers", "same_layer", "slices_between", "split_scans"]
 
@@ -101,28 +101,25 @@ class _Splitter:
             self._parts[eqn.outvars[0]] = list(zip(starts, eqn.invars, strict=True))
         if eqn.primitive.name == "convert_element_type" and self._is_stacked(eqn.invars[0]):
             self._casts[eqn.outvars[0]] = eqn
-        bounds = self._bounds(eqn) if eqn.primitive.name == "scan" and eqn.outvars else []
-        if len(bounds) > 2:
-            self._split(eqn, name, bounds)
+        loop = loop_of(eqn) if eqn.primitive.name == "scan" and eqn.outvars else None
+        if loop is None or not self._stacked(eqn, loop):
+            self._emit(eqn, name)
         else:
-            self._emit(eqn, name, self._stacked(eqn) if bounds else ())
+            self._split(eqn, name, loop)
 
-    def _emit(self, eqn: JaxprEqn, name: str, stacked: Collection[Any] = ()) -> None:
-        early, eqn = hoist(eqn, stacked) if stacked else ([], eqn)
-        self.eqns += [*early, eqn]
-        self.names += [name] * (len(early) + 1)
+    def _emit(self, eqn: JaxprEqn, name: str) -> None:
+        self.eqns.append(eqn)
+        self.names.append(name)
 
-    def _bounds(self, eqn: JaxprEqn) -> list[int]:
+    def _bounds(self, stacked: Sequence[Var], loop: Loop) -> list[int]:
         """The layers before which the loop is split, with its ends."""
-        stacked = self._stacked(eqn)
         ends = {start for var in stacked for start, _ in self._parts.get(self._origin(var), [])}
-        if self._singly and stacked:
-            ends = set(range(eqn.params["length"]))
-        return sorted(ends | {0, eqn.params["length"]})
+        if self._singly:
+            ends = set(range(loop.length))
+        return sorted(ends | {0, loop.length})
 
-    def _stacked(self, eqn: JaxprEqn) -> tuple[Var, ...]:
-        first = eqn.params["num_consts"] + eqn.params["num_carry"]
-        return tuple(var for var in variables(eqn.invars[first:]) if self._is_stacked(var))
+    def _stacked(self, eqn: JaxprEqn, loop: Loop) -> tuple[Var, ...]:
+        return tuple(var for var in variables(eqn.invars[loop.num_before :]) if self._is_stacked(var))
 
     def _is_stacked(self, atom: Atom) -> bool:
         """Whether a value is a parameter, or one put together from slices, or a cast of such."""
@@ -137,29 +134,33 @@ class _Splitter:
             atom = self._casts[atom].invars[0]
         return atom
 
-    def _split(self, eqn: JaxprEqn, name: str, bounds: Sequence[int]) -> None:
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-        consts, stacked = eqn.invars[:num_consts], eqn.invars[num_consts + num_carry :]
-        carry: list[Any] = list(eqn.invars[num_consts : num_consts + num_carry])
-        pieces: dict[int, list[Var]] = {}
-        spans = list(itertools.pairwise(bounds))
-        loop, *inside = (_inner_name(eqn) or "scan").split("/")
-        for start, stop in reversed(spans) if eqn.params["reverse"] else spans:
-            rows = f"{loop}[{start}:{stop}]" if stop - start > 1 else f"{loop}[{start}]"
-            label = "/".join(filter(None, (name, rows, *inside)))
-            inputs = [self._rows(atom, start, stop, label) for atom in stacked]
-            outs = [_like(var, None) for var in eqn.outvars[:num_carry]]
-            outs += [_like(var, stop - start) for var in eqn.outvars[num_carry:]]
-            params = eqn.params | {"length": stop - start}
-            mine = [atom for atom, whole in zip(inputs, stacked, strict=True) if whole in self._stacked(eqn)]
-            self._emit(eqn.replace(invars=[*consts, *carry, *inputs], outvars=outs, params=params), label, mine)
-            origins = tuple(map(self._origin, self._stacked(eqn)))
-            self.layers.append(Layers(outs[0], self._loops, origins, start, stop))
-            carry, pieces[start] = outs[:num_carry], outs[num_carry:]
+    def _split(self, eqn: JaxprEqn, name: str, loop: Loop) -> None:
+        stacked = self._stacked(eqn, loop)
+        spans = list(itertools.pairwise(self._bounds(stacked, loop)))
+        fixed = loop.num_before - loop.num_carry
+        consts, carry = list(eqn.invars[:fixed]), list(eqn.invars[fixed : loop.num_before])
+        whole = eqn.invars[loop.num_before :]
+        pieces: dict[int, list[Any]] = {}
+        label, *inside = (_inner_name(loop) or "scan").split("/")
+        for start, stop in reversed(spans) if loop.reverse else spans:
+            rows = f"{label}[{start}:{stop}]" if stop - start > 1 else f"{label}[{start}]"
+            path = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
+            inputs = [self._rows(atom, start, stop, path) if len(spans) > 1 else atom for atom in whole]
+            eqns, results = loop.over([*consts, *carry, *inputs], [self._is_stacked(atom) for atom in whole], stop - start)
+            for made in eqns:
+                self._emit(made, path)
+            carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
+            result = next(made.outvars[0] for made in reversed(eqns) if made.primitive.name == "scan")
+            if len(spans) > 1:
+                self.layers.append(Layers(result, self._loops, tuple(map(self._origin, stacked)), start, stop))
         self._loops += 1
-        self._renamed.update(zip(eqn.outvars[:num_carry], carry, strict=True))
-        for k, var in enumerate(eqn.outvars[num_carry:]):
-            self._call(_concatenate, [[pieces[start][k] for start, _ in spans]], var, name)
+        self._renamed.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
+        for k, var in enumerate(eqn.outvars[loop.num_carry :]):
+            parts = [pieces[start][k] for start, _ in spans]
+            if len(parts) > 1:
+                self._call(_concatenate, [parts], var, name)
+            else:
+                self._renamed[var] = parts[0]
 
     def _rows(self, atom: Atom, start: int, stop: int, name: str) -> Atom:
         """Rows of a stacked operand: the slices that hold them, if there are such, else cut out of the whole."""
@@ -198,10 +199,9 @@ def _like(atom: Atom, length: int | None) -> Var:
     return Var(aval if length is None else aval.update(shape=(length, *aval.shape[1:])))
 
 
-def _inner_name(eqn: JaxprEqn) -> str:
+def _inner_name(loop: Loop) -> str:
     """The module path that all equations inside a loop share."""
-    inner = eqn.params["jaxpr"]
-    eqns = inner.jaxpr.eqns if isinstance(inner, ClosedJaxpr) else inner.eqns
+    eqns = loop.body.jaxpr.eqns
     paths = [str(inside.source_info.name_stack) for inside in eqns if str(inside.source_info.name_stack)]
     return posixpath.commonpath(paths) if paths else ""
 
