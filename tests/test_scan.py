@@ -152,6 +152,7 @@ def test_slices_of_unequal_length_are_put_together_and_restored_elsewhere():
         here, _ = pipe.step(jax.tree.map(jnp.array, restored), BATCH)
         there, _ = other.step(jaxpp.State(restored.params, restored.opt_state), BATCH)
         compare("params", there.params, here.params)
+    state, _ = pipe.step(state, BATCH)
     pipe.step(state, BATCH)
     with pytest.raises(ValueError, match="consumed by an earlier step"):
         pipe.step(state, BATCH)
