@@ -252,3 +252,17 @@ def test_what_is_no_pair_or_no_array_is_refused():
         pipeline(1, 1).init({"a": jnp.ones(2)}, BATCH)
     with pytest.raises(ParamsError, match=r"model_state\['n'\]: int"):
         pipeline(1, 1).init(({"a": jnp.ones(2)}, {"n": 1}), BATCH)
+
+
+def test_new_state_may_share_what_it_is_made_of_with_aux_alone():
+    # What depends on data alone and only aux reads runs last; state made of it had been put before it.
+    def loss_fn(params, model_state, batch):
+        x, seen = batch, batch.mean(0)
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean(), ({"seen": 0.9 * model_state["seen"] + 0.1 * seen}, {"mean": seen})
+
+    batch = jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)
+    pipe = pipeline(3, 2, loss=loss_fn)
+    state = pipe.init(([jnp.eye(4)] * 4, {"seen": jnp.zeros(4)}), batch)
+    pipe.verify(state, batch)

@@ -167,11 +167,12 @@ class TracedLoss:
                 due[i] = i
             else:
                 due[i] = min((due[j] for var in outs for j in users.get(var, ())), default=math.inf)
-        first = {var: min((due[j] for j in users.get(var, ())), default=math.inf) for var in (*self.params, *self.state)}
+        read = {var: [due[j] for j in users.get(var, ()) if due[j] < math.inf] for var in (*self.params, *self.state)}
+        first = {var: min(found, default=0) for var, found in read.items()}
         for i in reversed(aside):
             operands = variables(graph.eqns[i].invars)
             after = [due[producers[var]] if var in producers else first.get(var, 0) for var in operands]
-            due[i] = max((at for at in after if at < math.inf), default=0)
+            due[i] = max(after, default=0)
         return due
 
     @cached_property
