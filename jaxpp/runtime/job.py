@@ -32,7 +32,6 @@ class Job:
         params: shape of each parameter leaf.
         state: shape of each model state leaf.
         state_owner: the stage that keeps each model state leaf between steps.
-        scale_stage: the stage that keeps the loss scale between steps.
         batch: shape of each leaf of the whole batch.
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
@@ -47,7 +46,6 @@ class Job:
     params: tuple[Any, ...]
     state: tuple[Any, ...]
     state_owner: tuple[int, ...]
-    scale_stage: int
     batch: tuple[Any, ...]
     key: Any
     implementation: str | None
@@ -58,12 +56,10 @@ class Job:
         """How many stages there are."""
         return len(self.placement.devices)
 
-    @cached_property
+    @property
     def loss_stage(self) -> int:
-        """The stage that computes the loss."""
-        places = {cut.loss_stage for cut in self.cuts}
-        assert len(places) == 1, "microbatches of different sizes end on different stages"
-        return places.pop()
+        """The stage that returns the loss, and keeps its scale."""
+        return self.num_stages - 1
 
     def codes(self, stage: int) -> list[StageCode]:
         """The stage's programs, once a variant."""

@@ -50,7 +50,7 @@ def lower(job: Job, actions: Sequence[Action]) -> Draft:
     draft = Draft()
     draft.homes.update({param_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.owner)})
     draft.homes.update({state_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.state_owner)})
-    draft.homes.update({scale_name(job.scale_stage, k): job.placement[job.scale_stage] for k in range(2)})
+    draft.homes.update({scale_name(job.loss_stage, k): job.placement[job.loss_stage] for k in range(2)})
     _feed(draft, job)
     chosen, zeros = job.choose(actions)
     for stage in sorted(range(job.num_stages), key=lambda s: s != job.loss_stage):
@@ -80,7 +80,7 @@ def _feed(draft: Draft, job: Job) -> None:
             for k in job.read(stage, role):
                 feed(f"send {role} {k} to stage {stage}", Name(HOST, Ref(role, k)), Name(stage, Ref(role, k)))
         for k in job.read(stage, Role.LOSS_SCALE):
-            feed(f"send loss scale to stage {stage}", scale_name(job.scale_stage, k), scale_name(stage, k))
+            feed(f"send loss scale to stage {stage}", scale_name(job.loss_stage, k), scale_name(stage, k))
         for leaf in job.read(stage, Role.PARAM):
             if job.owner[leaf] != stage:
                 path = job.cuts[0].loss.param_paths[leaf]

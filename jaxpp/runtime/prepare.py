@@ -77,7 +77,6 @@ class Layout:
         reducers: of the aux leaves that are not averaged.
         packs: the small gradients that each stage sums as one vector.
         state_owner: the stage of each model state leaf.
-        loss_stage: the stage that computes the loss, and keeps its scale if it has one.
     """
 
     given: tuple[Any, ...]
@@ -89,7 +88,6 @@ class Layout:
     reducers: Mapping[int, Reducer]
     packs: tuple[tuple[Pack, ...], ...]
     state_owner: tuple[int, ...]
-    loss_stage: int
 
     @property
     def params(self) -> Any:
@@ -185,7 +183,7 @@ class Preparer:
         options = {"remat": settings.remat, "severed": settings.severed, "scaled_by": self._scaled_by}
         first = cut(loss, cuts, owner, reducers=reducers, **options)
         packs = tuple(code.packs for code in first.stages)
-        decided = (owner, _spine(loss), cuts, reducers, packs, first.state_home, first.loss_stage)
+        decided = (owner, _spine(loss), cuts, reducers, packs, first.state_home)
         return Layout(given, slicing, variables, *decided), first
 
     def _choose(self, loss: TracedLoss) -> Cuts:
@@ -277,7 +275,6 @@ class Preparer:
             params=tuple(jax.tree.leaves(layout.params)),
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,
-            scale_stage=layout.loss_stage,
             batch=tuple(jax.tree.leaves(batch)),
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),

@@ -11,7 +11,7 @@ from jaxpp.stages.graph import Piece, carve, variables
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts
-from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.program import shapes_of
 from jaxpp.stages.reduce import Reducer
 from jaxpp.stages.stage import StageBuilder, StageCode
 from jaxpp.types import Policy
@@ -42,11 +42,6 @@ class CutLoss:
     consumers: tuple[tuple[int, ...], ...]
     state_home: tuple[int, ...]
     reducers: Mapping[int, Reducer]
-
-    @property
-    def loss_stage(self) -> int:
-        """The stage that computes the loss."""
-        return next(code.index for code in self.stages if Ref(Role.LOSS) in code.forward.outputs)
 
 
 def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Atom, Graph, aval_of, live, variables
-from jaxpp.stages.hoist import Loop, loop_of
+from jaxpp.stages.loop import Loop, loop_of
 
 __all__ = ["Layers", "same_layer", "slices_between", "split_scans"]
 
