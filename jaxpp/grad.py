@@ -97,7 +97,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             engine.settle((params,), batch, key)
         engine.plan("grads", batch, key)
         held = engine.sliced(params)
-        outcome = engine.run("grads", bring(jax.tree.leaves(held), engine.devices), batch, key)
+        outcome = engine.run("grads", bring(jax.tree.leaves(held), engine.homes), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
         made = assembled(jax.tree.structure(held).unflatten(outcome.leaves))
         grads = tree.unflatten(bring(jax.tree.leaves(made), homes))

@@ -69,8 +69,8 @@ def open_engine(
     scale = jax.tree.structure(() if scaling is None else scaling.example)
     shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
     shapes += engine.scale_shapes
-    stages = tabulate(cut, layout.owner, engine.settings.placement.devices, functions or by_hand(engine.preparer))
-    return Opened(States(State(params, update.tree, state, scale), shapes, engine.devices), stages, Detector(update.watched))
+    stages = tabulate(cut, layout.owner, engine.placement.places, functions or by_hand(engine.preparer))
+    return Opened(States(State(params, update.tree, state, scale), shapes, engine.homes), stages, Detector(update.watched))
 
 
 def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:

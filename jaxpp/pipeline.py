@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jaxpp.by_hand import compose, scope
 from jaxpp.errors import ArgumentError, StateError
@@ -16,6 +17,7 @@ from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
+from jaxpp.runtime.submesh import home_of
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
@@ -100,6 +102,9 @@ class Pipeline:
         reduce_aux: ReduceAux = None,
         loss_scale: Any = None,
         balance: str = "flops",
+        mesh: Mesh | None = None,
+        data_parallel: int = 1,
+        shardings: Any = None,
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -123,6 +128,9 @@ class Pipeline:
             reduce_aux=reduce_aux,
             loss_scale=loss_scale,
             balance=balance,
+            mesh=mesh,
+            data_parallel=data_parallel,
+            shardings=shardings,
         )
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()
@@ -221,7 +229,7 @@ class Pipeline:
             self._open(init_or_params, batch, jax.random.key(0))
             names = (*engine.params, *engine.states)
             pairs = zip(jax.tree.leaves(engine.sliced(init_or_params)), names, strict=True)
-            leaves = [put(leaf, engine.settings.placement[name.stage]) for leaf, name in pairs]
+            leaves = [put(leaf, home_of(engine.placement[name.stage], name.ref)) for leaf, name in pairs]
         made, count = self._opened("init").states, len(engine.params)
         return made.wrap([*leaves[:count], *engine.opt_birth(leaves[:count]), *leaves[count:], *engine.scale_birth()])
 

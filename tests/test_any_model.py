@@ -254,7 +254,7 @@ def pipelined(example: Example) -> list[tuple[Any, ...]]:
     results = []
     held = engine.slicing.of(params)
     for part in parts(example, batch):
-        found = engine.run("grads", bring(jax.tree.leaves((held, model_state)), engine.devices), part, example.prng_key)
+        found = engine.run("grads", bring(jax.tree.leaves((held, model_state)), engine.homes), part, example.prng_key)
         model_state = jax.tree.structure(model_state).unflatten(found.model_state)
         grads = assembled(jax.tree.structure(held).unflatten(found.leaves))
         results.append((found.loss, found.aux, grads, model_state))

@@ -44,7 +44,7 @@ def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
     batch, engine = jax.tree.map(np.asarray, case.batch), pipe._engine
     book = account(engine, engine.draft("update", batch, case.key), homes_of(batch, case.key))
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), engine.devices, strict=True)]
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), engine.homes, strict=True)]
     own = engine.run("update", own, batch, case.key).leaves
     jax.block_until_ready(own)
     gc.collect()
@@ -64,7 +64,7 @@ def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name):
     case, pipe, state = ready(name)
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.devices, strict=True)]
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
     ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
     devices = ledger.account.devices
     assert [(s.device, s.when) for s in ledger.samples if s.when in ("begins", "ends")] == [
@@ -184,7 +184,7 @@ def test_a_size_that_is_none_is_refused(wrong):
 
 def test_where_a_backend_counts_for_itself_the_difference_is_explained():
     case, pipe, state = ready("mlp gpipe")
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.devices, strict=True)]
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
     ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
     device, sample = next(iter(ledger.peaks.items()))
     mine = sample.total + sample.temporaries
@@ -194,7 +194,7 @@ def test_where_a_backend_counts_for_itself_the_difference_is_explained():
 
 def test_what_the_caller_holds_is_not_counted_as_the_steps():
     case, pipe, state = ready("mlp gpipe")
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.devices, strict=True)]
+    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
     ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
     begins = ledger.samples[0]
     assert begins.by_kind["batch"] < case.batch["x"].nbytes

@@ -241,7 +241,7 @@ def test_the_last_stage_may_finish_microbatches_in_any_order():
     mine = jaxpp.schedule.Schedule("mine", tuple(tuple(jaxpp.schedule.Action(*cell) for cell in row) for row in rows))
     engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=3, schedule=mine, **OPTIONS))
     engine.settle((case.params,), case.batch, None)
-    found = engine.run("grads", bring(jax.tree.leaves(case.params), engine.devices), case.batch, None)
+    found = engine.run("grads", bring(jax.tree.leaves(case.params), engine.homes), case.batch, None)
     usual = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=3, has_aux=True)(case.params, case.batch)
     np.testing.assert_allclose(found.loss, usual[0][0], rtol=1e-6)
     np.testing.assert_array_equal(found.aux["logits"], usual[0][1]["logits"])

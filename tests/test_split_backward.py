@@ -116,7 +116,7 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
     assert [ref.role for ref in backward["I"].then.outputs] == [Role.GRAD, Role.COTANGENT]
     assert "W" not in backward
     assert "1W0" not in [line.label for line in lower(job, engine.settings.schedule.order).lines]
-    found = engine.run("grads", bring(jax.tree.leaves(params), engine.devices), batch, None)
+    found = engine.run("grads", bring(jax.tree.leaves(params), engine.homes), batch, None)
     loss, _, grads = oracle(loss_fn, params, batch, None, 3)
     compare("loss", found.loss, loss)
     compare("grads", jax.tree.structure(params).unflatten(found.leaves), grads, floor=GRAD_FLOOR)

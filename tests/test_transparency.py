@@ -30,7 +30,7 @@ def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
         loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, reducers=reducers)
         found = {}
         for name, engine in engines(case, stages, microbatches).items():
-            leaves = bring(jax.tree.leaves(case.params), engine.devices)
+            leaves = bring(jax.tree.leaves(case.params), engine.homes)
             outcome = engine.run("grads", leaves, case.batch, case.key)
             found[name] = outcome
             compare(f"{name} loss", outcome.loss, loss)

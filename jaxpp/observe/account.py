@@ -155,7 +155,7 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
     for name, begin in begins.items():
         life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
-    devices = tuple(dict.fromkeys(engine.settings.placement.by_rank))
+    devices = tuple(dict.fromkeys(engine.placement.by_rank))
     return Account(devices, tuple(draft.lines), (*_constants(draft), *lives))
 
 

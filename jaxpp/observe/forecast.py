@@ -134,9 +134,7 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None) -> F
     book = account(engine, drafted)
     extra = temporaries(drafted.draft, engine.preparer.programs)
     peaks = {device: book.peak(device, extra) for device in book.devices}
-    stages = tuple(
-        _stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(engine.settings.placement.devices)
-    )
+    stages = tuple(_stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(engine.placement.places))
     moments = {device: book.lines[moment - 1].label for device, moment in peaks.items()}
     found = Forecast(book, stages, moments, room, ())
     if found.fits or room is None:

@@ -33,7 +33,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
         the profile of the watched step of median length.
     """
     plan, _ = engine.plan("update", batch, key, watched=True)
-    own = [put(leaf, device) for leaf, device in zip(leaves, engine.devices, strict=True)]
+    own = [put(leaf, device) for leaf, device in zip(leaves, engine.homes, strict=True)]
     steps: list[list[Stamp]] = []
     watched: list[float] = []
     plain: list[float] = []
@@ -52,7 +52,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans, beside = _spans(plan, steps[_WARM_UP + median], engine)
     cost = statistics.median(w / p for w, p in zip(watched[_WARM_UP:], plain[_WARM_UP:], strict=True))
-    return Profile(engine.settings.schedule, engine.settings.placement.by_rank, spans, tuple(lengths), beside, cost, ledger)
+    return Profile(engine.settings.schedule, engine.placement.by_rank, spans, tuple(lengths), beside, cost, ledger)
 
 
 def _spans(plan: Plan, stamps: Sequence[Stamp], engine: Engine) -> tuple[tuple[Span, ...], int]:

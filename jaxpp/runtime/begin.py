@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpp.runtime.draft import Draft, Name
 from jaxpp.runtime.job import Job, local_name
-from jaxpp.runtime.transfer import put
+from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 from jaxpp.stages.stage import StageCode
@@ -48,13 +48,7 @@ def draft_begin(draft: Draft, job: Job, stage: int, totals: dict[Ref, Any]) -> N
         [job.batch[k] for k in leaves],
         [Name(stage, Ref(Role.BATCH, k), i) for i in steps for k in leaves],
     )
-    keys = [Name(stage, Ref(Role.KEY))] if job.read(stage, Role.KEY) else []
-    part(
-        lambda key=None: [fold_key(key, job.implementation, i) for i in steps],
-        keys,
-        [job.key] * len(keys),
-        [Name(stage, Ref(Role.KEY), i) for i in steps] if keys else [],
-    )
+    _keys(draft, job, stage, part)
     _scales(draft, job, stage, part)
     part(
         lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in totals.values()],
@@ -78,27 +72,47 @@ def draft_begin(draft: Draft, job: Job, stage: int, totals: dict[Ref, Any]) -> N
     draft.compute(f"begin stage {stage}", program, job.placement[stage], names_in, names_out, ())
 
 
+def _keys(draft: Draft, job: Job, stage: int, part: Any) -> None:
+    """The key of each microbatch; those of replica r are numbered from r times their number."""
+    if not job.read(stage, Role.KEY):
+        return
+    names, shapes = [Name(stage, Ref(Role.KEY))], [job.key]
+    if job.placement.meshed:
+        replica = Name(stage, Ref(Role.REPLICA))
+        draft.constants[replica] = put(np.arange(job.placement.num_replicas), job.placement[stage].on_data)
+        names, shapes = [*names, replica], [*shapes, jax.ShapeDtypeStruct((), draft.constants[replica].dtype)]
+    count = len(job.sizes)
+    part(
+        lambda key, replica=0: [fold_key(key, job.implementation, replica * count + i) for i in range(count)],
+        names,
+        shapes,
+        [Name(stage, Ref(Role.KEY), i) for i in range(count)],
+    )
+
+
 def _place_constants(draft: Draft, job: Job, stage: int, variant: int, code: StageCode) -> None:
     for k, value in enumerate(code.constants):
-        draft.constants[local_name(stage, Ref(Role.CONSTANT, k), -1, variant)] = put(value, job.placement[stage])
+        ref = Ref(Role.CONSTANT, k)
+        draft.constants[local_name(stage, ref, -1, variant)] = put_at(job.placement[stage], ref, value)
 
 
 def _scales(draft: Draft, job: Job, stage: int, part: Any) -> None:
     """The weight of each microbatch on this stage's device: a constant, or a share of what ``weigh`` found."""
-    device, count = job.placement[stage], len(job.sizes)
+    place, count, replicas = job.placement[stage], len(job.sizes), job.placement.num_replicas
     if job.weigh is None:
         known: dict[int, Any] = {}
         for i, size in enumerate(job.sizes):
             if size not in known:
-                known[size] = put(np.asarray(size / sum(job.sizes), scale_dtype()), device)
+                share = np.asarray(size / (replicas * sum(job.sizes)), scale_dtype())
+                known[size] = put_at(place, Ref(Role.SCALE), share)
             draft.constants[Name(stage, Ref(Role.SCALE), i)] = known[size]
         return
     source = Name(job.loss_stage, Ref(Role.SCALE))
     if stage == job.loss_stage:
         inputs = [Name(stage, ref) for ref in job.weigh.inputs]
-        draft.compute("weigh", job.weigh, device, inputs, [source], ())
+        draft.compute("weigh", job.weigh, place, inputs, [source], ())
     else:
-        draft.send(f"send scales to stage {stage}", source, Name(stage, Ref(Role.SCALE)), device)
+        draft.send(f"send scales to stage {stage}", source, Name(stage, Ref(Role.SCALE)), place)
     part(
         lambda scales: [scales[i] for i in range(count)],
         [Name(stage, Ref(Role.SCALE))],

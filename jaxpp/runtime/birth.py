@@ -15,7 +15,11 @@ from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Graph, Piece, carve, trace, variables
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
-__all__ = ["closed_function", "draft_params", "trace_init"]
+__all__ = ["INIT_KEY", "closed_function", "draft_params", "trace_init"]
+
+_KEY = Ref(Role.KEY, shared=True)
+INIT_KEY = Name(HOST, _KEY)
+"""The key that parameters are made from."""
 
 
 def trace_init(init: Callable[[Any], Any], key: Any) -> tuple[Graph, Any]:
@@ -55,12 +59,12 @@ def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Any], atoms: Se
 
 
 def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> Draft:
-    """The lines that make parameters and model state from the key, which is the value ``Name(HOST, Ref(Role.KEY))``.
+    """The lines that make parameters and model state from the key, ``INIT_KEY``.
 
     Args:
         graph: of the init function.
         names: of its results, each on its owner.
-        placement: the device of each stage.
+        placement: where each stage lives.
     """
     draft = Draft()
     for stage in sorted({name.stage for name in names}):
@@ -68,9 +72,9 @@ def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> D
         atoms = [graph.outputs[leaf] for leaf in mine]
         piece = carve(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece((), (), ()))
         inputs = [var for var in piece.inputs if var in graph.inputs]
-        names_in = [Name(stage, Ref(Role.KEY)) for _ in inputs]
+        names_in = [Name(stage, _KEY) for _ in inputs]
         for name in names_in:
-            draft.send(f"send key to stage {stage}", Name(HOST, Ref(Role.KEY)), name, placement[stage])
+            draft.send(f"send key to stage {stage}", INIT_KEY, name, placement[stage])
         names_out = [names[leaf] for leaf in mine]
         function = closed_function(graph, piece, inputs, atoms)
         program = Program(function, tuple(n.ref for n in names_in), tuple(n.ref for n in names_out), shapes_of(inputs))

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxpp.runtime.plan import About, Instruction, Plan, Slots
-from jaxpp.runtime.programs import Job, Programs
+from jaxpp.runtime.programs import Job, Programs, free_inputs
+from jaxpp.runtime.submesh import Place, Submesh, home_of
 from jaxpp.runtime.transfer import sender
 from jaxpp.schedule.action import Action
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Device
 
 __all__ = ["HOST", "Draft", "Line", "Name"]
 
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
     label: str
     job: Job | None
-    device: Device
+    device: Place
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     action: Action | None
@@ -77,7 +77,7 @@ class Draft:
     ``homes`` says on which device each name's value is; a name written twice keeps its slot (an accumulator).
     """
 
-    homes: dict[Name, Device] = field(default_factory=dict)
+    homes: dict[Name, Place] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     constants: dict[Name, Any] = field(default_factory=dict)
     _alias: dict[Name, Name] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Draft:
         self,
         label: str,
         program: Program,
-        device: Device,
+        device: Place,
         inputs: Sequence[Name],
         outputs: Sequence[Name],
         donated: tuple[int, ...] | None = None,
@@ -102,7 +102,7 @@ class Draft:
         self.lines.append(Line(label, job, device, *names, action))
         self.homes.update((name, device) for name in outputs)
 
-    def send(self, label: str, source: Name, target: Name, device: Device, action: Action | None = None) -> None:
+    def send(self, label: str, source: Name, target: Name, device: Place, action: Action | None = None) -> None:
         """Make the value called ``source`` available on ``device`` as ``target``."""
         source = self.resolve(source)
         if self.homes.get(source) == device:
@@ -124,13 +124,46 @@ class Draft:
             safe = next((name for name in small if name not in donated), None)
             if safe is None and line.job is not None:
                 program, device, given = line.job
-                safe = Name(HOST, Ref(Role.VALUE), number)
+                safe = Name(HOST, Ref(Role.VALUE, shared=True), number)
                 job = programs.with_token(program), device, given
                 line = self.lines[number] = line._replace(job=job, outputs=(*line.outputs, safe))
             found.append(safe)
             donated -= set(line.outputs)
             donated |= line.taken
         return found[::-1]
+
+    def _compile(self, programs: Programs) -> list[Any]:
+        """The compiled program of each line, None for sends.
+
+        Those that read what the compiler sharded as it liked wait for the ones that make it; all others are compiled at once.
+        """
+        chosen: dict[Name, Any] = {}
+        given: dict[int, tuple[Any, ...]] = {}
+        waiting: list[int] = []
+
+        def flush() -> None:
+            jobs = [job for number in waiting if (job := self.lines[number].job) is not None]
+            programs.compile(jobs, [given[number] for number in waiting])
+            for number, job in zip(waiting, jobs, strict=True):
+                made = zip(job[0].outputs, self.lines[number].outputs, strict=True)
+                free = [isinstance(job[1], Submesh) and job[1].is_free(ref) for ref, _ in made]
+                if any(free):
+                    shardings = programs.get(job, given[number]).output_shardings
+                    triples = zip(self.lines[number].outputs, shardings, free, strict=True)
+                    chosen.update((name, sharding) for name, sharding, one in triples if one)
+            waiting.clear()
+
+        for number, line in enumerate(self.lines):
+            if line.job is None:
+                continue
+            names = [line.inputs[k] for k in free_inputs(line.job)]
+            if any(name not in chosen for name in names):
+                flush()
+            given[number] = tuple(chosen[name] for name in names)
+            waiting.append(number)
+        flush()
+        jobs = enumerate(line.job for line in self.lines)
+        return [None if job is None else programs.get(job, given[number]) for number, job in jobs]
 
     def last_uses(self) -> dict[Name, int]:
         """The number of the last line that reads or writes each name."""
@@ -153,21 +186,23 @@ class Draft:
             watched: whether it must be possible to ask every instruction whether it is done.
         """
         watch = self._watched(programs) if watched else [None] * len(self.lines)
-        programs.compile(line.job for line in self.lines if line.job is not None)
+        calls = self._compile(programs)
         last = self.last_uses()
         results = tuple(map(self.resolve, outputs))
         kept = set(results)
         slots = Slots()
         arguments = tuple(slots[name] for name in map(self.resolve, inputs))
         constants = tuple((slots[name], value) for name, value in self.constants.items() if name in last or name in kept)
-        senders: dict[Device, Callable[..., Any]] = {}
+        senders: dict[Any, Callable[..., Any]] = {}
         instructions = []
         for number, line in enumerate(self.lines):
             read = tuple(slots[name] for name in line.inputs)
             written = tuple(slots[name] for name in line.outputs)
             done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
-            send = senders.setdefault(line.device, sender(line.device))
-            call = send if line.job is None else programs[line.job]
+            call = calls[number]
+            if line.job is None:
+                home = home_of(line.device, line.outputs[0].ref)
+                call = senders.setdefault(home, sender(home))
             seen = -1 if watch[number] is None else slots[watch[number]]
             about = About(line.device, line.stage, line.action, line.job is None, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))

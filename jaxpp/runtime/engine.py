@@ -12,17 +12,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpp.runtime.birth import draft_params
+from jaxpp.runtime.birth import INIT_KEY, draft_params
 from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.elementwise import check_sliced
 from jaxpp.runtime.execute import Observer, execute
-from jaxpp.runtime.job import Job, grad_name, param_name, state_name
+from jaxpp.runtime.job import Job, param_name, state_name, total_name
 from jaxpp.runtime.lower import draft_zeros, forward_actions, lower
 from jaxpp.runtime.optimizer import Update, opt_name, plan_update, unread_gradients
+from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
+from jaxpp.runtime.rules import opt_specs_of
 from jaxpp.runtime.settings import Settings
-from jaxpp.runtime.transfer import private, put
+from jaxpp.runtime.submesh import Place, home_of
+from jaxpp.runtime.transfer import divided, private, put_at
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
@@ -30,7 +33,7 @@ from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.stages.stack import Slicing
 from jaxpp.stages.tracing import check_arrays, check_floating
-from jaxpp.types import Device, LossFn
+from jaxpp.types import LossFn
 
 __all__ = ["Drafted", "Engine", "Outcome"]
 
@@ -130,9 +133,19 @@ class Engine:
         return [] if self.settings.scaling is None else list(shapes_of(self.settings.scaling.birth()))
 
     @property
-    def devices(self) -> list[Device]:
-        """The device of each leaf of a state: parameters, optimizer, model state, loss scale."""
-        return [self.settings.placement[name.stage] for name in (*self.params, *self.opts, *self.states, *self.scales)]
+    def placement(self) -> Placement:
+        """Where each stage lives."""
+        return self.preparer.placement
+
+    @property
+    def homes(self) -> list[Any]:
+        """The device, or sharding, of each leaf of a state: parameters, optimizer, model state, loss scale."""
+        names = (*self.params, *self.opts, *self.states, *self.scales)
+        return [home_of(place, name.ref) for place, name in zip(self._places(names), names, strict=True)]
+
+    def _places(self, names: Sequence[Name]) -> list[Place]:
+        placement = self.placement
+        return [placement[name.stage] for name in names]
 
     @property
     def slicing(self) -> Slicing:
@@ -170,6 +183,9 @@ class Engine:
             states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
             options = (preparer.frozen, self.settings.scaling, states if self.settings.scaling else ())
             update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, *options)
+            opt = jax.eval_shape(self.optimizer.init, layout.params)
+            specs = opt_specs_of(opt, layout.params, layout.known["specs"])
+            preparer.layout = dataclasses.replace(layout, known={**layout.known, "opt_specs": specs})
         self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
         self._drafts.clear()
         self._plans.clear()
@@ -177,19 +193,20 @@ class Engine:
     def birth(self, graph: Graph, key: Any) -> list[Any]:
         """Make the parameters and the model state from the traced init, each leaf on its owner."""
         names = [*self.params, *self.states]
-        draft = draft_params(graph, names, self.settings.placement)
-        return execute(draft.finish(self.preparer.programs, [Name(HOST, Ref(Role.KEY))], names), [key])
+        draft = draft_params(graph, names, self.placement)
+        return execute(draft.finish(self.preparer.programs, [INIT_KEY], names), [key])
 
     def opt_birth(self, params: Sequence[Any]) -> list[Any]:
         """Make the optimizer state, each leaf on its owner."""
         assert self.update is not None
-        draft = draft_birth(self.update, self.settings.placement)
+        draft = draft_birth(self.update, self.placement)
         return execute(draft.finish(self.preparer.programs, self.params, self.opts), params)
 
     def scale_birth(self) -> list[Any]:
         """Make the loss scale, on its owner."""
         leaves = [] if self.settings.scaling is None else self.settings.scaling.birth()
-        return [put(leaf, self.settings.placement[name.stage]) for leaf, name in zip(leaves, self.scales, strict=True)]
+        found = zip(leaves, self.scales, self._places(self.scales), strict=True)
+        return [put_at(place, name.ref, leaf) for leaf, name, place in found]
 
     def plan(
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
@@ -215,19 +232,19 @@ class Engine:
             self._drafts[cache_key] = job, lower(job, actions)
         job, lines = self._drafts[cache_key]
         draft = lines.copy()
-        loss = Name(job.loss_stage, Ref(Role.LOSS))
+        loss = total_name(job.loss_stage, Role.LOSS)
         aux = _aux_names(job)
         states = [state_name(stage, leaf, len(job.sizes)) for leaf, stage in enumerate(job.state_owner)]
         inputs, results = [*self.params, *self.states], states
         if kind == "grads":
             inputs += self.scales
-            results = [*(grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)), *states]
+            results = [*(total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)), *states]
             draft_zeros(draft, job, range(len(self.owner)))
         elif kind == "update":
             assert self.update is not None
             inputs = [*self.params, *self.opts, *self.states, *self.scales]
             draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.preparer.frozen])
-            made = draft_update(draft, self.update, self.settings.placement, loss, states, donate=donate)
+            made = draft_update(draft, self.update, self.placement, loss, states, donate=donate)
             split = len(self.owner) + len(self.opts)
             results = [*made[:split], *([] if self.settings.scaling else states), *made[split:]]
         inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
@@ -266,7 +283,10 @@ class Engine:
         if kind != "update":
             rest = leaves[num_params + num_opts :]
             leaves = [*leaves[:num_params], *(rest if kind == "grads" else rest[:num_states])]
-        arguments = [*leaves, *map(private, jax.tree.leaves(batch)), *keys]
+        given = [*map(private, jax.tree.leaves(batch))]
+        if self.placement.meshed:
+            given, keys = divided(given, keys, self.placement.num_replicas)
+        arguments = [*leaves, *given, *keys]
         loss, *found = execute(plan, arguments, observer)
         aux = drafted.job.cuts[0].loss.aux_tree.unflatten(found[: drafted.num_aux])
         results = found[drafted.num_aux :]
@@ -299,5 +319,5 @@ def _aux_names(job: Job) -> list[Name]:
     for stage in range(job.num_stages):
         for ref in job.codes(stage)[0].forward.outputs:
             if ref.role in (Role.AUX, Role.ROWS):
-                found[ref.index] = Name(stage, Ref(Role.AUX, ref.index))
+                found[ref.index] = total_name(stage, Role.AUX, ref.index)
     return [found[k] for k in sorted(found)]

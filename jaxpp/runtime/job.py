@@ -16,7 +16,7 @@ from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 
-__all__ = ["Job", "grad_name", "local_name", "param_name", "scale_name", "state_name"]
+__all__ = ["Job", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Job:
     Attributes:
         cuts: the cut loss, once for each different microbatch size.
         variants: ``cuts[variants[i]]`` is the one for microbatch i.
-        sizes: examples in each microbatch.
+        sizes: examples of a replica in each microbatch.
         owner: the stage that owns each parameter leaf.
-        placement: the device of each stage.
+        placement: where each stage lives.
         params: shape of each parameter leaf.
         state: shape of each model state leaf.
         state_owner: the stage that keeps each model state leaf between steps.
-        batch: shape of each leaf of the whole batch.
+        batch: shape of each leaf of a replica's part of the batch.
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
         weigh: computes the vector of scales from batch leaves; None when sizes decide.
@@ -54,7 +54,7 @@ class Job:
     @property
     def num_stages(self) -> int:
         """How many stages there are."""
-        return len(self.placement.devices)
+        return len(self.placement.places)
 
     @property
     def loss_stage(self) -> int:
@@ -134,8 +134,13 @@ def param_name(stage: int, leaf: int) -> Name:
 
 
 def grad_name(stage: int, leaf: int) -> Name:
-    """The gradient of a parameter leaf, as the stage sums it."""
+    """The gradient of a parameter leaf, as each replica of the stage sums it."""
     return Name(stage, Ref(Role.GRAD, leaf))
+
+
+def total_name(stage: int, role: Role, index: int = 0) -> Name:
+    """A gradient, the loss or an aux leaf after the step, summed over the replicas."""
+    return Name(stage, Ref(role, index, shared=True))
 
 
 def state_name(stage: int, leaf: int, microbatch: int = 0) -> Name:

@@ -1,13 +1,14 @@
 """Lowering: a schedule and a cut loss become the lines of a plan.
 
-A step is written in five passes over one ``Draft``:
+A step is written in six passes over one ``Draft``:
 
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
 2. *begin*: one program a stage for what it does once (``runtime.begin``);
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
    those of model state that another stage keeps;
 4. *unpack* and *tie*: small gradients become leaves again, those of tied parameters go home and are summed;
-5. *reduce*: aux values that were held for the end of the step are.
+5. *total*: gradients, loss and aux are summed over the replicas, once;
+6. *reduce*: aux values that were held for the end of the step are.
 
 The optimizer's lines follow (``runtime.optimizer``).
 """
@@ -15,6 +16,7 @@ The optimizer's lines follow (``runtime.optimizer``).
 import functools
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxpp.runtime.begin import draft_begin
 from jaxpp.runtime.draft import HOST, Draft, Name
-from jaxpp.runtime.job import Job, grad_name, local_name, param_name, scale_name, state_name
+from jaxpp.runtime.job import Job, grad_name, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.runtime.model_state import Passing
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.microbatch import scale_dtype
@@ -62,6 +64,8 @@ def lower(job: Job, actions: Sequence[Action]) -> Draft:
         passing.note(action, program)
     _unpack(draft, job)
     _tie(draft, job)
+    for stage in range(job.num_stages):
+        _total(draft, job, stage)
     _reduce(draft, job)
     passing.go_home()
     return draft
@@ -150,11 +154,36 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
     draft.compute(f"tie stage {stage}", program, job.placement[stage], names, totals, donated)
 
 
+def _total(draft: Draft, job: Job, stage: int) -> None:
+    """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
+    leaves = job.trained if job.trains else ()
+    found = [(Ref(Role.GRAD, leaf), job.params[leaf]) for leaf in leaves if job.owner[leaf] == stage]
+    if stage == job.loss_stage:
+        forward = job.codes(stage)[0].forward
+        totals = zip(forward.outputs, forward.results, strict=True)
+        found += [(ref, aval) for ref, aval in totals if ref.role in (Role.LOSS, Role.AUX)]
+    refs = [ref for ref, _ in found]
+    names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
+    if not job.placement.meshed:
+        for source, target in zip(*names, strict=True):
+            draft.send("", source, target, job.placement[stage])  # another name for it
+    elif found:
+        count = job.placement.num_replicas
+        avals = tuple(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype) for _, aval in found)
+        program = Program(_sum_replicas, tuple(refs), tuple(name.ref for name in names[1]), avals, spans=True)
+        draft.compute(f"total stage {stage}", program, job.placement[stage], *names, ())
+
+
+def _sum_replicas(*values: Any) -> list[Any]:
+    """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
+    return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
+
+
 def draft_zeros(draft: Draft, job: Job, wanted: Sequence[int]) -> None:
     """The gradients of those of the leaves that have none: zeros, on their owners."""
     missing = [leaf for leaf in wanted if leaf not in job.trained and Ref(Role.GRAD, leaf) not in job.packed]
     for stage in range(job.num_stages):
-        names = [grad_name(stage, leaf) for leaf in missing if job.owner[leaf] == stage]
+        names = [total_name(stage, Role.GRAD, leaf) for leaf in missing if job.owner[leaf] == stage]
         avals = [job.params[name.ref.index] for name in names]
         if names:
             program = Program(
@@ -178,6 +207,19 @@ def _reduce(draft: Draft, job: Job) -> None:
                 return [reducer(args[:count], jnp.stack(args[count:]))]
 
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
-            program = Program(reduced, refs, (Ref(Role.AUX, ref.index),), shapes_of(avals))
-            output = Name(stage, Ref(Role.AUX, ref.index))
+            output = total_name(stage, Role.AUX, ref.index)
+            program = Program(reduced, refs, (output.ref,), shapes_of(avals))
+            if job.placement.meshed:
+                program = _across(program, job.placement.num_replicas, count)
             draft.compute(f"reduce aux {ref.index}", program, job.placement[stage], names, [output], ())
+
+
+def _across(program: Program, num_replicas: int, count: int) -> Program:
+    """A reduction of the values and weights of ``count`` microbatches as one of those of all replicas, in the batch's order."""
+
+    def function(*args: Any) -> list[Any]:
+        values, weights = ([part[r] for r in range(num_replicas) for part in parts] for parts in (args[:count], args[count:]))
+        return program.function(*values, *weights, count=len(values))
+
+    avals = tuple(jax.ShapeDtypeStruct((num_replicas, *aval.shape), aval.dtype) for aval in program.avals)
+    return replace(program, function=function, avals=avals, spans=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxpp.runtime.programs import Programs
 from jaxpp.runtime.settings import Settings
+from jaxpp.runtime.submesh import devices_of
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.program import Program
@@ -33,9 +34,9 @@ def stage_times(cut: CutLoss, settings: Settings, programs: Programs) -> list[fl
     """
     kinds = {str(action.kind) for action in settings.schedule.order} - {"F"}
     jobs: list[list[Any]] = []
-    for code, device in zip(cut.stages, settings.placement.devices, strict=True):
+    for code, place in zip(cut.stages, settings.placement.places, strict=True):
         mine = [code.forward, *(backward.then for kind, backward in code.backward.items() if kind in kinds)]
-        jobs.append([(program, device, program.donated) for program in mine])
+        jobs.append([(program, devices_of(place)[0], program.donated) for program in mine])
     programs.compile(job for stage in jobs for job in stage)
     return [sum(_seconds(programs[job], job[0], job[1]) for job in stage) for stage in jobs]
 

@@ -23,7 +23,7 @@ from jax.extend.core import Literal, Var
 
 from jaxpp.errors import OptimizerError
 from jaxpp.runtime.draft import Name
-from jaxpp.runtime.job import grad_name, param_name, scale_name, state_name
+from jaxpp.runtime.job import param_name, scale_name, state_name, total_name
 from jaxpp.runtime.loss_scale import Scaling
 from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
 from jaxpp.stages.loss import describe, path_name
@@ -94,7 +94,7 @@ class Update:
 
     def names(self, loss: Name, states: Sequence[Name]) -> list[Name]:
         """The names of the inputs, each on its owner; ``states`` are those of the new model state."""
-        grads = [grad_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
+        grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(self.opt_owner)]
         params = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
         scaled = []

@@ -1,36 +1,65 @@
-"""Where each stage lives: the schedule says which rank, the placement which device."""
+"""Where each stage lives: the schedule says which rank, the placement which device, or which devices."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError
+from jaxpp.runtime.submesh import DATA, MODEL, Place, Submesh
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.laws import is_count
 from jaxpp.types import Device
 
-__all__ = ["Placement", "place", "pool"]
+__all__ = ["PIPE", "Placement", "place", "pool", "submeshes"]
+
+PIPE = "pipe"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where stages and ranks live; several may share a device.
+    """Where stages and ranks live; several may share a place.
 
     Attributes:
-        devices: the device of each stage.
-        by_rank: the device of each rank.
+        places: the device of each stage, or the sub-mesh.
+        by_rank: that of each rank.
     """
 
-    devices: tuple[Device, ...]
-    by_rank: tuple[Device, ...]
+    places: tuple[Place, ...]
+    by_rank: tuple[Place, ...]
 
-    def __getitem__(self, stage: int) -> Device:
-        return self.devices[stage]
+    def __getitem__(self, stage: int) -> Place:
+        return self.places[stage]
+
+    @property
+    def meshed(self) -> bool:
+        """Whether ranks are sub-meshes."""
+        return isinstance(self.places[0], Submesh)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas share the work of a microbatch."""
+        return self.places[0].num_replicas if self.meshed else 1
+
+    @property
+    def num_shards(self) -> int:
+        """How many devices share the parameters of a replica's stage."""
+        return self.places[0].mesh.shape[MODEL] if self.meshed else 1
+
+    def with_values(self, **known: Any) -> "Placement":
+        """The same places, told more of the values that live there (``Submesh.specs``, ``opt_specs``, ``own``)."""
+        if not self.meshed:
+            return self
+        return Placement(*(tuple(dataclasses.replace(p, **known) for p in places) for places in (self.places, self.by_rank)))
 
 
-def place(schedule: Schedule, devices: Sequence[Device]) -> Placement:
-    """Give each rank a device, in order; fewer devices than ranks are cycled. A stage lives where its rank does."""
-    by_rank = tuple(devices[rank % len(devices)] for rank in range(schedule.num_ranks))
+def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
+    """Give each rank a place, in order; fewer places than ranks are cycled. A stage lives where its rank does."""
+    by_rank = tuple(places[rank % len(places)] for rank in range(schedule.num_ranks))
     return Placement(tuple(by_rank[rank] for rank in schedule.stage_to_rank), by_rank)
 
 
@@ -44,3 +73,64 @@ def pool(devices: Sequence[Device] | None) -> tuple[Device, ...]:
     if not found:
         raise ArgumentError("devices=[]", "a pipeline needs at least one device", "an empty list", "leave devices out to use all")
     return found
+
+
+def submeshes(
+    devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int
+) -> tuple[Device, ...] | tuple[Submesh, ...]:
+    """The place of each rank, from the first; cycled by ``place`` if there are fewer.
+
+    Args:
+        devices: one a rank, or ``data_parallel`` of them.
+        mesh: axes ``pipe``, ``data`` and ``model``, those that are wanted.
+        data_parallel: replicas, without a mesh.
+        num_ranks: of the schedule.
+
+    Raises:
+        ArgumentError: both ways at once, axes of other names, more pipe than ranks, or too few devices.
+    """
+    if not is_count(data_parallel, least=1):
+        rule = "data_parallel is the number of replicas, at least 1"
+        raise ArgumentError(f"data_parallel={data_parallel!r}", rule, repr(data_parallel), "pass 1 or more")
+    if mesh is None:
+        found = pool(devices)
+        if data_parallel == 1:
+            return found
+        if len(found) < data_parallel:
+            raise ArgumentError(
+                f"data_parallel={data_parallel}",
+                "each replica of a stage has a device of its own",
+                f"{len(found)} devices for {data_parallel} replicas",
+                f"pass data_parallel={len(found)} or less",
+            )
+        groups = min(num_ranks, len(found) // data_parallel)
+        grid = np.array(found[: groups * data_parallel]).reshape(groups, data_parallel, 1)
+    else:
+        if devices is not None or data_parallel != 1:
+            rule = "the mesh says which devices there are, and how many replicas"
+            raise ArgumentError("mesh", rule, "devices or data_parallel too", "leave devices and data_parallel out")
+        grid = _grid(mesh, num_ranks)
+    if grid.shape[1:] == (1, 1):
+        return tuple(grid.ravel())
+    return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
+
+
+def _grid(mesh: Any, num_ranks: int) -> np.ndarray:
+    """The devices of a mesh along pipe, data and model."""
+    axes = (PIPE, DATA, MODEL)
+    if not isinstance(mesh, Mesh) or not set(mesh.axis_names) <= set(axes):
+        raise ArgumentError(
+            "mesh",
+            'a mesh has axes called "pipe", "data" and "model", those that are wanted, in any order',
+            repr(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__,
+            'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))',
+        )
+    if mesh.shape.get(PIPE, 1) > num_ranks:
+        raise ArgumentError(
+            f"mesh, num_stages with {num_ranks} ranks",
+            "each device along pipe is a rank of the schedule",
+            f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks",
+            f"pass more stages, or a mesh with {num_ranks} along pipe",
+        )
+    order = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
+    return np.transpose(mesh.devices, order).reshape([mesh.shape.get(axis, 1) for axis in axes])

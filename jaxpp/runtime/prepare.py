@@ -8,7 +8,7 @@ by shape, so a shape is compiled once.
 import bisect
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError, LossError
 from jaxpp.runtime.job import Job
 from jaxpp.runtime.measure import clock_of, stage_times
+from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.programs import Programs
+from jaxpp.runtime.rules import specs_of
 from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of, trace, variables
@@ -77,6 +79,7 @@ class Layout:
         reducers: of the aux leaves that are not averaged.
         packs: the small gradients that each stage sums as one vector.
         state_owner: the stage of each model state leaf.
+        known: what sub-meshes are told of the values that live there.
     """
 
     given: tuple[Any, ...]
@@ -88,6 +91,7 @@ class Layout:
     reducers: Mapping[int, Reducer]
     packs: tuple[tuple[Pack, ...], ...]
     state_owner: tuple[int, ...]
+    known: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def params(self) -> Any:
@@ -113,6 +117,15 @@ class Preparer:
     @property
     def _scaled_by(self) -> int | None:
         return None if self.settings.scaling is None else self.settings.scaling.scale
+
+    @property
+    def _pack(self) -> bool:
+        return self.settings.placement.num_shards == 1
+
+    @property
+    def placement(self) -> Placement:
+        """Where each stage lives, and what is known of the values there."""
+        return self.settings.placement.with_values(**(self.layout.known if self.layout else {}))
 
     def share(self, other: "Preparer") -> None:
         """Take over the layout, the cuts and the compiled programs of another preparer of the same loss."""
@@ -152,7 +165,7 @@ class Preparer:
         """
         settings = self.settings
         self._check_taken(settings.loss_fn, key)
-        size = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)[0]
+        size = sizes(self._check_batch(batch), settings.schedule.num_microbatches)[0]
         given = tuple(map(avals_of, variables))
         microbatch = _resized(avals_of(batch), size)
         self.frozen = frozen
@@ -180,11 +193,20 @@ class Preparer:
             cuts = self._choose(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
-        options = {"remat": settings.remat, "severed": settings.severed, "scaled_by": self._scaled_by}
+        options = {"remat": settings.remat, "severed": settings.severed, "scaled_by": self._scaled_by, "pack": self._pack}
         first = cut(loss, cuts, owner, reducers=reducers, **options)
         packs = tuple(code.packs for code in first.stages)
         decided = (owner, _spine(loss), cuts, reducers, packs, first.state_home)
-        return Layout(given, slicing, variables, *decided), first
+        return Layout(given, slicing, variables, *decided, self._known(given[0], slicing)), first
+
+    def _known(self, params: Any, slicing: Slicing) -> dict[str, Any]:
+        """How the parameter leaves are sharded inside their stages."""
+        specs = specs_of(self.settings.shardings, params, self.settings.placement.num_shards)
+        return {"specs": tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))}
+
+    def _check_batch(self, batch: Any) -> int:
+        """The number of examples that a replica gets."""
+        return check_batch(batch, self.settings.schedule.num_microbatches, self.settings.placement.num_replicas)
 
     def _choose(self, loss: TracedLoss) -> Cuts:
         """Where to cut: where the user says, or for balance."""
@@ -246,7 +268,7 @@ class Preparer:
             own = loss_fn is settings.loss_fn
             reducers = layout.reducers if own else self._reducers(loss, loss_fn, layout.variables, microbatch, key)
             options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
-            options |= {"state_owner": layout.state_owner, "scaled_by": self._scaled_by}
+            options |= {"state_owner": layout.state_owner, "scaled_by": self._scaled_by, "pack": self._pack}
             self._cuts[cache_key] = cut(loss, cuts, layout.owner, reducers=reducers, **options)
         return self._cuts[cache_key]
 
@@ -260,8 +282,9 @@ class Preparer:
         settings, layout = self.settings, self.layout
         assert layout is not None
         self._check_taken(loss_fn or settings.loss_fn, key)
-        parts = sizes(check_batch(batch, settings.schedule.num_microbatches), settings.schedule.num_microbatches)
-        batch = avals_of(batch)
+        examples = self._check_batch(batch)
+        parts = sizes(examples, settings.schedule.num_microbatches)
+        batch = _resized(avals_of(batch), examples)
         different = tuple(dict.fromkeys(parts))
         chosen = loss_fn or settings.loss_fn
         cuts = tuple(self.cut_for(chosen, _resized(batch, size), key, train=train) for size in different)
@@ -271,14 +294,14 @@ class Preparer:
             variants=tuple(different.index(size) for size in parts),
             sizes=parts,
             owner=layout.owner,
-            placement=settings.placement,
+            placement=self.placement,
             params=tuple(jax.tree.leaves(layout.params)),
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,
             batch=tuple(jax.tree.leaves(batch)),
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),
-            weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts),
+            weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts, self.placement),
         )
 
 
@@ -311,17 +334,21 @@ def _raw(key: Any) -> Any:
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
-def _weigh(weight: Callable[[Any], Any], batch: Any, parts: Sequence[int]) -> Program:
+def _weigh(weight: Callable[[Any], Any], batch: Any, parts: Sequence[int], placement: Placement) -> Program:
     """The program that computes every microbatch's share of the total weight, from the batch leaves it needs."""
     leaves, tree = jax.tree.flatten(batch)
+    lead = (placement.num_replicas,) if placement.meshed else ()
+    leaves = [jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype) for leaf in leaves]
 
     def scales(*batch_leaves: Any) -> list[Any]:
-        found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in slice_batch(batch_leaves, parts)]
+        each = [[leaf[r] for leaf in batch_leaves] for r in range(*lead)] if lead else [batch_leaves]
+        pieces = [piece for leaves in each for piece in slice_batch(leaves, parts)]
+        found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
         if any(value.shape != () for value in found):
             shape = describe(next(value for value in found if value.shape != ()))
             raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
         stacked = jnp.stack(found).astype(scale_dtype())
-        return [stacked / stacked.sum()]
+        return [(stacked / stacked.sum()).reshape(*lead, len(parts))]
 
     graph, _ = trace(scales, *leaves)
     read = set(variables(atom for eqn in graph.eqns for atom in eqn.invars))
@@ -329,6 +356,5 @@ def _weigh(weight: Callable[[Any], Any], batch: Any, parts: Sequence[int]) -> Pr
     constants = list(graph.constants)
     run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *constants], graph.outputs)
     refs = tuple(Ref(Role.BATCH, k) for k in used)
-    return Program(
-        lambda *args: run(*args, *graph.constants.values()), refs, (Ref(Role.SCALE),), shapes_of(leaves[k] for k in used)
-    )
+    shapes = shapes_of(leaves[k] for k in used)
+    return Program(lambda *args: run(*args, *graph.constants.values()), refs, (Ref(Role.SCALE),), shapes, spans=bool(lead))

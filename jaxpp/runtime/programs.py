@@ -4,20 +4,21 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
+from jaxpp.runtime.submesh import Place, Submesh, aval_on, jitted
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Device
 
-__all__ = ["Job", "Programs"]
+__all__ = ["Job", "Programs", "free_inputs"]
 
-Job = tuple[Program, Device, tuple[int, ...]]
+Job = tuple[Program, Place, tuple[int, ...]]
 """A program, where it runs, and the arguments whose buffers it takes over."""
+
+Shardings = tuple[Any, ...]
 
 _PATIENCE = 2.0
 """Seconds of compiling after which a progress bar is shown."""
@@ -30,7 +31,7 @@ class Programs:
     """
 
     def __init__(self):
-        self._compiled: dict[tuple[int, Device, tuple[int, ...]], Any] = {}
+        self._compiled: dict[Any, Any] = {}
         self._tokened: dict[int, Program] = {}
         self._alive: list[Program] = []
 
@@ -40,36 +41,60 @@ class Programs:
             self._tokened[id(program)] = replace(
                 program,
                 function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)],
-                outputs=(*program.outputs, Ref(Role.VALUE)),
+                outputs=(*program.outputs, Ref(Role.VALUE, shared=True)),
             )
             self._alive.append(program)
         return self._tokened[id(program)]
 
-    def compile(self, jobs: Iterable[Job]) -> None:
-        """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered."""
-        fresh = {(id(program), device, donated): program for program, device, donated in jobs}
-        fresh = {job: program for job, program in fresh.items() if job not in self._compiled}
+    def compile(self, jobs: Iterable[Job], given: Iterable[Shardings] | None = None) -> None:
+        """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered.
+
+        Args:
+            jobs: what to compile.
+            given: for each how the arguments are sharded whose sharding the compiler chose when it made them.
+        """
+        fresh = {}
+        for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
+            found = self._key(job, chosen)
+            if found not in self._compiled:
+                fresh[found] = job, chosen
         if not fresh:
             return
-        self._alive += fresh.values()
+        self._alive += (job[0] for job, _ in fresh.values())
         with (
             ThreadPoolExecutor(os.cpu_count()) as pool,
             tqdm(total=len(fresh), desc="compiling", unit="program", delay=_PATIENCE, leave=False) as bar,
         ):
-            waiting = {pool.submit(_lower(program, job[1], job[2]).compile): job for job, program in fresh.items()}
+            waiting = {pool.submit(_lower(job, chosen).compile): found for found, (job, chosen) in fresh.items()}
             for done in as_completed(waiting):
                 self._compiled[waiting[done]] = done.result()
                 bar.update()
 
+    @staticmethod
+    def _key(job: Job, given: Shardings) -> Any:
+        program, place, donated = job
+        return id(program), place, donated, given
+
+    def get(self, job: Job, given: Shardings = ()) -> Any:
+        """The compiled program, for arguments sharded so."""
+        return self._compiled[self._key(job, given)]
+
     def __getitem__(self, job: Job) -> Any:
-        program, device, donated = job
-        return self._compiled[id(program), device, donated]
+        return self.get(job)
 
     def __len__(self) -> int:
         return len(self._compiled)
 
 
-def _lower(program: Program, device: Device, donated: tuple[int, ...]) -> Any:
-    here = SingleDeviceSharding(device)
-    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=here) for aval in program.avals]
-    return jax.jit(program.function, donate_argnums=donated, out_shardings=here).lower(*avals)
+def free_inputs(job: Job) -> list[int]:
+    """The arguments of a program whose sharding the compiler chose when it made them."""
+    program, place, _ = job
+    return [k for k, ref in enumerate(program.inputs) if place.is_free(ref)] if isinstance(place, Submesh) else []
+
+
+def _lower(job: Job, given: Shardings) -> Any:
+    program, place, donated = job
+    chosen = dict(zip(free_inputs(job), given, strict=True))
+    pairs = enumerate(zip(program.inputs, program.avals, strict=True))
+    avals = [aval_on(place, ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
+    return jitted(program, place, donated).lower(*avals)

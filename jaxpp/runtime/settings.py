@@ -9,7 +9,8 @@ import jax
 
 from jaxpp.errors import ArgumentError, ScheduleError
 from jaxpp.runtime.loss_scale import Scaling, check_loss_scale
-from jaxpp.runtime.placement import Placement, place, pool
+from jaxpp.runtime.placement import Placement, place, submeshes
+from jaxpp.runtime.submesh import Place, devices_of
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
@@ -27,7 +28,7 @@ class Settings:
     Attributes:
         loss_fn: ``loss_fn(params[, model_state], batch[, key])``.
         schedule: the order of the actions.
-        devices: one a rank, cycled if fewer.
+        places: one a rank, cycled if fewer: devices, or sub-meshes.
         has_aux: whether the loss returns ``(loss, aux)``.
         weight: weight of a microbatch; its size unless given.
         cuts: names at which stages begin; found unless given.
@@ -37,11 +38,12 @@ class Settings:
         reducers: of aux leaves, by path.
         scaling: of the loss, or None.
         balance: what stages have equally much of, ``flops`` or ``time``.
+        shardings: of the parameters inside a stage, as the user wrote them.
     """
 
     loss_fn: LossFn
     schedule: Schedule
-    devices: tuple[Device, ...]
+    places: tuple[Place, ...]
     has_aux: bool = False
     weight: Callable[[Any], Any] | None = None
     cuts: tuple[str, ...] | None = None
@@ -51,11 +53,17 @@ class Settings:
     reducers: Mapping[str, Any] = field(default_factory=dict)
     scaling: Scaling | None = None
     balance: str = "flops"
+    shardings: Any = None
 
     @cached_property
     def placement(self) -> Placement:
-        """The device of each stage: the ranks get the devices in order."""
-        return place(self.schedule, self.devices)
+        """Where each stage lives: the ranks get the places in order."""
+        return place(self.schedule, self.places)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices."""
+        return tuple(device for found in self.places for device in devices_of(found))
 
 
 def settings(  # noqa: PLR0913  (the options of the front door)
@@ -74,6 +82,9 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     reduce_aux: Any = None,
     loss_scale: Any = None,
     balance: str = "flops",
+    mesh: Any = None,
+    data_parallel: int = 1,
+    shardings: Any = None,
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -98,7 +109,17 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         rule = 'stages are balanced by "flops", counted, or by "time", measured'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
-    return Settings(loss_fn, made, pool(devices), has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance)
+    places = submeshes(devices, mesh, data_parallel, made.num_ranks)
+    options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings)
+    found = Settings(loss_fn, made, places, *options)
+    if has_state and found.placement.num_replicas > 1:
+        raise ArgumentError(
+            "has_state=True with data parallelism",
+            "model state passes from each microbatch to the next, and replicas run theirs side by side",
+            f"{found.placement.num_replicas} replicas",
+            "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)",
+        )
+    return found
 
 
 def _check_counts(**counts: Any) -> None:

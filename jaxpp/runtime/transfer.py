@@ -1,21 +1,24 @@
 """The only file that moves an array between devices.
 
-Everything that crosses goes through ``sender`` (inside a step, where the plan says so) or through one of the three functions for
-the edges: ``put`` (a value gets a copy of its own on a device), ``private`` (a host array that the caller may overwrite) and
-``gather`` (a spread tree brought together).
+Everything that crosses goes through ``sender`` (inside a step, where the plan says so) or through one of the functions for the
+edges: ``put`` and ``put_at`` (a value gets a copy of its own at a place), ``private`` (a host array that the caller may overwrite),
+``divided`` (a batch for several replicas) and ``gather`` (a spread tree brought together).
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpp.runtime.submesh import Place, Submesh, leading
+from jaxpp.stages.program import Ref
 from jaxpp.stages.stack import Slices
 from jaxpp.types import Array, Device
 
-__all__ = ["apart", "bring", "gather", "private", "put", "sender", "spread"]
+__all__ = ["apart", "bring", "divided", "gather", "private", "put", "put_at", "sender", "spread"]
 
 
 def sender(device: Device) -> Callable[[Any], tuple[Array]]:
@@ -30,12 +33,31 @@ def sender(device: Device) -> Callable[[Any], tuple[Array]]:
 
 def put(value: Any, device: Any) -> Array:
     """A fresh copy of ``value`` on ``device`` (or with a sharding): it shares no buffer with the original."""
+    if isinstance(device, NamedSharding):  # there the first shard would be the original
+        value = jnp.array(value, copy=True)
     return jax.device_put(value, device, may_alias=False)
+
+
+def put_at(place: Place, ref: Ref, value: Any) -> Array:
+    """A fresh copy of ``value`` at a place; on every replica, where each has its own."""
+    if not isinstance(place, Submesh):
+        return put(value, place)
+    return put(jnp.broadcast_to(value, (*leading(place, ref), *np.shape(value))), place.sharding(ref))
 
 
 def private(value: Any) -> Any:
     """``value``, copied if it is a host array: the caller may overwrite that while the step still reads it."""
     return np.array(value) if isinstance(value, np.ndarray) else value
+
+
+def divided(batch: Sequence[Any], keys: Sequence[Any], num_replicas: int) -> tuple[list[Any], list[Any]]:
+    """The leaves of a batch, and a key, with the replicas as their first axis: each gets its part of the one, and the other."""
+    parts = [leaf.reshape(num_replicas, -1, *leaf.shape[1:]) for leaf in map(_array, batch)]
+    return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
 
 
 def gather(tree: Any, device: Device | None = None) -> Any:
@@ -60,8 +82,8 @@ def gather(tree: Any, device: Device | None = None) -> Any:
 
 def spread(node: Slices) -> Any:
     """Slices of equal size on different devices as one array sharded over these, sharing their buffers; others as they are."""
-    devices = [next(iter(part.devices())) for part in node.parts]
-    if len(set(node.sizes)) > 1 or len(set(devices)) < len(devices):
+    devices = [device for part in node.parts for device in part.devices()]
+    if len(set(node.sizes)) > 1 or len(set(devices)) < len(devices) or len(devices) > len(node.parts):
         return node
     sharding = NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
     shape = (sum(node.sizes), *node.parts[0].shape[1:])

@@ -113,7 +113,7 @@ class _Drafter:
 
     def _fresh(self, stage: int) -> Name:
         self.serial += 1
-        return Name(stage, Ref(Role.VALUE, self.serial))
+        return Name(stage, Ref(Role.VALUE, self.serial, shared=True))
 
     def _new(self, stage: int, k: int) -> Name:
         """The name of the k-th result where it is made: a new parameter, a new optimizer leaf, or a value."""

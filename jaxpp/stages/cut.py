@@ -9,7 +9,7 @@ from jax.extend.core import Var
 
 from jaxpp.stages.graph import Piece, carve, variables
 from jaxpp.stages.loss import TracedLoss
-from jaxpp.stages.packing import Pack
+from jaxpp.stages.packing import SMALL, Pack
 from jaxpp.stages.partition import Cuts
 from jaxpp.stages.program import shapes_of
 from jaxpp.stages.reduce import Reducer
@@ -56,6 +56,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     severed: Collection[int] = (),
     state_owner: Sequence[int] | None = None,
     scaled_by: int | None = None,
+    pack: bool = True,
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
@@ -70,6 +71,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         severed: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
         state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
         scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.
+        pack: whether small arrays become one; not where they are sharded in different ways.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -87,7 +89,9 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         tuple(t for t in peers if not any(made[v] <= b < t for b in severed)) for v, peers in zip(crossing, consumers, strict=True)
     )
     rows = frozenset(reducers or ())
-    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by)
+    builder = StageBuilder(
+        loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, SMALL * pack
+    )
     policies = remat or (None,) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece((), (), ())), policies[k]) for k in range(len(ends)))
     return CutLoss(

@@ -35,12 +35,12 @@ def slice_batch(leaves: Sequence[Any], parts: Sequence[int]) -> list[list[Any]]:
     return [[leaf[end - part : end] for leaf in leaves] for part, end in zip(parts, ends, strict=True)]
 
 
-def check_batch(batch: Batch, num_microbatches: int) -> int:
-    """The number of examples in a batch.
+def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1) -> int:
+    """The number of examples in a replica's part of a batch.
 
     Raises:
-        BatchError: no leaves, leaves that are not arrays or have no leading axis, leading axes that differ, or fewer examples
-            than microbatches.
+        BatchError: no leaves, leaves that are not arrays or have no leading axis, leading axes that differ, fewer examples
+            than microbatches, or examples that cannot be divided evenly among the replicas.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
@@ -66,6 +66,20 @@ def check_batch(batch: Batch, num_microbatches: int) -> int:
             "cut the leaves to one length",
         )
     (size,) = lengths
+    if size % num_replicas:
+        raise BatchError(
+            f"batch, {num_replicas} replicas",
+            "each replica gets as many examples as the others",
+            f"{size} examples for {num_replicas} replicas",
+            f"pass a batch of {max(size - size % num_replicas, num_replicas)} examples",
+        )
+    if num_replicas > 1 and size // num_replicas < num_microbatches:
+        raise BatchError(
+            f"batch, num_microbatches={num_microbatches}, {num_replicas} replicas",
+            "each microbatch of each replica needs at least one example",
+            f"{size} examples for {num_replicas} x {num_microbatches}",
+            f"pass a batch of {num_replicas * num_microbatches} examples or more",
+        )
     if size < num_microbatches:
         raise BatchError(
             f"batch, num_microbatches={num_microbatches}",
@@ -73,10 +87,10 @@ def check_batch(batch: Batch, num_microbatches: int) -> int:
             f"{size} examples for {num_microbatches} microbatches",
             f"pass a larger batch, or num_microbatches={max(size, 1)} or fewer",
         )
-    return size
+    return size // num_replicas
 
 
-def fold_key(key: Any, implementation: str | None, microbatch: int) -> Any:
+def fold_key(key: Any, implementation: str | None, microbatch: Any) -> Any:
     """The raw key of one microbatch: ``jax.random.fold_in(key, microbatch)``, on a raw key of the given implementation."""
     if implementation is None:
         return jax.random.fold_in(key, microbatch)

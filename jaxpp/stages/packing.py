@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import ACCUMULATED, Program, Ref
 
-__all__ = ["Pack", "packed", "packs_of"]
+__all__ = ["SMALL", "Pack", "packed", "packs_of"]
 
 SMALL = 1 << 12
 """Bytes up to which an array is packed."""
@@ -60,20 +60,21 @@ class Pack:
         return {ref: jax.lax.slice(vector, (start,), (end,)).reshape(shape) for ref, shape, (start, end) in parts}
 
 
-def packs_of(refs: Sequence[Ref], avals: Iterable[Any], name: Ref) -> tuple[Pack, ...]:
+def packs_of(refs: Sequence[Ref], avals: Iterable[Any], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
     """Group the small arrays by dtype.
 
     Args:
         refs: names of arrays.
         avals: their shapes and dtypes.
         name: role and peer for the vectors' names; they are numbered -1, -2, ...
+        limit: bytes up to which an array is packed.
 
     Returns:
         one pack a dtype that has at least two small arrays.
     """
     found: dict[Any, list[tuple[Ref, tuple[int, ...]]]] = {}
     for ref, aval in zip(refs, avals, strict=True):
-        if 0 < count_bytes(aval) <= SMALL and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             found.setdefault(aval.dtype, []).append((ref, aval.shape))
     groups = [(dtype, group) for dtype, group in found.items() if len(group) > 1]
     return tuple(

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "Backward", "Program", "Ref", "Role", "shapes_of"]
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role", "shapes_of"]
 
 
 class Role(enum.StrEnum):
@@ -35,6 +35,7 @@ class Role(enum.StrEnum):
     OPT = "opt"
     STATE = "state"
     LOSS_SCALE = "loss_scale"
+    REPLICA = "replica"
     VALUE = "value"
 
 
@@ -42,15 +43,26 @@ PER_MICROBATCH = frozenset(
     {Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.COTANGENT, Role.ROWS, Role.STATE}
 )
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
+SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})
+"""Roles whose values are the same on all replicas of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from."""
+    """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from.
+
+    ``shared`` says that it is the same on all replicas though others of its role are not: a gradient after it was summed.
+    """
 
     role: Role
     index: int = 0
     peer: int = -1
+    shared: bool = False
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether each replica of a stage has its own (unless the place says otherwise)."""
+        return not self.shared and self.role not in SHARED
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,15 @@ class Program:
         function: takes one array an input, returns one an output.
         inputs: what each argument is.
         outputs: what each result is.
-        avals: shape and dtype of each argument.
+        avals: shape and dtype of each argument, as one replica has it.
+        spans: whether the function sees all replicas at once: what each has of its own comes with one more axis, the first.
     """
 
     function: Callable[..., Any]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
+    spans: bool = False
 
     @cached_property
     def results(self) -> list[Any]:

@@ -81,6 +81,7 @@ class StageBuilder:
     packs: Sequence[tuple[Pack, ...]] | None
     train: bool
     scaled_by: int | None
+    pack_below: int
 
     def build(self, stage: int, piece: Piece, policy: Policy | None = None) -> StageCode:
         """The programs of the stage that runs ``piece``; ``policy`` says what its forward keeps, None: everything."""
@@ -101,7 +102,7 @@ class StageBuilder:
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(stage, self.carried, self.train)
-        programs = _Programs(traced, stage, self.rows, len(constants), policy, self.scaled_by)
+        programs = _Programs(traced, stage, self.rows, len(constants), policy, self.scaled_by, self.pack_below)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -125,7 +126,7 @@ class StageBuilder:
         """The stage's own small gradients; those that go home to another stage stay apart."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
-        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD))
+        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)
 
 
 _STATICS, _FORWARD, _BACKWARD = "statics", "forward", "backward"
@@ -144,8 +145,10 @@ class _Programs:
         num_constants: int,
         policy: Policy | None,
         scaled_by: int | None,
+        pack_below: int,
     ):
         self.traced = traced
+        self.pack_below = pack_below
         self.scaled_by = scaled_by
         self.stage = stage
         self.rows = rows
@@ -169,7 +172,7 @@ class _Programs:
         needed = [var for var in self._piece(_BACKWARD).inputs if var not in self.refs]
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
-        self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL))
+        self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), pack_below)
         self._split(colors)
 
     def _split(self, colors: Sequence[str | None]) -> None:
@@ -197,7 +200,7 @@ class _Programs:
         self.kept = [var for var in self.pieces[_WEIGHT].inputs if var not in self.refs]
         names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self.kept))]
         self.refs |= zip(self.kept, names, strict=True)
-        self.small_kept = packs_of(names, shapes_of(self.kept), Ref(Role.RESIDUAL, peer=0))
+        self.small_kept = packs_of(names, shapes_of(self.kept), Ref(Role.RESIDUAL, peer=0), self.pack_below)
 
     def _piece(self, color: str) -> Piece:
         return self.pieces.get(color, Piece((), (), ()))
