@@ -47,6 +47,7 @@ class Line(NamedTuple):
         inputs: names of what it reads.
         outputs: names of what it writes.
         action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
+        call: what runs, if it is neither a compiled program nor a send.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Line(NamedTuple):
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     action: Action | None
+    call: Callable[..., Any] | None = None
 
     @property
     def stage(self) -> int:
@@ -101,6 +103,12 @@ class Draft:
         names = tuple(map(self.resolve, inputs)), tuple(map(self.resolve, outputs))
         self.lines.append(Line(label, job, device, *names, action))
         self.homes.update((name, device) for name in outputs)
+
+    def call(self, label: str, call: Callable[..., Any], place: Place, inputs: Sequence[Name], outputs: Sequence[Name]) -> None:
+        """Run what is no compiled program: a function that dispatches some itself."""
+        names = tuple(map(self.resolve, inputs)), tuple(map(self.resolve, outputs))
+        self.lines.append(Line(label, None, place, *names, None, call))
+        self.homes.update((name, place) for name in outputs)
 
     def send(self, label: str, source: Name, target: Name, device: Place, action: Action | None = None) -> None:
         """Make the value called ``source`` available on ``device`` as ``target``."""
@@ -200,11 +208,13 @@ class Draft:
             written = tuple(slots[name] for name in line.outputs)
             done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
             call = calls[number]
-            if line.job is None:
+            if line.call is not None:
+                call = line.call
+            elif line.job is None:
                 home = home_of(line.device, line.outputs[0].ref)
                 call = senders.setdefault(home, sender(home))
             seen = -1 if watch[number] is None else slots[watch[number]]
-            about = About(line.device, line.stage, line.action, line.job is None, seen)
+            about = About(line.device, line.stage, line.action, line.job is None and line.call is None, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
         return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
 

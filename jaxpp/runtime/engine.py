@@ -181,11 +181,16 @@ class Engine:
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
             check_sliced(self.optimizer, layout.given[0], layout.params, layout.slicing)
             states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
-            options = (preparer.frozen, self.settings.scaling, states if self.settings.scaling else ())
+            own = frozenset(leaf for _, leaf in layout.known["own"])
+            options = (preparer.frozen, self.settings.scaling, states if self.settings.scaling else (), own)
             update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, *options)
             opt = jax.eval_shape(self.optimizer.init, layout.params)
             specs = opt_specs_of(opt, layout.params, layout.known["specs"])
-            preparer.layout = dataclasses.replace(layout, known={**layout.known, "opt_specs": specs})
+            own = layout.known["own"]
+            if own:  # the optimizer state of a pair is a pair
+                first, count = len(jax.tree.leaves(opt[0])), len(jax.tree.leaves(opt))
+                own |= {(Role.OPT, k) for k in range(first, count)}
+            preparer.layout = dataclasses.replace(layout, known={**layout.known, "opt_specs": specs, "own": own})
         self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
         self._drafts.clear()
         self._plans.clear()

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp.runtime.draft import Name
+from jaxpp.runtime.groups import Groups
 from jaxpp.runtime.placement import Placement
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cut import CutLoss
@@ -35,6 +36,7 @@ class Job:
         batch: shape of each leaf of a replica's part of the batch.
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
+        groups: which replicas run the same task.
         weigh: computes the vector of scales from batch leaves; None when sizes decide.
     """
 
@@ -50,6 +52,7 @@ class Job:
     key: Any
     implementation: str | None
     weigh: Program | None
+    groups: Groups
 
     @property
     def num_stages(self) -> int:

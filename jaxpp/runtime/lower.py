@@ -26,6 +26,7 @@ from jaxpp.runtime.begin import draft_begin
 from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.job import Job, grad_name, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.runtime.model_state import Passing
+from jaxpp.runtime.submesh import Submesh
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
@@ -157,7 +158,11 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
 def _total(draft: Draft, job: Job, stage: int) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
     leaves = job.trained if job.trains else ()
-    found = [(Ref(Role.GRAD, leaf), job.params[leaf]) for leaf in leaves if job.owner[leaf] == stage]
+    grads = [Ref(Role.GRAD, leaf) for leaf in leaves if job.owner[leaf] == stage]
+    place = job.placement[stage]
+    own = [ref for ref in grads if isinstance(place, Submesh) and (Role.GRAD, ref.index) in place.own]
+    _total_of_tasks(draft, job, stage, own)
+    found = [(ref, job.params[ref.index]) for ref in grads if ref not in own]
     if stage == job.loss_stage:
         forward = job.codes(stage)[0].forward
         totals = zip(forward.outputs, forward.results, strict=True)
@@ -166,12 +171,23 @@ def _total(draft: Draft, job: Job, stage: int) -> None:
     names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
     if not job.placement.meshed:
         for source, target in zip(*names, strict=True):
-            draft.send("", source, target, job.placement[stage])  # another name for it
+            draft.send("", source, target, place)  # another name for it
     elif found:
         count = job.placement.num_replicas
         avals = tuple(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype) for _, aval in found)
         program = Program(_sum_replicas, tuple(refs), tuple(name.ref for name in names[1]), avals, spans=True)
-        draft.compute(f"total stage {stage}", program, job.placement[stage], *names, ())
+        draft.compute(f"total stage {stage}", program, place, *names, ())
+
+
+def _total_of_tasks(draft: Draft, job: Job, stage: int, refs: Sequence[Ref]) -> None:
+    """The gradients of tasks, each over the replicas that ran it."""
+    place = job.placement[stage]
+    if not refs or not isinstance(place, Submesh):
+        return
+    scales = [] if job.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(job.sizes))]
+    mean = job.groups.mean(place, [place.spec(ref) for ref in refs], len(scales))
+    totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
+    draft.call(f"total of tasks stage {stage}", mean, place, [*(Name(stage, ref) for ref in refs), *scales], totals)
 
 
 def _sum_replicas(*values: Any) -> list[Any]:

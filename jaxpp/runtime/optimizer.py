@@ -130,6 +130,7 @@ def plan_update(
     frozen: Collection[int] = (),
     scaling: Scaling | None = None,
     states: Sequence[tuple[int, Any]] = (),
+    own: Collection[int] = (),
 ) -> Update:
     """Trace an optimizer on a spread tree and place its equations.
 
@@ -142,13 +143,15 @@ def plan_update(
         frozen: the leaves whose gradient it does not read; they are given none.
         scaling: how the loss is scaled, if it is: then nothing changes where a gradient is not finite.
         states: stage and shape of each model state leaf.
+        own: the leaves of which each replica has its own; they count in no norm.
 
     Raises:
         OptimizerError: it calls the loss (a line search), or would move a large array between stages.
     """
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
-    wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in frozen})
+    apart = {*frozen, *own}
+    wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in apart})
 
     def update(
         given: list[Any], opt: list[Any], params: list[Any], loss: Any, scale: list[Any], old: list[Any], new: list[Any]
@@ -161,9 +164,12 @@ def plan_update(
             pairs = zip((*plain(made, opt, params, loss), *new), (*params, *opt, *old), strict=True)
             results = [jnp.where(finite, after, before) for after, before in pairs]
             results += [*scaling.adjust(scale, finite), finite]
-        free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in frozen]
+        free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in apart]
         parts = [optax.tree.norm([grad for home, grad in free if home == stage], squared=True) for stage in wanted]
-        return [jnp.array(leaf, copy=True) for leaf in (*results, optax.tree.norm(made), *parts)]
+        return [
+            jnp.array(leaf, copy=True)
+            for leaf in (*results, optax.tree.norm([grad for k, grad in enumerate(made) if k not in own]), *parts)
+        ]
 
     def birth(params: list[Any]) -> list[Any]:
         return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
+from jaxpp.runtime.groups import Groups
 from jaxpp.runtime.job import Job
 from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.runtime.placement import Placement
@@ -23,6 +24,7 @@ from jaxpp.runtime.rules import specs_of
 from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of, trace, variables
+from jaxpp.stages.joint import Joint
 from jaxpp.stages.loss import TracedLoss, describe
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
@@ -112,6 +114,7 @@ class Preparer:
         self.programs = Programs() if programs is None else programs
         self.layout: Layout | None = None
         self.frozen = frozenset[int]()
+        self.groups = Groups()
         self._cuts: dict[Any, CutLoss] = {}
 
     @property
@@ -130,6 +133,7 @@ class Preparer:
     def share(self, other: "Preparer") -> None:
         """Take over the layout, the cuts and the compiled programs of another preparer of the same loss."""
         self.programs, self.layout, self.frozen, self._cuts = other.programs, other.layout, other.frozen, other._cuts
+        self.groups = other.groups
 
     def takes_key(self) -> bool:
         """Whether the loss has one more positional argument than params, model state and batch, without a default of its own."""
@@ -200,9 +204,14 @@ class Preparer:
         return Layout(given, slicing, variables, *decided, self._known(given[0], slicing)), first
 
     def _known(self, params: Any, slicing: Slicing) -> dict[str, Any]:
-        """How the parameter leaves are sharded inside their stages."""
+        """How the parameter leaves are sharded inside their stages, and which of them each replica has of its own."""
         specs = specs_of(self.settings.shardings, params, self.settings.placement.num_shards)
-        return {"specs": tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))}
+        held = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
+        own = frozenset[tuple[Role, int]]()
+        if isinstance(params, Joint) and self.settings.placement.num_replicas > 1:
+            first, count = len(jax.tree.leaves(params.shared)), len(jax.tree.leaves(params))
+            own = frozenset((role, k) for k in slicing.leaves(range(first, count)) for role in (Role.PARAM, Role.GRAD))
+        return {"specs": held, "own": own}
 
     def _check_batch(self, batch: Any) -> int:
         """The number of examples that a replica gets."""
@@ -301,6 +310,7 @@ class Preparer:
             batch=tuple(jax.tree.leaves(batch)),
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),
+            groups=self.groups,
             weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts, self.placement),
         )
 

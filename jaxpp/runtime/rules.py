@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.submesh import MODEL
+from jaxpp.stages.joint import Joint
 from jaxpp.stages.loss import describe, path_name
 
 __all__ = ["RULES", "opt_specs_of", "specs_of"]
@@ -144,7 +145,9 @@ def opt_specs_of(opt_state: Any, params: Any, specs: Sequence[PartitionSpec]) ->
     """How each optimizer leaf is sharded: like the parameter whose path it ends with, if it has its shape."""
     if not specs:
         return ()
-    known = {tuple(map(str, path)): (leaf.shape, spec) for (path, leaf), spec in _zipped(params, specs)}
+    pairs = zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
+    joint = isinstance(params, Joint)
+    known = {tuple(map(str, path[joint:])): (leaf.shape, spec) for (path, leaf), spec in pairs}
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         names = tuple(map(str, path))
@@ -152,7 +155,3 @@ def opt_specs_of(opt_state: Any, params: Any, specs: Sequence[PartitionSpec]) ->
         shape, spec = next((end for end in ends if end is not None), ((), _WHOLE))
         found.append(spec if shape == leaf.shape else _WHOLE)
     return tuple(found)
-
-
-def _zipped(params: Any, specs: Sequence[PartitionSpec]) -> Any:
-    return zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)

@@ -33,7 +33,7 @@ class Submesh:
         mesh: axes ``data`` and ``model``.
         specs: how each parameter leaf is sharded over ``model``; nothing is unless given.
         opt_specs: the same for optimizer leaves.
-        own: the parameter and optimizer leaves of which each replica has its own, by role and number.
+        own: the parameters, gradients and optimizer leaves of which each replica has its own, by role and number.
     """
 
     mesh: Mesh
@@ -55,13 +55,14 @@ class Submesh:
         """Whether each replica has its own."""
         return ref.per_replica or (ref.role, ref.index) in self.own
 
-    def _spec(self, ref: Ref) -> PartitionSpec:
+    def spec(self, ref: Ref) -> PartitionSpec:
+        """How a value is sharded over ``model``."""
         specs = self.opt_specs if ref.role == Role.OPT else self.specs if ref.role in (Role.PARAM, Role.GRAD) else ()
         return specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
 
     def sharding(self, ref: Ref) -> NamedSharding:
         """How a value is sharded."""
-        spec = self._spec(ref)
+        spec = self.spec(ref)
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 
     def is_free(self, ref: Ref) -> bool:

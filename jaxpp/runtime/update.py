@@ -12,7 +12,8 @@ from jaxpp.runtime.draft import Draft, Name
 from jaxpp.runtime.job import param_name
 from jaxpp.runtime.optimizer import Color, Update, opt_name
 from jaxpp.runtime.placement import Placement
-from jaxpp.stages.graph import Piece, aval_of, carve, variables
+from jaxpp.runtime.submesh import Submesh
+from jaxpp.stages.graph import Piece, aval_of, carve, descendants, variables
 from jaxpp.stages.loss import describe
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
@@ -84,6 +85,9 @@ class _Drafter:
         }
         self.packed: dict[Name, jax.ShapeDtypeStruct] = {}
         self.serial = 0
+        places = [placement[name.stage] for name in names]
+        own = [isinstance(place, Submesh) and place.per_replica(name.ref) for place, name in zip(places, names, strict=True)]
+        self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])
 
     def _result_colors(self) -> list[Color]:
         graph, producers = self.update.graph, self.update.graph.producers()
@@ -107,20 +111,25 @@ class _Drafter:
         home = self.update.homes[k]
         if name.stage == home:
             return name
-        target = self._fresh(home)
+        target = self._fresh(home, self.update.graph.outputs[k])
         self.draft.send(f"send result {k} to stage {home}", name, target, self.placement[home])
         return target
 
-    def _fresh(self, stage: int) -> Name:
+    def _fresh(self, stage: int, *atoms: Any) -> Name:
+        """A new name for what is made of these: of all replicas, unless each has its own of any."""
         self.serial += 1
-        return Name(stage, Ref(Role.VALUE, self.serial, shared=True))
+        return Name(stage, Ref(Role.VALUE, self.serial, shared=self.own.isdisjoint(variables(atoms))))
 
     def _new(self, stage: int, k: int) -> Name:
         """The name of the k-th result where it is made: a new parameter, a new optimizer leaf, or a value."""
         num_params, num_opt = self.update.num_params, len(self.update.opt_owner)
         if k < num_params:
             return Name(stage, Ref(Role.PARAM, k, _NEW))
-        return Name(stage, Ref(Role.OPT, k - num_params, _NEW)) if k < num_params + num_opt else self._fresh(stage)
+        return (
+            Name(stage, Ref(Role.OPT, k - num_params, _NEW))
+            if k < num_params + num_opt
+            else self._fresh(stage, self.update.graph.outputs[k])
+        )
 
     def _compute(self, color: Color, mine: Sequence[int]) -> list[Name]:
         (level, stage), piece, graph = color, self._piece(color), self.update.graph
@@ -140,7 +149,8 @@ class _Drafter:
             vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
             return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
-        names_out = [*(self._new(stage, k) for k in mine), *(self._fresh(stage) for _ in (*returned, *packs))]
+        fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
+        names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
@@ -168,7 +178,7 @@ class _Drafter:
 
     def _deliver(self, peer: int, group: list[Var], vector: Name, aval: jax.ShapeDtypeStruct) -> None:
         """Send scalars to a stage as one vector; its programs take them out."""
-        arrived = self._fresh(peer)
+        arrived = self._fresh(peer, *group)
         self.draft.send(f"send {len(group)} scalars to stage {peer}", vector, arrived, self.placement[peer])
         self.packed[arrived] = aval
         self.held.update(((peer, var), (arrived, k)) for k, var in enumerate(group))
@@ -177,7 +187,7 @@ class _Drafter:
         """Where a stage finds a value: a name, and its place if that is a vector. Sent there if it lives elsewhere."""
         if (stage, var) not in self.held:
             source = self.source[var] if var in self.source else self.held[self.made[var][1], var][0]
-            target = self._fresh(stage)
+            target = self._fresh(stage, var)
             self.draft.send(f"send {describe(aval_of(var))} to stage {stage}", source, target, self.placement[stage])
             self.held[stage, var] = target, None
         return self.held[stage, var]

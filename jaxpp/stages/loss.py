@@ -28,6 +28,7 @@ from jax.extend.core import Var
 
 from jaxpp.stages.cost import CHEAP, count_bytes, count_flops
 from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
+from jaxpp.stages.joint import without_joint
 from jaxpp.stages.scans import Layers
 
 __all__ = ["TracedLoss", "cheap_values", "describe", "path_name"]
@@ -327,4 +328,4 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A tree path as ``h_2/attn/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.tree_util.keystr(without_joint(path), simple=True, separator="/")
