@@ -61,8 +61,8 @@ class Bank:
     """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
 
     All steps with sets of equal shapes are one compiled program: what ``use`` gives has the same shapes and the same placement
-    whether it was there, prefetched or brought in. Put what the step shares on the device too (``jaxpp.gather(params,
-    device)``), or its first call compiles apart from the rest.
+    whether it was there, prefetched or brought in. Put what the step shares on the device too, its optimizer state included
+    (``jaxpp.gather(tree, device)``): JAX compiles the first call apart if some of it has no place yet.
 
     Args:
         sets: the parameters of each task, by a name of any hashable kind; the bank takes copies.
@@ -101,7 +101,7 @@ class Bank:
             raise BankError("Bank(device=...)", f"the device can reach {HOST} memory", got, "use another device or backend")
         self.optimizer, self.shelf = optimizer, Shelf(slots)
         self._home = SingleDeviceSharding(self.device)
-        self._init = jax.jit(optimizer.init)
+        self._init = jax.jit(optimizer.init, out_shardings=self._home)
         self._layouts: dict[Hashable, Layout] = {}
         self._task: Task | None = None
         for name, params in _progress(_pairs("sets", sets)):
@@ -123,7 +123,8 @@ class Bank:
         Raises:
             BankError: as the class does.
         """
-        bank, init = cls({}, optimizer, device=device, slots=slots), jax.jit(init)
+        bank = cls({}, optimizer, device=device, slots=slots)
+        init = jax.jit(init, out_shardings=bank._home)
         for name, key in _progress(_pairs("keys", keys)):
             bank.add(name, init(put(key, bank._home)))
         return bank
