@@ -213,7 +213,9 @@ def test_a_write_back_that_fails_puts_the_old_values_back_and_says_so(late):
     shelf.store("a", give_up(shelf.fetch("a", HOMES)))
     shelf.store("b", give_up(shelf.fetch("b", HOMES)))
     under_way[0][1].fails = True
-    with pytest.raises(BankError, match=r"set 'a': a write-back that fails(.|\n)*JaxRuntimeError: INTERNAL: the copy failed") as caught:
+    with pytest.raises(
+        BankError, match=r"set 'a': a write-back that fails(.|\n)*JaxRuntimeError: INTERNAL: the copy failed"
+    ) as caught:
         shelf.wait()
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     check(shelf.host("a"), 0)
@@ -287,59 +289,81 @@ def test_a_device_without_room_is_tried_again_once_what_waits_there_is_gone(monk
     shelf.release("b", [0])
     check(shelf.fetch("b", HOMES), 1)
     assert tries == [("a",), ()]
-    with pytest.raises(BankError, match=rf"set 'a': a set in use fits(.|\n)*no room for its {BYTES} bytes \(2 slots\)(.|\n)*slots=1"):
+    with pytest.raises(
+        BankError, match=rf"set 'a': a set in use fits(.|\n)*no room for its {BYTES} bytes \(2 slots\)(.|\n)*slots=1"
+    ):
         shelf.prefetch("a", HOMES)
     assert len(tries) == 3
     check(shelf.host("a"), 0)
 
 
+class Model:
+    """A shelf beside a plain dict of what its sets should hold, and a list of which should wait on the device."""
+
+    def __init__(self, slots):
+        self.shelf, self.slots, self.held, self.lent, self.waiting = Shelf(slots), slots, {}, {}, []
+
+    def put(self, name, seed):
+        self.shelf.put(name, values(seed))
+        self.held[name] = seed
+        self.waiting = [other for other in self.waiting if other != name]
+
+    def bring(self, act, name):
+        if name not in self.waiting and len(self.lent) == self.slots:
+            with pytest.raises(BankError):
+                getattr(self.shelf, act)(name, HOMES)
+            return
+        found = getattr(self.shelf, act)(name, HOMES)
+        if name in self.waiting:
+            self.waiting.remove(name)
+        room = self.slots - len(self.lent) - 1
+        self.waiting = self.waiting[max(0, len(self.waiting) - room) :] + [name] * (act == "prefetch")
+        if act == "fetch":
+            self.lent[name] = found
+            check(found, self.held[name])
+
+    def give_back(self, act, name):
+        leaves = self.lent.pop(name)
+        if act == "store":
+            self.held[name] += 1
+            self.shelf.store(name, give_up(leaves))
+        elif act == "keep":
+            self.shelf.keep(name, leaves)
+        else:
+            self.shelf.release(name)
+        self.waiting += [name] * (act != "release")
+
+    def remove(self, name):
+        self.shelf.remove(name)
+        del self.held[name]
+        self.waiting = [other for other in self.waiting if other != name]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_agrees_with_a_plain_dict(data):
-    slots = data.draw(st.integers(1, 3))
-    shelf, model, lent, used = Shelf(slots), {}, {}, []
+    model = Model(data.draw(st.integers(1, 3)))
     for _ in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from("abcd"))
-        act = data.draw(st.sampled_from(["put", "fetch", "prefetch", "store", "keep", "release", "remove"]))
-        if act == "put" and name not in lent:
-            model[name] = data.draw(st.integers(0, 99))
-            shelf.put(name, values(model[name]))
-            used = [other for other in used if other != name]
-        elif act in ("fetch", "prefetch") and name in model and name not in lent:
-            if name not in used and len(lent) == slots:
-                with pytest.raises(BankError):
-                    getattr(shelf, act)(name, HOMES)
-                continue
-            found = getattr(shelf, act)(name, HOMES)
-            waiting = [other for other in used if other != name]
-            room = slots - len(lent) - (act == "fetch" or name not in used)
-            if name not in used:
-                waiting = waiting[max(0, len(waiting) - room) :]
-            used = waiting + [name] * (act == "prefetch")
-            if act == "fetch":
-                lent[name] = found
-                check(found, model[name])
-        elif act in ("store", "keep", "release") and name in lent:
-            leaves = lent.pop(name)
-            if act == "store":
-                model[name] += 1
-                shelf.store(name, give_up(leaves))
-            elif act == "keep":
-                shelf.keep(name, leaves)
+        if name in model.lent:
+            model.give_back(data.draw(st.sampled_from(["store", "keep", "release"])), name)
+        elif name not in model.held:
+            model.put(name, data.draw(st.integers(0, 99)))
+        else:
+            act = data.draw(st.sampled_from(["fetch", "fetch", "prefetch", "prefetch", "put", "remove"]))
+            if act in ("fetch", "prefetch"):
+                model.bring(act, name)
+            elif act == "put":
+                model.put(name, data.draw(st.integers(0, 99)))
             else:
-                shelf.release(name)
-            used += [name] * (act != "release")
-        elif act == "remove" and name in model and name not in lent:
-            shelf.remove(name)
-            del model[name]
-            used = [other for other in used if other != name]
-        assert set(shelf.names) == set(model)
-        assert set(shelf.in_use()) == set(lent)
-        assert shelf.resident() == tuple(used)
-        assert len(used) + len(lent) <= slots
-    shelf.wait()
-    for name, seed in model.items():
-        check(shelf.host(name), seed)
+                model.remove(name)
+        assert set(model.shelf.names) == set(model.held)
+        assert set(model.shelf.in_use()) == set(model.lent)
+        assert model.shelf.resident() == tuple(model.waiting)
+        assert len(model.waiting) + len(model.lent) <= model.slots
+    model.shelf.wait()
+    for name, seed in model.held.items():
+        check(model.shelf.host(name), seed)
 
 
 def test_prng_keys_are_leaves_like_others():
