@@ -304,7 +304,7 @@ def test_arrays_from_elsewhere_are_taken_and_placed_as_a_step_would_have(bank, c
     step, state = Step(ADAMW), shared(ADAMW)
     state = train(bank, step, state, "cat", BATCHES[0])
     with bank.use("cat") as task:
-        twice = jnp.ones(WIDTH)
+        twice = jaxpp.gather(jnp.ones(WIDTH), DEVICE)
         task.params = {"w": np.ones((WIDTH, WIDTH), "f"), "b": jax.device_put(twice, jax.devices()[1])}
         moments = task.opt_state[0]
         task.opt_state = (moments._replace(mu=moments.mu | {"b": twice}, nu=moments.nu | {"b": twice}), *task.opt_state[1:])
