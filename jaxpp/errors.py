@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "ArgumentError",
+    "BankError",
     "BatchError",
     "CutError",
     "InitError",
@@ -96,3 +97,7 @@ class PullbackError(JaxppError):
 
 class VerifyError(JaxppError):
     """The pipelined step differs from the single-device step."""
+
+
+class BankError(JaxppError):
+    """A parameter set that a bank does not have, cannot take, or cannot bring to the device."""

@@ -15,7 +15,7 @@ from jaxpp.observe.account import KINDS, account
 from jaxpp.observe.forecast import parse_bytes
 from jaxpp.observe.ledger import Ledger, homes_of, live_bytes, sample_step
 from jaxpp.runtime.draft import HOST, Name
-from jaxpp.runtime.transfer import put
+from jaxpp.runtime.transfer import put, to_host
 from jaxpp.stages.program import Ref, Role
 from tests.conftest import gpt_case, mlp_case
 
@@ -59,6 +59,14 @@ def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
 
     engine.run("update", own, batch, case.key, observer=look)
     assert moment == len(book.lines)
+
+
+def test_what_waits_in_host_memory_is_not_on_the_device():
+    device = jax.devices()[5]
+    here, before = put(np.ones(100, "f"), device), live_bytes(device)
+    (there,) = to_host([here])
+    assert there.devices() == {device}
+    assert live_bytes(device) == before
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -101,13 +101,15 @@ class Ledger:
 
 
 def live_bytes(device: Device) -> int:
-    """Bytes of all arrays on a device, each buffer once."""
+    """Bytes of all arrays in a device's own memory, each buffer once; what waits in host memory is not there."""
     return sum(_buffers(jax.live_arrays(), device).values())
 
 
 def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
     """Bytes of each buffer on a device, by address."""
+    kinds = (None, device.default_memory().kind)
     known = (array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted())
+    known = (array for array in known if array.sharding.memory_kind in kinds)
     here = (shard.data for array in known for shard in array.addressable_shards if shard.device == device)
     return {data.unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
 

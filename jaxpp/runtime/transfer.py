@@ -2,7 +2,8 @@
 
 Everything that crosses goes through ``sender`` (inside a step, where the plan says so) or through one of the functions for the
 edges: ``put`` and ``put_at`` (a value gets a copy of its own at a place), ``private`` (a host array that the caller may overwrite),
-``divided`` (a batch for several replicas) and ``gather`` (a spread tree brought together).
+``divided`` (a batch for several replicas), ``gather`` (a spread tree brought together), and ``to_host`` and ``to_device`` (pinned
+host memory, for parameter sets that wait for their turn).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,23 @@ from jaxpp.stages.program import Ref
 from jaxpp.stages.stack import Slices
 from jaxpp.types import Array, Device
 
-__all__ = ["apart", "bring", "divided", "gather", "private", "put", "put_at", "sender", "spread"]
+__all__ = [
+    "HOST",
+    "apart",
+    "bring",
+    "divided",
+    "gather",
+    "private",
+    "put",
+    "put_at",
+    "sender",
+    "spread",
+    "to_device",
+    "to_host",
+]
+
+HOST = "pinned_host"
+"""The kind of host memory that a device copies from and to at full speed, and without stopping."""
 
 
 def sender(device: Device) -> Callable[[Any], tuple[Array]]:
@@ -99,3 +116,22 @@ def apart(leaf: Array) -> list[Array]:
 def bring(leaves: Sequence[Any], homes: Sequence[Any]) -> list[Array]:
     """The leaves on the devices (or shardings) named, each left where it is if it is there already."""
     return jax.device_put(list(leaves), list(homes))
+
+
+def to_host(leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> tuple[Array, ...]:
+    """Begin to copy arrays to the pinned host memory beside their devices, and return at once.
+
+    The copies share nothing with the originals. Device arrays may be given up (donated) straight away: the runtime keeps a buffer
+    until what was begun before has read it. NumPy arrays must not be written to until the copies are there.
+
+    Args:
+        leaves: what to copy.
+        homes: the device sharding beside which each goes; its own unless said.
+    """
+    homes = [leaf.sharding for leaf in leaves] if homes is None else homes
+    return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST) for home in homes], may_alias=False))
+
+
+def to_device(leaves: Sequence[Array], homes: Sequence[Any]) -> tuple[Array, ...]:
+    """Begin to copy host arrays to the devices (or shardings) named, and return at once; a step may give the copies up."""
+    return tuple(jax.device_put(list(leaves), list(homes), may_alias=False))

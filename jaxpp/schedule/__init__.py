@@ -4,7 +4,20 @@ from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import dependencies
 from jaxpp.schedule.csv import from_csv
+from jaxpp.schedule.prefetch import simulate_prefetch
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.simulate import Simulation, simulate
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "Simulation", "dependencies", "from_csv", "make", "parse", "simulate"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "Simulation",
+    "dependencies",
+    "from_csv",
+    "make",
+    "parse",
+    "simulate",
+    "simulate_prefetch",
+]

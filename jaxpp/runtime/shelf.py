@@ -1,0 +1,358 @@
+"""Sets of arrays on the host, few of them at a time on the device: what is behind ``theta[t]``.
+
+A device holds ``slots`` sets, whatever their number. The host copy of a set is an immutable tuple of arrays in pinned memory; a
+device copy is *lent* from ``fetch`` until ``store``, ``keep`` or ``release`` gives it back, and the shelf holds no reference to it
+meanwhile, so that a step may give its buffers up. What was given back stays on the device until its slot is needed: a hit costs no
+transfer. A row is a replica under data parallelism, with slots of its own.
+
+Nothing here waits for the device, but reading the host copies and the bound on write-backs: no more than two a row are under way
+(the third waits for the first, two steps behind what is computing), so the host holds at most so many sets twice. The memory of a
+set that has left its slot is free once its write-back has arrived; if the device has no room before, the load waits for that.
+
+There are no trees and no optimizer here: a set is leaves in an order that its owner knows.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.errors import JaxRuntimeError
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp.errors import BankError
+from jaxpp.runtime.transfer import private, to_device, to_host
+from jaxpp.types import Array
+
+__all__ = ["Shelf", "Traffic"]
+
+_WRITES = 2
+"""How many write-backs a row may have under way."""
+
+
+class Traffic(NamedTuple):
+    """What a shelf has moved since it was made.
+
+    Attributes:
+        loads: sets brought to a device.
+        hits: sets fetched that were there.
+        prefetch_hits: those of the hits that a prefetch had brought, not fetched before.
+        bytes_to_device: of the loads.
+        bytes_to_host: of the write-backs.
+    """
+
+    loads: int = 0
+    hits: int = 0
+    prefetch_hits: int = 0
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+
+
+class _Row:
+    """The slots of a replica: which sets are lent, and the copies that wait, the least recently used first."""
+
+    __slots__ = ("copies", "lent", "prefetched")
+
+    def __init__(self) -> None:
+        self.copies: dict[Hashable, tuple[Array, ...]] = {}
+        self.lent: set[Hashable] = set()
+        self.prefetched: set[Hashable] = set()
+
+    def drop(self, name: Hashable) -> tuple[Array, ...] | None:
+        self.prefetched.discard(name)
+        return self.copies.pop(name, None)
+
+    def make_room(self, slots: int) -> bool:
+        """Let go of the least recently used copies until a slot is free; whether one is."""
+        while self.copies and len(self.copies) + len(self.lent) >= slots:
+            self.drop(next(iter(self.copies)))
+        return len(self.lent) < slots
+
+
+class _Write(NamedTuple):
+    """A write-back under way, with the host copy that it replaces."""
+
+    name: Hashable
+    old: tuple[Array, ...]
+    new: tuple[Array, ...]
+
+
+class Shelf:
+    """Sets of arrays by name, on the host, with a few copies on the device.
+
+    The homes of a set on a row are the same at every fetch: its copies are known by name and row alone.
+
+    Args:
+        slots: how many sets each row may hold on its device, at least 1; the second is for what is prefetched.
+
+    Attributes:
+        slots: as given.
+        traffic: what was moved so far.
+
+    Raises:
+        BankError: ``slots`` is not a number of at least 1.
+    """
+
+    def __init__(self, slots: int = 2):
+        if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
+            fix = "pass slots=2: one set to compute with, one that is prefetched"
+            raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
+        self.slots = slots
+        self.traffic = Traffic()
+        self._hosts: dict[Hashable, tuple[Array, ...]] = {}
+        self._sizes: dict[Hashable, int] = {}
+        self._rows: dict[int, _Row] = {}
+        self._writes: deque[_Write] = deque()
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:
+        """The sets, in the order they came."""
+        return tuple(self._hosts)
+
+    @property
+    def sizes(self) -> Mapping[Hashable, int]:
+        """Bytes of each set."""
+        return dict(self._sizes)
+
+    def resident(self, row: int = 0) -> tuple[Hashable, ...]:
+        """The sets that wait on a row's device, the least recently used first."""
+        return tuple(self._rows[row].copies) if row in self._rows else ()
+
+    def in_use(self, row: int = 0) -> tuple[Hashable, ...]:
+        """The sets lent on a row."""
+        return tuple(self._rows[row].lent) if row in self._rows else ()
+
+    def host(self, name: Hashable) -> tuple[Array, ...]:
+        """The host copy of a set, which is never written to; waits for its write-back.
+
+        Raises:
+            BankError: there is no such set, or the write-back failed; then the next call gives what was there before.
+        """
+        self._known(name)
+        while any(write.name == name for write in self._writes):
+            self._finish()
+        return self._hosts[name]
+
+    def put(self, name: Hashable, leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> None:
+        """Take a set in, or put another in the place of one that is not in use; waits until it is on the host.
+
+        Args:
+            name: what to call it.
+            leaves: NumPy or device arrays; they are copied.
+            homes: the device sharding beside which each is kept; its own unless said, the first device for NumPy arrays.
+
+        Raises:
+            BankError: the set of this name is in use.
+        """
+        self._settle()
+        self._idle(name, "be replaced")
+        here = SingleDeviceSharding(jax.devices()[0])
+        homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
+        new = jax.block_until_ready(to_host([private(leaf) for leaf in leaves], homes))
+        self._drop(name)
+        self._hosts[name], self._sizes[name] = new, sum(leaf.nbytes for leaf in new)
+
+    def remove(self, name: Hashable) -> None:
+        """Forget a set.
+
+        Raises:
+            BankError: there is no such set, or it is in use.
+        """
+        self._settle()
+        self._known(name)
+        self._idle(name, "be removed")
+        self._drop(name)
+        del self._hosts[name], self._sizes[name]
+
+    def fetch(self, name: Hashable, homes: Sequence[Any], row: int = 0) -> tuple[Array, ...]:
+        """Lend a set on a row's device, until it is given back; waits for nothing.
+
+        Args:
+            name: which.
+            homes: the device sharding of each leaf.
+            row: whose slots.
+
+        Returns:
+            device arrays that the caller may give up (donate).
+
+        Raises:
+            BankError: there is no such set, it is lent already, all slots are, or the device has no room.
+        """
+        self._settle()
+        self._known(name)
+        slots = self._row(row)
+        if name in slots.lent:
+            got = f"{name!r} is in use on row {row}"
+            raise BankError(f"fetch({name!r})", "a set is in use once at a time", got, "leave the block that uses it first")
+        fresh = name in slots.prefetched
+        leaves = slots.drop(name)
+        if leaves is None:
+            leaves = self._load(name, homes, row)
+        else:
+            hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + fresh
+            self.traffic = self.traffic._replace(hits=hits, prefetch_hits=prefetch_hits)
+        slots.lent.add(name)
+        return leaves
+
+    def prefetch(self, name: Hashable, homes: Sequence[Any], row: int = 0) -> None:
+        """Begin to bring a set that will be fetched; waits for nothing. The least recently used one not in use makes room.
+
+        Raises:
+            BankError: there is no such set, the sets in use take all slots, or the device has no room.
+        """
+        self._settle()
+        self._known(name)
+        slots = self._row(row)
+        if name in slots.lent:
+            return
+        if name in slots.copies:
+            slots.copies[name] = slots.copies.pop(name)
+            return
+        slots.copies[name] = self._load(name, homes, row)
+        slots.prefetched.add(name)
+
+    def store(
+        self,
+        name: Hashable,
+        leaves: Sequence[Array],
+        rows: Sequence[int] = (0,),
+        resident: Sequence[Sequence[Array]] | None = None,
+    ) -> None:
+        """Give a set back, changed: begin its write-back, and keep it on the device.
+
+        The host copy is the old one or the new one, never some of both: it changes in one assignment, once all copies are under
+        way. The old one is kept until the new one has arrived, and put back if that fails. Copies on other rows are out of date,
+        and dropped.
+
+        Args:
+            name: which.
+            leaves: the new values, which may be given up (donated) at once.
+            rows: on which the set was lent.
+            resident: the copy that each of the rows keeps; ``leaves`` unless said.
+
+        Raises:
+            BankError: there is no such set, it is in use on another row as well, or a write-back failed: this one, and nothing
+                was changed, or an earlier one, and this one is under way.
+        """
+        old = self._known(name)
+        assert len(leaves) == len(old)
+        others = [row for row, slots in self._rows.items() if name in slots.lent and row not in rows]
+        if others:
+            got = f"{name!r} is in use on rows {', '.join(map(str, others))} as well"
+            raise BankError(f"store({name!r})", "a set is written back once for all rows that use it", got, "name all its rows")
+        try:
+            new = to_host(leaves)
+        except JaxRuntimeError as error:
+            self.release(name, rows)
+            raise _failed(name, error) from error
+        self._writes.append(_Write(name, old, new))
+        self._hosts[name] = new
+        self.traffic = self.traffic._replace(bytes_to_host=self.traffic.bytes_to_host + self._sizes[name])
+        self._drop(name)
+        for row, copy in zip(rows, (leaves,) * len(rows) if resident is None else resident, strict=True):
+            self.keep(name, copy, row)
+        self._settle(_WRITES * len(self._rows))
+
+    def keep(self, name: Hashable, leaves: Sequence[Array], row: int = 0) -> None:
+        """Give a set back unchanged: it stays on the device while there is a slot, and nothing is written."""
+        slots = self._row(row)
+        slots.lent.discard(name)
+        if slots.make_room(self.slots):
+            slots.copies[name] = tuple(leaves)
+
+    def release(self, name: Hashable, rows: Sequence[int] = (0,)) -> None:
+        """Give a set back as if it had not been lent: nothing is written, and its copy is dropped."""
+        for row in rows:
+            slots = self._row(row)
+            slots.lent.discard(name)
+            slots.drop(name)
+
+    def wait(self) -> None:
+        """Return once all write-backs have arrived.
+
+        Raises:
+            BankError: one failed; its set has the values that it had before.
+        """
+        self._settle(0)
+
+    def _row(self, row: int) -> _Row:
+        return self._rows.setdefault(row, _Row())
+
+    def _known(self, name: Hashable) -> tuple[Array, ...]:
+        if name not in self._hosts:
+            got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
+            raise BankError(f"set {name!r}", "a set is put on the shelf before it is used", got, "put it there first")
+        return self._hosts[name]
+
+    def _idle(self, name: Hashable, what: str) -> None:
+        if any(name in slots.lent for slots in self._rows.values()):
+            got = f"{name!r} is in use"
+            raise BankError(f"set {name!r}", f"a set in use cannot {what}", got, "leave the block that uses it first")
+
+    def _drop(self, name: Hashable) -> None:
+        for slots in self._rows.values():
+            slots.lent.discard(name)
+            slots.drop(name)
+
+    def _load(self, name: Hashable, homes: Sequence[Any], row: int) -> tuple[Array, ...]:
+        slots, host, size = self._row(row), self._hosts[name], self._sizes[name]
+        if not slots.make_room(self.slots):
+            got = f"slots={self.slots}, in use: {', '.join(map(repr, slots.lent))}"
+            fix = f"make the bank with slots={self.slots + 1}, or leave the block that uses one first"
+            raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
+        try:
+            leaves = self._bring(host, homes, slots)
+        except JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise BankError(
+                f"set {name!r}",
+                "a set in use fits on the device beside what is there",
+                f"no room for its {size:,} bytes ({self.slots} slots)",
+                "use slots=1 (nothing is prefetched), a smaller batch, or smaller sets",
+            ) from error
+        loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + size
+        self.traffic = self.traffic._replace(loads=loads, bytes_to_device=moved)
+        return leaves
+
+    def _bring(self, host: Sequence[Array], homes: Sequence[Any], slots: _Row) -> tuple[Array, ...]:
+        """Copies on the device; if it has no room, again without the copies that wait and with no write-back under way."""
+        try:
+            return to_device(host, homes)
+        except JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or not (self._writes or slots.copies):
+                raise
+        for name in tuple(slots.copies):
+            slots.drop(name)
+        self.wait()
+        return to_device(host, homes)
+
+    def _settle(self, most: float = float("inf")) -> None:
+        """Let go of the old copies whose successors have arrived; wait if more than ``most`` are under way."""
+        while self._writes and (len(self._writes) > most or all(map(_arrived, self._writes[0].new))):
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the oldest write-back; undo it if it failed."""
+        write = self._writes.popleft()
+        try:
+            jax.block_until_ready(write.new)
+        except JaxRuntimeError as error:
+            if self._hosts.get(write.name) is write.new:
+                self._hosts[write.name] = write.old
+                for slots in self._rows.values():
+                    slots.drop(write.name)
+            self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
+            raise _failed(write.name, error) from error
+
+
+def _arrived(leaf: Any) -> bool:
+    """Whether a copy is there; arrays of PRNG keys cannot say, and come with the others."""
+    ready = getattr(leaf, "is_ready", None)
+    return ready is None or ready()
+
+
+def _failed(name: Hashable, error: Exception) -> BankError:
+    got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+    fix = "free host memory if there was none, else look at the step that computed it (the cause is above); then use the set again"
+    return BankError(f"set {name!r}", "a write-back that fails leaves the set as it was before", got, fix)

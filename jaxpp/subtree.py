@@ -1,0 +1,118 @@
+"""A module's parameters in two: what all tasks share, and the part that each task has its own of.
+
+``take`` cuts a subtree out of a parameter tree, ``insert`` puts one in, and ``bind`` makes a loss over the two of a loss over the
+whole, so that one module definition serves any number of parameter sets.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from jaxpp.errors import BankError
+from jaxpp.types import LossFn, Params
+
+__all__ = ["bind", "insert", "take"]
+
+
+def take(params: Params, path: str) -> tuple[Params, Params]:
+    """Cut the subtree at ``path`` out of a parameter tree.
+
+    Args:
+        params: the whole, of mappings down to the subtree.
+        path: the keys on the way, such as ``"head"`` or ``"block_1/adapter"``.
+
+    Returns:
+        the rest, and the subtree; ``insert(rest, subtree, path)`` is the whole again.
+
+    Raises:
+        BankError: there is nothing at that path.
+
+    Example:
+        >>> take({"body": 1, "block_1": {"adapter": 2, "dense": 3}}, "block_1/adapter")
+        ({'body': 1, 'block_1': {'dense': 3}}, 2)
+    """
+    found: list[Params] = []
+
+    def cut(node: Any, key: Hashable) -> Any:
+        found.append(node[key])
+        return type(node)({name: child for name, child in node.items() if name != key})
+
+    return _at(params, path, cut, there=True), found[0]
+
+
+def insert(params: Params, task_params: Params, path: str) -> Params:
+    """A parameter tree with ``task_params`` at ``path``, in place of what is there, if anything is.
+
+    Args:
+        params: the whole, or the whole without that subtree; it stays as it is.
+        task_params: the subtree.
+        path: the keys on the way; all but the last must be there.
+
+    Raises:
+        BankError: they are not.
+
+    Example:
+        >>> insert({"body": 1, "block_1": {"dense": 3}}, 2, "block_1/adapter")
+        {'body': 1, 'block_1': {'dense': 3, 'adapter': 2}}
+    """
+    return _at(params, path, lambda node, key: type(node)({**node, key: task_params}), there=False)
+
+
+def bind(loss_fn: LossFn, path: str) -> Callable[..., Any]:
+    """A loss over shared parameters and a task's own, of a loss over one module's whole parameters.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch[, key])``, over the whole.
+        path: where the task's parameters belong in ``params``.
+
+    Returns:
+        ``loss_fn(params, task_params, batch[, key])``; whatever ``params`` has at the path is not read.
+
+    Raises:
+        BankError: ``path`` is no path; when the loss is called, that the parameters have no such place.
+
+    Example:
+        >>> loss_fn = bind(lambda params, batch: params["body"] * batch + params["head"], "head")
+        >>> loss_fn({"body": 2.0}, 1.0, 3.0)
+        7.0
+    """
+    _keys(path)
+
+    @functools.wraps(loss_fn)
+    def bound(params: Params, task_params: Params, *rest: Any, **named: Any) -> Any:
+        return loss_fn(insert(params, task_params, path), *rest, **named)
+
+    return bound
+
+
+def _keys(path: str) -> list[str]:
+    keys = path.split("/") if isinstance(path, str) else []
+    if not keys or not all(keys):
+        fix = 'write it like "head" or "block_1/adapter"'
+        raise BankError(f"path={path!r}", "a path is the keys down to a subtree, with slashes between them", repr(path), fix)
+    return keys
+
+
+def _at(tree: Any, path: str, change: Callable[[Any, Hashable], Any], *, there: bool) -> Any:
+    """The tree with the mapping that holds the last key changed, those above it rebuilt, and all else as it is."""
+    keys = _keys(path)
+
+    def walk(node: Any, depth: int) -> Any:
+        last = depth == len(keys) - 1
+        if not isinstance(node, Mapping):
+            raise _missing(path, keys[:depth], type(node).__name__, ())
+        key = int(keys[depth]) if keys[depth] not in node and keys[depth].isdecimal() else keys[depth]
+        if key not in node and (there or not last):
+            raise _missing(path, keys[:depth], f"no {keys[depth]!r}", difflib.get_close_matches(keys[depth], map(str, node)))
+        if last:
+            return change(node, key)
+        return type(node)({**node, key: walk(node[key], depth + 1)})  # pyright: ignore[reportCallIssue]
+
+    return walk(tree, 0)
+
+
+def _missing(path: str, above: list[str], got: str, near: Any) -> BankError:
+    place = f"params[{'/'.join(above)}]" if above else "params"
+    fix = f"one of {', '.join(map(repr, near))}, perhaps" if near else "print the parameters' keys, and name one of them"
+    return BankError(f"path={path!r}", "a path leads through the parameters' mappings", f"{place} is or has {got}", fix)

@@ -1,0 +1,376 @@
+"""Sets of arrays on the host, a few of them on the device: what is lent, kept, written back and undone."""
+
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxpp.errors import BankError
+from jaxpp.runtime import shelf as module
+from jaxpp.runtime.shelf import Shelf
+from jaxpp.runtime.transfer import to_device, to_host
+
+HOME = SingleDeviceSharding(jax.devices()[0])
+HOMES = (HOME, HOME)
+BYTES = 4 * 6 + 4 * 3
+
+
+def values(seed: int) -> list[np.ndarray]:
+    return [np.full((2, 3), seed, np.float32), np.arange(3, dtype=np.int32) + seed]
+
+
+def arrays(seed: int) -> list[jax.Array]:
+    return list(to_device(values(seed), HOMES))
+
+
+def shelf_of(*names: str, slots: int = 2) -> Shelf:
+    shelf = Shelf(slots)
+    for k, name in enumerate(names):
+        shelf.put(name, values(k), HOMES)
+    return shelf
+
+
+def check(leaves, seed: int):
+    for leaf, expected in zip(leaves, values(seed), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), expected)
+
+
+give_up = jax.jit(lambda leaves: [leaf + 1 for leaf in leaves], donate_argnums=0)
+
+
+def test_the_host_copies_are_in_pinned_memory_and_the_lent_ones_in_the_devices_own():
+    shelf = shelf_of("a")
+    lent = shelf.fetch("a", HOMES)
+    assert {leaf.sharding.memory_kind for leaf in lent} == {jax.devices()[0].default_memory().kind}
+    shelf.store("a", give_up(lent))
+    assert {leaf.sharding.memory_kind for leaf in shelf.host("a")} == {"pinned_host"}
+
+
+def test_what_is_put_is_a_copy_that_its_owner_may_overwrite_or_give_up():
+    theirs, shelf = values(1), Shelf()
+    shelf.put("numpy", theirs)
+    theirs[0][:] = 99
+    given_up = arrays(2)
+    shelf.put("device", given_up)
+    give_up(given_up)
+    check(shelf.host("numpy"), 1)
+    check(shelf.host("device"), 2)
+
+
+def test_a_step_that_gives_up_a_lent_copy_leaves_the_host_copy_whole():
+    shelf = shelf_of("a", "b")
+    lent = shelf.fetch("b", HOMES)
+    changed = give_up(lent)
+    assert all(leaf.is_deleted() for leaf in lent)
+    np.testing.assert_array_equal(changed[0], values(2)[0])
+    check(shelf.host("b"), 1)
+
+
+def test_a_write_back_is_a_copy_so_the_next_step_may_give_up_what_was_written():
+    shelf = shelf_of("a")
+    leaves = give_up(shelf.fetch("a", HOMES))
+    shelf.store("a", leaves)
+    give_up(leaves)
+    give_up(arrays(7))  # might be given the same buffers
+    check(shelf.host("a"), 1)
+    places = {leaf.unsafe_buffer_pointer() for leaf in leaves if not leaf.is_deleted()}
+    assert not places & {leaf.unsafe_buffer_pointer() for leaf in shelf.host("a")}
+
+
+def test_the_shelf_holds_nothing_of_what_it_lends():
+    shelf = shelf_of("a", "b")
+    shelf.prefetch("a", HOMES)
+    lent = shelf.fetch("a", HOMES)
+    alive = [weakref.ref(leaf) for leaf in lent]
+    assert (shelf.in_use(), shelf.resident()) == (("a",), ())
+    del lent
+    assert not any(ref() for ref in alive)
+
+
+def test_loads_hits_and_bytes_are_counted():
+    shelf = shelf_of("a", "b", "c")
+    shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    shelf.keep("a", shelf.fetch("a", HOMES))
+    shelf.prefetch("b", HOMES)
+    shelf.prefetch("b", HOMES)
+    shelf.keep("b", shelf.fetch("b", HOMES))
+    shelf.keep("b", shelf.fetch("b", HOMES))
+    assert shelf.traffic == (2, 3, 1, 2 * BYTES, BYTES)
+    shelf.prefetch("c", HOMES)  # a, the least recently used, makes room
+    assert shelf.resident() == ("b", "c")
+    assert shelf.traffic.loads == 3
+
+
+def test_the_set_in_use_is_never_the_one_that_makes_room():
+    shelf = shelf_of("a", "b", "c")
+    lent = shelf.fetch("a", HOMES)
+    shelf.prefetch("b", HOMES)
+    shelf.prefetch("c", HOMES)
+    assert (shelf.in_use(), shelf.resident()) == (("a",), ("c",))
+    shelf.prefetch("a", HOMES)  # it is here
+    assert shelf.traffic.loads == 3
+    check(lent, 0)
+
+
+def test_with_every_slot_in_use_nothing_is_brought():
+    shelf = shelf_of("a", "b", slots=1)
+    shelf.prefetch("b", HOMES)
+    lent = shelf.fetch("a", HOMES)
+    for bring in (shelf.fetch, shelf.prefetch):
+        with pytest.raises(BankError, match=r"where a slot is free(.|\n)*slots=1, in use: 'a'(.|\n)*slots=2"):
+            bring("b", HOMES)
+    shelf.keep("a", lent)
+    assert shelf.resident() == ("a",)
+
+
+def test_each_row_has_slots_and_copies_of_its_own_and_a_write_back_drops_those_out_of_date():
+    rows = [(SingleDeviceSharding(device),) * 2 for device in jax.devices()[:3]]
+    shelf = shelf_of("a", "b")
+    for row, homes in enumerate(rows):
+        shelf.keep("a", shelf.fetch("a", homes, row), row)
+    assert shelf.traffic.loads == 3
+    lent = [shelf.fetch("a", homes, row) for row, homes in enumerate(rows[:2])]
+    assert [next(iter(leaves[0].devices())) for leaves in lent] == jax.devices()[:2]
+    changed = [give_up(leaves) for leaves in lent]
+    with pytest.raises(BankError, match="in use on rows 1 as well"):
+        shelf.store("a", changed[0])
+    shelf.store("a", changed[0], rows=(0, 1), resident=changed)
+    assert [shelf.resident(row) for row in range(3)] == [("a",), ("a",), ()]
+    for row, homes in enumerate(rows):
+        np.testing.assert_array_equal(shelf.fetch("a", homes, row)[0], values(1)[0])
+    assert shelf.traffic.loads == 4
+
+
+def test_sets_may_differ_in_shape_and_be_spread_over_devices():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[2:4])
+    home = NamedSharding(mesh, PartitionSpec("data"))
+    shelf = Shelf()
+    shelf.put("small", [np.ones(2, np.float32)], [home])
+    shelf.put(3, [np.ones((4, 5), np.float32)], [HOME])
+    (lent,) = shelf.fetch("small", [home])
+    assert lent.sharding == home
+    shelf.store("small", [lent * 2])
+    assert shelf.host("small")[0].sharding == home.with_memory_kind("pinned_host")
+    assert shelf.fetch(3, [HOME])[0].shape == (4, 5)
+    assert shelf.sizes == {"small": 8, 3: 80}
+
+
+def test_a_shelf_refuses_what_it_does_not_have_and_what_is_in_use():
+    shelf = shelf_of("a")
+    for call in (shelf.host, shelf.remove, lambda name: shelf.fetch(name, HOMES), lambda name: shelf.prefetch(name, HOMES)):
+        with pytest.raises(BankError, match="'z'; the sets are 'a'"):
+            call("z")
+    shelf.fetch("a", HOMES)
+    for call in (shelf.remove, lambda name: shelf.fetch(name, HOMES), lambda name: shelf.put(name, values(0))):
+        with pytest.raises(BankError, match="'a' is in use"):
+            call("a")
+    for slots in (0, -1, 1.5, True):
+        with pytest.raises(BankError, match="a slot for the set in use"):
+            Shelf(slots)
+
+
+class Late:
+    """A host copy whose arrival the test decides."""
+
+    def __init__(self, leaf):
+        self.leaf, self.nbytes, self.sharding, self.ready, self.fails = leaf, leaf.nbytes, leaf.sharding, False, False
+
+    def is_ready(self):
+        return self.ready
+
+    def block_until_ready(self):
+        self.ready = True
+        if self.fails:
+            raise jax.errors.JaxRuntimeError("INTERNAL: the copy failed\nat some place")
+        return self
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Write-backs under way, a list of copies each."""
+    under_way = []
+
+    def copy(leaves, homes=None):
+        under_way.append([Late(leaf) for leaf in to_host(leaves, homes)])
+        return tuple(under_way[-1])
+
+    def begin():
+        monkeypatch.setattr(module, "to_host", copy)
+        monkeypatch.setattr(module, "to_device", lambda leaves, homes: to_device([getattr(x, "leaf", x) for x in leaves], homes))
+        return under_way
+
+    return begin
+
+
+def test_a_write_back_that_fails_puts_the_old_values_back_and_says_so(late):
+    shelf = shelf_of("a", "b")
+    under_way = late()
+    shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    shelf.store("b", give_up(shelf.fetch("b", HOMES)))
+    under_way[0][1].fails = True
+    with pytest.raises(
+        BankError, match=r"set 'a': a write-back that fails(.|\n)*JaxRuntimeError: INTERNAL: the copy failed"
+    ) as caught:
+        shelf.wait()
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    check(shelf.host("a"), 0)
+    assert shelf.resident() == ("b",)
+    shelf.wait()
+    assert all(copy.ready for copies in under_way[1:] for copy in copies)
+
+
+def test_a_failure_between_two_write_backs_of_a_set_goes_back_to_the_last_whole_one(late):
+    shelf = shelf_of("a")
+    under_way = late()
+    for _ in range(2):
+        shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    for copies in under_way:
+        copies[0].fails = True
+    for _ in range(2):
+        with pytest.raises(BankError, match="write-back"):
+            shelf.wait()
+    check(shelf.host("a"), 0)
+
+
+def test_a_failure_is_noticed_at_the_next_operation_and_never_loses_the_set_given_back_then(late):
+    shelf = shelf_of("a", "b")
+    under_way = late()
+    shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    changed = give_up(shelf.fetch("b", HOMES))
+    under_way[0][0].fails = under_way[0][0].ready = under_way[0][1].ready = True
+    with pytest.raises(BankError, match="set 'a'"):
+        shelf.store("b", changed)
+    check(shelf.host("a"), 0)
+    np.testing.assert_array_equal(shelf.host("b")[0].leaf, values(2)[0])
+
+
+def test_nothing_waits_until_the_third_write_back_waits_for_the_first(late):
+    shelf = shelf_of(*"abcd")
+    under_way = late()
+    for name in "ab":
+        shelf.store(name, give_up(shelf.fetch(name, HOMES)))
+    assert not any(copy.ready for copies in under_way for copy in copies)
+    shelf.prefetch("c", HOMES)
+    shelf.store("c", give_up(shelf.fetch("c", HOMES)))
+    assert [all(copy.ready for copy in copies) for copies in under_way] == [True, False, False]
+
+
+def test_a_write_back_that_cannot_begin_leaves_the_set_as_it_was(monkeypatch):
+    shelf = shelf_of("a")
+    changed = give_up(shelf.fetch("a", HOMES))
+
+    def no_memory(leaves, homes=None):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: host")
+
+    monkeypatch.setattr(module, "to_host", no_memory)
+    with pytest.raises(BankError, match="RESOURCE_EXHAUSTED: host"):
+        shelf.store("a", changed)
+    assert (shelf.in_use(), shelf.resident()) == ((), ())
+    check(shelf.host("a"), 0)
+
+
+def test_a_device_without_room_is_tried_again_once_what_waits_there_is_gone(monkeypatch):
+    shelf = shelf_of("a", "b")
+    shelf.keep("a", shelf.fetch("a", HOMES))
+    tries = []
+
+    def full(leaves, homes):
+        tries.append(shelf.resident())
+        if len(tries) in (1, 3):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return to_device(leaves, homes)
+
+    monkeypatch.setattr(module, "to_device", full)
+    shelf.release("b", [0])
+    check(shelf.fetch("b", HOMES), 1)
+    assert tries == [("a",), ()]
+    with pytest.raises(
+        BankError, match=rf"set 'a': a set in use fits(.|\n)*no room for its {BYTES} bytes \(2 slots\)(.|\n)*slots=1"
+    ):
+        shelf.prefetch("a", HOMES)
+    assert len(tries) == 3
+    check(shelf.host("a"), 0)
+
+
+class Model:
+    """A shelf beside a plain dict of what its sets should hold, and a list of which should wait on the device."""
+
+    def __init__(self, slots):
+        self.shelf, self.slots, self.held, self.lent, self.waiting = Shelf(slots), slots, {}, {}, []
+
+    def put(self, name, seed):
+        self.shelf.put(name, values(seed))
+        self.held[name] = seed
+        self.waiting = [other for other in self.waiting if other != name]
+
+    def bring(self, act, name):
+        if name not in self.waiting and len(self.lent) == self.slots:
+            with pytest.raises(BankError):
+                getattr(self.shelf, act)(name, HOMES)
+            return
+        found = getattr(self.shelf, act)(name, HOMES)
+        if name in self.waiting:
+            self.waiting.remove(name)
+        room = self.slots - len(self.lent) - 1
+        self.waiting = self.waiting[max(0, len(self.waiting) - room) :] + [name] * (act == "prefetch")
+        if act == "fetch":
+            self.lent[name] = found
+            check(found, self.held[name])
+
+    def give_back(self, act, name):
+        leaves = self.lent.pop(name)
+        if act == "store":
+            self.held[name] += 1
+            self.shelf.store(name, give_up(leaves))
+        elif act == "keep":
+            self.shelf.keep(name, leaves)
+        else:
+            self.shelf.release(name)
+        self.waiting += [name] * (act != "release")
+
+    def remove(self, name):
+        self.shelf.remove(name)
+        del self.held[name]
+        self.waiting = [other for other in self.waiting if other != name]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_sequence_of_operations_agrees_with_a_plain_dict(data):
+    model = Model(data.draw(st.integers(1, 3)))
+    for _ in range(data.draw(st.integers(1, 25))):
+        name = data.draw(st.sampled_from("abcd"))
+        if name in model.lent:
+            model.give_back(data.draw(st.sampled_from(["store", "keep", "release"])), name)
+        elif name not in model.held:
+            model.put(name, data.draw(st.integers(0, 99)))
+        else:
+            act = data.draw(st.sampled_from(["fetch", "fetch", "prefetch", "prefetch", "put", "remove"]))
+            if act in ("fetch", "prefetch"):
+                model.bring(act, name)
+            elif act == "put":
+                model.put(name, data.draw(st.integers(0, 99)))
+            else:
+                model.remove(name)
+        assert set(model.shelf.names) == set(model.held)
+        assert set(model.shelf.in_use()) == set(model.lent)
+        assert model.shelf.resident() == tuple(model.waiting)
+        assert len(model.waiting) + len(model.lent) <= model.slots
+    model.shelf.wait()
+    for name, seed in model.held.items():
+        check(model.shelf.host(name), seed)
+
+
+def test_prng_keys_are_leaves_like_others():
+    shelf = Shelf()
+    shelf.put("a", [jax.random.key(3), jnp.ones(2)], HOMES)
+    key, ones = shelf.fetch("a", HOMES)
+    shelf.store("a", [jax.random.fold_in(key, 1), ones])
+    shelf.wait()
+    expected = jax.random.key_data(jax.random.fold_in(jax.random.key(3), 1))
+    np.testing.assert_array_equal(jax.random.key_data(to_device(shelf.host("a"), HOMES)[0]), expected)
