@@ -9,12 +9,16 @@ import jax
 from jaxpp.by_hand import by_hand, scope
 from jaxpp.errors import ArgumentError, CutError
 from jaxpp.observe.detector import Detector
+from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.settings import Settings
+from jaxpp.runtime.submesh import home_of
+from jaxpp.runtime.transfer import put
 from jaxpp.stages.table import Stages, tabulate
 from jaxpp.state import State, States
+from jaxpp.tasks import Tasks
 
-__all__ = ["Opened", "open_engine", "variables_of", "wrong_init"]
+__all__ = ["Opened", "first_leaves", "open_engine", "variables_of", "wrong_init"]
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,22 @@ class Opened:
         states: makes states and takes them apart.
         stages: the table of stages.
         detector: looks for stages that learn nothing.
+        whole: as ``states``, for states with theta[t] in them; the same without a bank.
     """
 
     states: States
     stages: Stages
     detector: Detector
+    whole: States
 
 
 def open_engine(
-    engine: Engine, variables: tuple[Any, ...], batch: Any, key: Any, functions: Sequence[Callable[..., Any]] = ()
+    engine: Engine,
+    variables: tuple[Any, ...],
+    batch: Any,
+    key: Any,
+    functions: Sequence[Callable[..., Any]] = (),
+    tasks: Tasks | None = None,
 ) -> Opened:
     """Cut the loss, place the stages, and compile the step.
 
@@ -43,13 +54,14 @@ def open_engine(
         batch: of the step, or its shapes.
         key: of the kind that steps will be given; not used if the loss takes none.
         functions: the stages, if they were written by hand.
+        tasks: of the pipeline's bank, if it has one.
 
     Raises:
         CutError: too many stages, or cuts that the model does not have.
     """
     key = key if engine.preparer.takes_key() else None
     try:
-        engine.settle(variables, batch, key)
+        engine.settle(variables if tasks is None else tasks.variables(variables), batch, key)
     except CutError as error:
         if not functions:
             raise
@@ -70,7 +82,37 @@ def open_engine(
     shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
     shapes += engine.scale_shapes
     stages = tabulate(cut, layout.owner, engine.placement.places, functions or by_hand(engine.preparer))
-    return Opened(States(State(params, update.tree, state, scale), shapes, engine.homes), stages, Detector(update.watched))
+    states = whole = States(State(params, update.tree, state, scale), shapes, engine.homes)
+    if tasks is not None:
+        fit = tasks.open(engine, variables, batch, key)
+        trees = State(params.children()[0], update.tree.children()[0], state, scale)
+        states = States(trees, fit.split(shapes)[0], fit.split(engine.homes)[0])
+    return Opened(states, stages, Detector(update.watched), whole)
+
+
+def first_leaves(engine: Engine, init_or_params: Any, args: Sequence[Any], tasks: Tasks | None) -> list[Any]:
+    """The leaves of the first state, each on its owner: parameters, optimizer, model state, loss scale; of Theta, with a bank.
+
+    Args:
+        engine: settled.
+        init_or_params: as ``Pipeline.init`` was given it.
+        args: likewise.
+        tasks: of the pipeline's bank, if it has one.
+    """
+    if callable(init_or_params):
+        made, key = init_or_params, args[0]
+        function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
+        leaves = engine.birth(trace_init(function, key)[0], key)
+    else:
+        given = jax.tree.leaves(engine.sliced(init_or_params))
+        names = [*engine.params[: len(given) - len(engine.states)], *engine.states]
+        pairs = zip(given, names, strict=True)
+        leaves = [put(leaf, home_of(engine.placement[name.stage], name.ref)) for leaf, name in pairs]
+    count = len(leaves) - len(engine.states)
+    params, states = leaves[:count], leaves[count:]
+    if tasks is None:
+        return [*params, *engine.opt_birth(params), *states, *engine.scale_birth()]
+    return [*params, *tasks.opt_birth(engine, params), *states, *engine.scale_birth()]
 
 
 def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:

@@ -7,22 +7,23 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxpp.bank import Bank
 from jaxpp.by_hand import compose, scope
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile import Profile
 from jaxpp.observe.record import record
-from jaxpp.opened import Opened, open_engine, variables_of, wrong_init
+from jaxpp.opened import Opened, first_leaves, open_engine, variables_of, wrong_init
 from jaxpp.runtime.birth import trace_init
-from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.engine import Engine, Kind, Outcome
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
-from jaxpp.runtime.submesh import home_of
-from jaxpp.runtime.transfer import put
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
+from jaxpp.stages.joint import join_losses, join_optimizers
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
+from jaxpp.tasks import Tasks
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat
 from jaxpp.verify import verify_grads, verify_update
 
@@ -105,6 +106,7 @@ class Pipeline:
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Any = None,
+        bank: Bank | None = None,
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -113,6 +115,9 @@ class Pipeline:
                 repr(optimizer),
                 "pass for example optax.adamw(3e-4)",
             )
+        self._tasks = None if bank is None else Tasks(bank)
+        if self._tasks is not None:
+            loss_fn, optimizer = join_losses(loss_fn), join_optimizers(optimizer, self._tasks.bank.optimizer)
         options = settings(
             loss_fn,
             num_stages=num_stages,
@@ -212,29 +217,16 @@ class Pipeline:
             InitError: ``init_fn`` cannot be traced.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
-        engine = self._engine
-        if callable(init_or_params):
-            if len(args) != 2:
-                raise wrong_init(f"a function and {len(args)} more arguments")
-            key, batch = args
-            graph, shapes = trace_init(init_or_params, key)
-            self._open(shapes, batch, key)
-            if engine.slicing.any:
-                graph, _ = trace_init(lambda key: engine.sliced(init_or_params(key)), key)
-            leaves = engine.birth(graph, key)
-        else:
-            if len(args) != 1:
-                raise wrong_init(f"parameters and {len(args)} more arguments")
-            (batch,) = args
-            self._open(init_or_params, batch, jax.random.key(0))
-            names = (*engine.params, *engine.states)
-            pairs = zip(jax.tree.leaves(engine.sliced(init_or_params)), names, strict=True)
-            leaves = [put(leaf, home_of(engine.placement[name.stage], name.ref)) for leaf, name in pairs]
-        made, count = self._opened("init").states, len(engine.params)
-        return made.wrap([*leaves[:count], *engine.opt_birth(leaves[:count]), *leaves[count:], *engine.scale_birth()])
+        made = init_or_params
+        if len(args) != 1 + callable(made):
+            raise wrong_init(f"{'a function' if callable(made) else 'parameters'} and {len(args)} more arguments")
+        shapes, key = (trace_init(made, args[0])[1], args[0]) if callable(made) else (made, jax.random.key(0))
+        self._open(shapes, args[-1], key)
+        return self._opened("init").states.wrap(first_leaves(self._engine, made, args, self._tasks))
 
     def _open(self, made: Any, batch: Any, key: Any) -> None:
-        self._ready = open_engine(self._engine, variables_of(self._engine.settings, made), batch, key, self._functions)
+        engine = self._engine
+        self._ready = open_engine(engine, variables_of(engine.settings, made), batch, key, self._functions, self._tasks)
 
     def _opened(self, where: str) -> Opened:
         """What init has opened.
@@ -247,7 +239,17 @@ class Pipeline:
             raise StateError(f"pipe.{where}", rule, "no call of init yet", "call state = pipe.init(...) first")
         return self._ready
 
-    def step(self, state: State, batch: Batch, key: Key | None = None, *, donate: bool = True) -> tuple[State, Metrics]:
+    def _run(self, kind: Kind, leaves: list[Any], batch: Batch, key: Key | None, task: Any, **options: Any) -> Outcome:
+        """A step of the engine; of Theta and theta[t], with a bank."""
+        if self._tasks is not None:
+            return self._tasks.run(kind, task, leaves, batch, key, **options)
+        if task is not None:
+            raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
+        return self._engine.run(kind, leaves, batch, key, **options)
+
+    def step(
+        self, state: State, batch: Batch, key: Key | None = None, *, task: Any = None, donate: bool = True
+    ) -> tuple[State, Metrics]:
         """One training step.
 
         Args:
@@ -255,6 +257,7 @@ class Pipeline:
                 the optimizer.
             batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one.
             key: for the loss, if it takes one; microbatch i gets ``jax.random.fold_in(key, i)``.
+            task: with a bank, the set that the step uses and changes, or a list of one a replica.
             donate: False keeps the old state alive, at the price of a second copy.
 
         Returns:
@@ -271,11 +274,13 @@ class Pipeline:
         ready = self._opened("step")
         leaves = ready.states.unwrap(state)
         ready.detector.look()  # before anything is consumed: a warning may be an error
-        outcome = self._engine.run("update", leaves, batch, key, donate=donate)
+        outcome = self._run("update", leaves, batch, key, task, donate=donate)
         ready.detector.add(outcome.squares)
         return ready.states.wrap(outcome.leaves), Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
 
-    def evaluate(self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None) -> Metrics:
+    def evaluate(
+        self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: Any = None
+    ) -> Metrics:
         """The loss and aux of a batch, forward only; the state is left as it is.
 
         Args:
@@ -284,13 +289,14 @@ class Pipeline:
             key: as for ``step``.
             loss_fn: another loss over the same parameters (one without dropout, say). Keep one function and pass it again: each
                 new function object is traced and compiled.
+            task: as for ``step``; the set is left as it is.
 
         Raises:
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
         leaves = self._opened("evaluate").states.unwrap(state)
-        outcome = self._engine.run("forward", leaves, batch, key, loss_fn=loss_fn)
+        outcome = self._run("forward", leaves, batch, key, task, loss_fn=loss_fn)
         return Metrics(loss=outcome.loss, aux=outcome.aux)
 
     def verify(self, state: State, batch: Batch, key: Key | None = None) -> None:

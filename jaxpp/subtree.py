@@ -6,6 +6,7 @@ whole, so that one module definition serves any number of parameter sets.
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -83,6 +84,12 @@ def bind(loss_fn: LossFn, path: str) -> Callable[..., Any]:
     def bound(params: Params, task_params: Params, *rest: Any, **named: Any) -> Any:
         return loss_fn(insert(params, task_params, path), *rest, **named)
 
+    try:  # it takes one argument more than the loss that it wraps
+        first, *others = inspect.signature(loss_fn).parameters.values()
+        task = inspect.Parameter("task_params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        bound.__signature__ = inspect.Signature([first, task, *others])  # pyright: ignore[reportAttributeAccessIssue]
+    except (TypeError, ValueError):  # a function that does not say, or one of keywords alone
+        pass
     return bound
 
 

@@ -31,7 +31,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
-from jaxpp.stages.stack import Slicing
+from jaxpp.stages.stack import Slicing, is_slices
 from jaxpp.stages.tracing import check_arrays, check_floating
 from jaxpp.types import LossFn
 
@@ -100,6 +100,12 @@ class Engine:
         other.update = self.update
         return other
 
+    def like(self) -> "Engine":
+        """An engine that will be cut where this one is, for parameters of other shapes."""
+        other = Engine(self.settings, self.optimizer)
+        other.preparer = Preparer(self.settings, like=self.preparer.layout)
+        return other
+
     @property
     def owner(self) -> tuple[int, ...]:
         """The stage of each parameter leaf."""
@@ -155,7 +161,10 @@ class Engine:
 
     def sliced(self, made: Any) -> Any:
         """What init was given or made, as it is held."""
-        return (self.slicing.of(made[0]), made[1]) if self.settings.has_state else self.slicing.of(made)
+        params, *state = made if self.settings.has_state else (made,)
+        sizes = self.slicing.sizes[: len(jax.tree.leaves(params, is_leaf=is_slices))]  # those of a pair's shared part
+        sliced = Slicing(sizes).of(params)
+        return (sliced, *state) if self.settings.has_state else sliced
 
     def settle(self, variables: tuple[Any, ...], batch: Any, key: Any) -> None:
         """Decide the layout at these shapes, and place the optimizer; nothing to do if they are those of the last time.
@@ -174,7 +183,9 @@ class Engine:
         frozen, update = frozenset[int](), None
         if self.optimizer is not None:
             frozen = unread_gradients(self.optimizer, avals_of(params), jax.ShapeDtypeStruct((), scale_dtype()))
-        preparer = Preparer(self.settings, self.preparer.programs)  # the old one stays as it is, should anything be refused
+        preparer = Preparer(
+            self.settings, self.preparer.programs, self.preparer.like
+        )  # the old one stays as it is, should anything be refused
         layout = preparer.settle(variables, batch, key, frozen)
         if self.optimizer is not None:
             job = preparer.job(batch, key)
@@ -196,8 +207,8 @@ class Engine:
         self._plans.clear()
 
     def birth(self, graph: Graph, key: Any) -> list[Any]:
-        """Make the parameters and the model state from the traced init, each leaf on its owner."""
-        names = [*self.params, *self.states]
+        """Make the parameters (of a pair, the shared ones) and the model state from the traced init, each on its owner."""
+        names = [*self.params[: len(graph.outputs) - len(self.states)], *self.states]
         draft = draft_params(graph, names, self.placement)
         return execute(draft.finish(self.preparer.programs, [INIT_KEY], names), [key])
 

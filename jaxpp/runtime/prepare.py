@@ -109,12 +109,14 @@ class Layout:
 class Preparer:
     """Holds the traces, cuts, programs and layout of one pipeline."""
 
-    def __init__(self, settings: Settings, programs: Programs | None = None):
+    def __init__(self, settings: Settings, programs: Programs | None = None, like: Layout | None = None):
+        """``like`` is a layout to cut at the same places as."""
         self.settings = settings
         self.programs = Programs() if programs is None else programs
         self.layout: Layout | None = None
         self.frozen = frozenset[int]()
         self.groups = Groups()
+        self.like = like
         self._cuts: dict[Any, CutLoss] = {}
 
     @property
@@ -175,7 +177,7 @@ class Preparer:
         self.frozen = frozen
         singly = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
         self.layout, first = self._lay_out(singly, given, microbatch, key, frozen)
-        if settings.balance == "time" and settings.cuts is None and settings.schedule.num_stages > 1:
+        if settings.balance == "time" and settings.cuts is None and settings.schedule.num_stages > 1 and self.like is None:
             clock = clock_of([code.flops for code in first.stages], stage_times(first, settings, self.programs))
             self.layout, first = self._lay_out(replace(singly, clock=clock), given, microbatch, key, frozen)
         self._cuts.clear()
@@ -219,8 +221,10 @@ class Preparer:
 
     def _choose(self, loss: TracedLoss) -> Cuts:
         """Where to cut: where the user says, or for balance."""
-        names = self.settings.cuts
-        return balance(loss, self.settings.schedule.num_stages) if names is None else resolve(loss, names)
+        names, count, like = self.settings.cuts, self.settings.schedule.num_stages, self.like
+        if like is not None:
+            return like.cuts if _spine(loss) == like.spine else align(loss, count, like.owner, like.state_owner, train=True)
+        return balance(loss, count) if names is None else resolve(loss, names)
 
     def _trace(
         self,

@@ -101,7 +101,7 @@ class Shelf:
         self.traffic = Traffic()
         self._hosts: dict[Hashable, tuple[Array, ...]] = {}
         self._sizes: dict[Hashable, int] = {}
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[Hashable, _Row] = {}
         self._writes: deque[_Write] = deque()
 
     @property
@@ -114,11 +114,11 @@ class Shelf:
         """Bytes of each set."""
         return dict(self._sizes)
 
-    def resident(self, row: int = 0) -> tuple[Hashable, ...]:
+    def resident(self, row: Hashable = 0) -> tuple[Hashable, ...]:
         """The sets that wait on a row's device, the least recently used first."""
         return tuple(self._rows[row].copies) if row in self._rows else ()
 
-    def in_use(self, row: int = 0) -> tuple[Hashable, ...]:
+    def in_use(self, row: Hashable = 0) -> tuple[Hashable, ...]:
         """The sets lent on a row."""
         return tuple(self._rows[row].lent) if row in self._rows else ()
 
@@ -164,7 +164,7 @@ class Shelf:
         self._drop(name)
         del self._hosts[name], self._sizes[name]
 
-    def fetch(self, name: Hashable, homes: Sequence[Any], row: int = 0) -> tuple[Array, ...]:
+    def fetch(self, name: Hashable, homes: Sequence[Any], row: Hashable = 0) -> tuple[Array, ...]:
         """Lend a set on a row's device, until it is given back; waits for nothing.
 
         Args:
@@ -194,7 +194,7 @@ class Shelf:
         slots.lent.add(name)
         return leaves
 
-    def prefetch(self, name: Hashable, homes: Sequence[Any], row: int = 0) -> None:
+    def prefetch(self, name: Hashable, homes: Sequence[Any], row: Hashable = 0) -> None:
         """Begin to bring a set that will be fetched; waits for nothing. The least recently used one not in use makes room.
 
         Raises:
@@ -215,7 +215,7 @@ class Shelf:
         self,
         name: Hashable,
         leaves: Sequence[Array],
-        rows: Sequence[int] = (0,),
+        rows: Sequence[Hashable] = (0,),
         resident: Sequence[Sequence[Array]] | None = None,
     ) -> None:
         """Give a set back, changed: begin its write-back, and keep it on the device.
@@ -253,14 +253,14 @@ class Shelf:
             self.keep(name, copy, row)
         self._settle(_WRITES * len(self._rows))
 
-    def keep(self, name: Hashable, leaves: Sequence[Array], row: int = 0) -> None:
+    def keep(self, name: Hashable, leaves: Sequence[Array], row: Hashable = 0) -> None:
         """Give a set back unchanged: it stays on the device while there is a slot, and nothing is written."""
         slots = self._row(row)
         slots.lent.discard(name)
         if slots.make_room(self.slots):
             slots.copies[name] = tuple(leaves)
 
-    def release(self, name: Hashable, rows: Sequence[int] = (0,)) -> None:
+    def release(self, name: Hashable, rows: Sequence[Hashable] = (0,)) -> None:
         """Give a set back as if it had not been lent: nothing is written, and its copy is dropped."""
         for row in rows:
             slots = self._row(row)
@@ -275,7 +275,7 @@ class Shelf:
         """
         self._settle(0)
 
-    def _row(self, row: int) -> _Row:
+    def _row(self, row: Hashable) -> _Row:
         return self._rows.setdefault(row, _Row())
 
     def _known(self, name: Hashable) -> tuple[Array, ...]:
@@ -294,7 +294,7 @@ class Shelf:
             slots.lent.discard(name)
             slots.drop(name)
 
-    def _load(self, name: Hashable, homes: Sequence[Any], row: int) -> tuple[Array, ...]:
+    def _load(self, name: Hashable, homes: Sequence[Any], row: Hashable) -> tuple[Array, ...]:
         slots, host, size = self._row(row), self._hosts[name], self._sizes[name]
         if not slots.make_room(self.slots):
             got = f"slots={self.slots}, in use: {', '.join(map(repr, slots.lent))}"
