@@ -78,8 +78,8 @@ class Bank:
         take: ``take(params, path)``: the parameters without a subtree, and the subtree.
 
     Raises:
-        BankError: a set without leaves, or with leaves that are no floating arrays; fewer than one slot; a device without pinned
-            host memory.
+        BankError: a set without leaves, or with leaves that are no floating arrays; fewer than one slot; no optimizer; a device
+            without pinned host memory.
 
     Example:
         >>> import optax
@@ -99,6 +99,8 @@ class Bank:
         if HOST not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"
             raise BankError("Bank(device=...)", f"the device can reach {HOST} memory", got, "use another device or backend")
+        if not callable(getattr(optimizer, "init", None)):
+            raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
         self.optimizer, self.shelf = optimizer, Shelf(slots)
         self._home = SingleDeviceSharding(self.device)
         self._init = jax.jit(optimizer.init, out_shardings=self._home)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 
 import chex
 import flax.linen as nn
@@ -304,22 +305,27 @@ def test_arrays_from_elsewhere_are_taken_and_placed_as_a_step_would_have(bank, c
     step, state = Step(ADAMW), shared(ADAMW)
     state = train(bank, step, state, "cat", BATCHES[0])
     with bank.use("cat") as task:
-        twice = jaxpp.gather(jnp.ones(WIDTH), DEVICE)
+        twice, loose = jaxpp.gather(jnp.ones(WIDTH), DEVICE), jnp.ones((WIDTH, WIDTH))
         task.params = {"w": np.ones((WIDTH, WIDTH), "f"), "b": jax.device_put(twice, jax.devices()[1])}
         moments = task.opt_state[0]
-        task.opt_state = (moments._replace(mu=moments.mu | {"b": twice}, nu=moments.nu | {"b": twice}), *task.opt_state[1:])
+        task.opt_state = (moments._replace(mu=moments.mu | {"b": twice}, nu={"b": twice, "w": loose}), *task.opt_state[1:])
     before = compiles()
     state = train(bank, step, state, "cat", BATCHES[0])
     assert (step.traces, compiles() - before) == (1, 0)
     assert bank.opt_state("cat")[0].count == 2
 
 
-def test_weakly_typed_leaves_and_prng_keys_in_an_optimizer_state_are_no_second_compilation():
+STRONG = (lambda: jnp.asarray(0.1), lambda rate: rate * np.float32(1))
+WEAK = (lambda: jnp.asarray(0.1, jnp.float32), lambda rate: jnp.asarray(0.1))
+
+
+@pytest.mark.parametrize(("first", "later"), [STRONG, WEAK], ids=["weak, then strong", "strong, then weak"])
+def test_weakly_typed_leaves_and_prng_keys_in_an_optimizer_state_are_no_second_compilation(first, later):
     def update(updates, state, params=None):
         rate, key = state
-        return jax.tree.map(lambda g: -g * rate, updates), (jnp.asarray(0.1), jax.random.fold_in(key, 1))
+        return jax.tree.map(lambda g: -g * rate, updates), (later(rate), jax.random.fold_in(key, 1))
 
-    optimizer = optax.GradientTransformation(lambda _: (jnp.asarray(0.1), jax.random.key(0)), update)
+    optimizer = optax.GradientTransformation(lambda _: (first(), jax.random.key(0)), update)
     bank, step = jaxpp.Bank({"a": theta(0), "b": theta(1)}, optimizer), Step(optimizer)
     params = jaxpp.gather(theta(5), DEVICE)
     for name in "aabba":
@@ -331,6 +337,33 @@ def test_weakly_typed_leaves_and_prng_keys_in_an_optimizer_state_are_no_second_c
     expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), 1)
     np.testing.assert_array_equal(jax.random.key_data(jaxpp.gather(key)), jax.random.key_data(expected))
     bank.add("c", theta(2), opt_state=(rate, key))
+
+
+def test_the_task_alone_holds_its_arrays_so_a_step_that_keeps_its_arguments_holds_them_no_longer_than_needed(bank):
+    step = Step(ADAMW, donate=())
+    with bank.use("cat") as task:
+        alive = [weakref.ref(leaf) for leaf in jax.tree.leaves((task.params, task.opt_state))]
+        *_, task.params, task.opt_state, _ = step(*shared(ADAMW), task.params, task.opt_state, BATCHES[0])
+        assert not any(ref() for ref in alive)
+
+
+def test_what_is_added_may_be_overwritten_at_once():
+    params = {"w": np.zeros((512, 512), "f")}
+    bank = jaxpp.Bank({"a": params}, ADAMW)
+    params["w"][:] = 7
+    assert bank.params("a")["w"].max() == 0
+
+
+def test_sets_are_made_on_the_banks_own_device(monkeypatch):
+    seen, put = [], shelf_module.Shelf.put
+    monkeypatch.setattr(
+        shelf_module.Shelf, "put", lambda self, name, leaves, homes: (seen.extend(leaves), put(self, name, leaves, homes))
+    )
+    jaxpp.Bank.make(lambda key: {"w": jnp.zeros(3)}, {"a": jax.random.key(0)}, ADAMW, device=jax.devices()[3])
+    assert [leaf.devices() for leaf in seen] == [{jax.devices()[3]}] * 4
+    monkeypatch.setattr(jaxpp.Bank, "add", lambda self, name, params: seen.append(params["w"]))
+    jaxpp.Bank.make(lambda key: {"w": jnp.zeros(3)}, {"a": jax.random.key(0)}, ADAMW, device=jax.devices()[3])
+    assert seen[-1].devices() == {jax.devices()[3]}
 
 
 def test_after_an_exception_nothing_is_written_and_the_copy_on_the_device_is_dropped(bank):
@@ -453,6 +486,8 @@ def test_a_bank_needs_names_slots_and_a_device_with_pinned_host_memory():
         jaxpp.Bank({}, ADAMW, device=Bare())
     with pytest.raises(BankError, match="a slot for the set in use"):
         jaxpp.Bank({}, ADAMW, slots=0)
+    with pytest.raises(BankError, match="it takes an optax optimizer"):
+        jaxpp.Bank({}, theta(0))
     with pytest.raises(BankError, match=r"tasks have names(.|\n)*list"):
         jaxpp.Bank([theta(0)], ADAMW)
 

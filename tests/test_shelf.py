@@ -52,13 +52,15 @@ def test_the_host_copies_are_in_pinned_memory_and_the_lent_ones_in_the_devices_o
 
 
 def test_what_is_put_is_a_copy_that_its_owner_may_overwrite_or_give_up():
-    theirs, shelf = values(1), Shelf()
+    theirs, shelf = [*values(1), np.zeros(1 << 20, np.float32)], Shelf()
     shelf.put("numpy", theirs)
-    theirs[0][:] = 99
+    for array in theirs:
+        array[:] = 99
     given_up = arrays(2)
     shelf.put("device", given_up)
     give_up(given_up)
-    check(shelf.host("numpy"), 1)
+    check(shelf.host("numpy")[:2], 1)
+    assert shelf.host("numpy")[2].max() == 0
     check(shelf.host("device"), 2)
 
 
@@ -237,6 +239,21 @@ def test_a_failure_between_two_write_backs_of_a_set_goes_back_to_the_last_whole_
     check(shelf.host("a"), 0)
 
 
+def test_a_failure_of_what_was_removed_or_replaced_meanwhile_is_nobodys(late, monkeypatch):
+    shelf = shelf_of("a", "b")
+    under_way = late()
+    for name in "ab":
+        shelf.store(name, give_up(shelf.fetch(name, HOMES)))
+    monkeypatch.setattr(module, "to_host", to_host)
+    shelf.remove("a")
+    shelf.put("b", values(5), HOMES)
+    for copies in under_way:
+        copies[0].fails = True
+    shelf.wait()
+    assert shelf.names == ("b",)
+    check(shelf.host("b"), 5)
+
+
 def test_a_failure_is_noticed_at_the_next_operation_and_never_loses_the_set_given_back_then(late):
     shelf = shelf_of("a", "b")
     under_way = late()
@@ -295,6 +312,29 @@ def test_a_device_without_room_is_tried_again_once_what_waits_there_is_gone(monk
         shelf.prefetch("a", HOMES)
     assert len(tries) == 3
     check(shelf.host("a"), 0)
+
+
+def test_a_device_without_room_is_tried_again_once_all_write_backs_have_arrived(late, monkeypatch):
+    shelf = shelf_of("a", "b")
+    under_way = late()
+    shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    tries, bring = [], module.to_device
+
+    def full(leaves, homes):
+        tries.append(all(copy.ready for copy in under_way[0]))
+        if not tries[-1]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return bring(leaves, homes)
+
+    monkeypatch.setattr(module, "to_device", full)
+    check(shelf.fetch("b", HOMES), 1)
+    assert tries == [False, True]
+
+
+def test_copies_share_no_buffer_even_where_nothing_has_to_move():
+    host = to_host(arrays(1))
+    for again in (to_host(host), to_device(host, [leaf.sharding for leaf in host])):
+        assert all(a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer() for a, b in zip(again, host, strict=True))
 
 
 class Model:

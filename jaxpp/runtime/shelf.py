@@ -338,12 +338,14 @@ class Shelf:
         try:
             jax.block_until_ready(write.new)
         except JaxRuntimeError as error:
-            if self._hosts.get(write.name) is write.new:
+            now, followed = self._hosts.get(write.name) is write.new, any(later.old is write.new for later in self._writes)
+            if now:
                 self._hosts[write.name] = write.old
                 for slots in self._rows.values():
                     slots.drop(write.name)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
-            raise _failed(write.name, error) from error
+            if now or followed:  # else the set was removed or replaced meanwhile
+                raise _failed(write.name, error) from error
 
 
 def _arrived(leaf: Any) -> bool:
