@@ -12,6 +12,7 @@ of what runs: XLA for CPUs has no bf16 collectives and reduces f32 in their plac
 import html
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ KINDS = (
 """The collectives of XLA."""
 
 _DATA = "data"
+_STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _UNKNOWN = "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
 _HOST = "(host): in host memory"
 
@@ -127,9 +129,7 @@ class Collectives:
         """
         return sum(times for times, _ in self._select(kind, axes, program))
 
-    def _select(
-        self, kind: str | None, axes: str | Sequence[str] | None, program: str | None
-    ) -> Iterator[tuple[int, Collective]]:
+    def _select(self, kind: str | None, axes: str | Sequence[str] | None, program: str | None) -> Iterator[tuple[int, Collective]]:
         for label, runs, collective in self.rows:
             over = axes in collective.axes if isinstance(axes, str) else axes is None or set(axes) == set(collective.axes)
             if over and kind in (None, collective.kind) and program in (None, label):
@@ -147,9 +147,7 @@ class Collectives:
             {"axes": axes, "kind": kind, "count": self.count(kind, axes), "num_bytes": self.num_bytes(kind, axes)}
             for axes, kind in self._sums()
         ]
-        return json.dumps(
-            {"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes}
-        )
+        return json.dumps({"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes})
 
     def _sums(self) -> list[tuple[tuple[str, ...], str]]:
         return sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
@@ -215,9 +213,17 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
     """
     where = f"read_collectives(hlo_text, mesh_shape={dict(mesh_shape)})"
     computations, entry = parse_hlo(hlo_text)
+    num_devices = math.prod(mesh_shape.values())
     if entry is None:
         rule, fix = "the text must be the optimized HLO of a compiled program", "pass jax.jit(f).lower(...).compile().as_text()"
         raise ArgumentError(where, rule, f"a text without ENTRY that begins with {hlo_text[:60]!r}", fix)
+    stated = [int(number) for number in _STATED.findall(hlo_text.split("\n", 1)[0])]
+    if stated and math.prod(stated) != num_devices:
+        rule, got = (
+            "the program must be compiled for the mesh",
+            f"a program for {math.prod(stated)} devices and a mesh of {num_devices}",
+        )
+        raise ArgumentError(where, rule, got, "pass mesh.shape of the program's mesh")
     found = [
         _collective(instruction, kind, run, mesh_shape, where)
         for instruction, kind, run in _walk(computations, entry, _Run(1, in_loop=False, exact=True))
@@ -251,10 +257,6 @@ def _collective(instruction: Instruction, kind: str, run: _Run, mesh_shape: Mapp
     if groups is None:
         got = f"{instruction.name}{instruction.attributes[:200]}"
         raise ArgumentError(where, "the groups of devices must be written in a form that is known", got, "report it as a bug")
-    highest = max(map(max, filter(None, groups)), default=0)
-    if highest >= num_devices:
-        got = f"{instruction.name}, which runs on device {highest}, and a mesh of {num_devices}"
-        raise ArgumentError(where, "the program must be compiled for the mesh", got, "pass mesh.shape of the program's mesh")
     operands = instruction.operands
     return Collective(
         kind,

@@ -13,6 +13,7 @@ The text is taken apart into names, shapes, operands and calls; what an instruct
 versions of XLA, which print shapes beside operands or not, and groups of devices in any of four forms (``parse_groups``).
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,16 @@ _TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"(\d+)"')
 _IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
-_CALLS = ("calls", "called_computations", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
+_CALLS = (
+    "calls",
+    "called_computations",
+    "to_apply",
+    "body",
+    "condition",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+)
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _WITHOUT_BITS = ("token", "opaque")
 _HOST_MEMORY = re.compile(r"S\(5\)")
@@ -130,7 +140,8 @@ def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ..
     """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``.
 
     Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
-    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (since JAX 0.10; an axis may be a part, ``'a':(2)4``), and for all devices ``{}``.
+    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (which the partitioner of JAX 0.10 writes, and all of 0.11; an axis may be a
+    part, ``'a':(2)4``), and for all devices ``{}``.
 
     Args:
         attributes: of a collective.
@@ -254,7 +265,7 @@ def _mesh_groups(found: re.Match[str]) -> tuple[tuple[int, ...], ...]:
 
 def _pairs(values: Sequence[int]) -> list[tuple[int, int]]:
     """Each value with the one behind it; one value alone is with itself."""
-    return list(zip(values[:-1], values[1:], strict=True)) or [(values[0], values[0])]
+    return list(itertools.pairwise(values)) or [(values[0], values[0])]
 
 
 def _as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
