@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from jaxpp.errors import ArgumentError, StateError
+from jaxpp.observe.collectives import Collectives
+from jaxpp.observe.communicated import collectives_of
 from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile import Profile
 from jaxpp.observe.record import record
@@ -113,6 +115,29 @@ class Asked:
             engine = Engine(engine.settings, engine.optimizer)
             engine.settle(variables, batch, key)
         return forecast(engine, batch, key, room, () if self._tasks is None else self._tasks.waiting(engine))
+
+    def collectives(self, batch: Batch, key: Key | None = None, *, task: Any = None) -> Collectives:
+        """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.
+
+        What stages send one another is not among them. The step is compiled, if it is not yet, and not run.
+
+        Args:
+            batch: as for ``step``, or its shapes.
+            key: likewise.
+            task: likewise.
+
+        Returns:
+            the collectives, their axes and bytes; and how much of all parameters, those of all tasks included, was reduced over
+            ``data``.
+
+        Raises:
+            StateError: before ``init``.
+        """
+        self._opened("collectives")
+        if self._tasks is None:
+            check_no_task(task)
+            return collectives_of(self._engine, batch, key)
+        return collectives_of(self._tasks.engine(task), batch, key, self._tasks.other_bytes(task))
 
     def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3, task: Any = None) -> Profile:
         """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.

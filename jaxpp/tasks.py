@@ -21,6 +21,7 @@ from jaxpp.runtime.draft import Name
 from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.groups import shards_of
 from jaxpp.runtime.submesh import DATA, MODEL, Submesh
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.joint import Joint, join_losses
 from jaxpp.types import LossFn
 
@@ -158,6 +159,21 @@ class Tasks:
         self.keep(names, own)
         return made[: self._first.counts[2]]
 
+    def engine(self, task: Any) -> Engine:
+        """The engine for these tasks, told which replica runs which."""
+        return self._fit_of(task).engine
+
+    def _fit_of(self, task: Any) -> Fit:
+        names = self.names(task)
+        fit = self.fit(names[0])
+        fit.engine.preparer.groups.set(names)
+        return fit
+
+    def other_bytes(self, task: Any) -> int:
+        """Bytes of the parameters of all sets but one of these."""
+        sizes = [sum(map(count_bytes, jax.tree.leaves(self.bank.shapes(name)[0]))) for name in self.bank.tasks]
+        return sum(sizes) - sizes[self.bank.tasks.index(self.names(task)[0])]
+
     def waiting(self, engine: Engine) -> list[Name]:
         """The leaves of a set, once for each that may wait on the devices beside the one in use."""
         fit = _fit(engine, self.bank.layout(self.bank.tasks[0]))
@@ -253,9 +269,7 @@ class Tasks:
     @contextmanager
     def lent(self, task: Any, leaves: Sequence[Any]) -> Iterator[tuple[Engine, list[Any]]]:
         """An engine, and the leaves of a whole state; for what leaves it as it is."""
-        names = self.names(task)
-        fit = self.fit(names[0])
-        fit.engine.preparer.groups.set(names)
+        names, fit = self.names(task), self._fit_of(task)
         with self._lend(names) as own:
             yield fit.engine, fit.join(leaves, own)
             self.keep(names, own)
@@ -273,9 +287,7 @@ class Tasks:
 
     def step(self, task: Any, leaves: Sequence[Any], batch: Any, key: Any, *, donate: bool) -> Outcome:
         """A step on the leaves of Theta, which changes the replicas' sets too; they are written back."""
-        names = self.names(task)
-        fit = self.fit(names[0])
-        fit.engine.preparer.groups.set(names)
+        names, fit = self.names(task), self._fit_of(task)
         fit.engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
         with self._lend(names) as own:
             outcome = fit.engine.run("update", fit.join(leaves, own), batch, key, donate=donate)
