@@ -15,7 +15,7 @@ from jaxpp.runtime.settings import Settings
 from jaxpp.runtime.submesh import home_of
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.table import Stages, tabulate
-from jaxpp.state import State, States
+from jaxpp.state import States, states_of
 from jaxpp.tasks import Tasks
 
 __all__ = ["Opened", "first_leaves", "open_engine", "variables_of", "wrong_init"]
@@ -29,13 +29,11 @@ class Opened:
         states: makes states and takes them apart.
         stages: the table of stages.
         detector: looks for stages that learn nothing.
-        whole: as ``states``, for states with theta[t] in them; the same without a bank.
     """
 
     states: States
     stages: Stages
     detector: Detector
-    whole: States
 
 
 def open_engine(
@@ -76,18 +74,12 @@ def open_engine(
     assert layout is not None and update is not None
     engine.plan("update", batch, key)
     cut = engine.preparer.job(batch, key).cuts[0]
-    params, state = map(jax.tree.structure, (*layout.variables, ())[:2])
-    scaling = engine.settings.scaling
-    scale = jax.tree.structure(() if scaling is None else scaling.example)
-    shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
-    shapes += engine.scale_shapes
     stages = tabulate(cut, layout.owner, engine.placement.places, functions or by_hand(engine.preparer))
-    states = whole = States(State(params, update.tree, state, scale), shapes, engine.homes)
+    states = states_of(engine)
     if tasks is not None:
         fit = tasks.open(engine, variables, batch, key)
-        trees = State(params.children()[0], update.tree.children()[0], state, scale)
-        states = States(trees, fit.split(shapes)[0], fit.split(engine.homes)[0])
-    return Opened(states, stages, Detector(update.watched), whole)
+        states = states.of_shared(lambda leaves: fit.split(leaves)[0])
+    return Opened(states, stages, Detector(update.watched))
 
 
 def first_leaves(engine: Engine, init_or_params: Any, args: Sequence[Any], tasks: Tasks | None) -> list[Any]:

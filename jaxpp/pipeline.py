@@ -7,30 +7,25 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxpp.asked import Asked, check_no_task
 from jaxpp.bank import Bank
 from jaxpp.by_hand import compose, scope
-from jaxpp.errors import ArgumentError, StateError
-from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
-from jaxpp.observe.profile import Profile
-from jaxpp.observe.record import record
-from jaxpp.opened import Opened, first_leaves, open_engine, variables_of, wrong_init
+from jaxpp.errors import ArgumentError
+from jaxpp.opened import Opened, first_leaves, wrong_init
 from jaxpp.runtime.birth import trace_init
-from jaxpp.runtime.engine import Engine, Kind, Outcome
-from jaxpp.runtime.prepare import same_shapes
+from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.settings import settings
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.laws import is_count
 from jaxpp.stages.joint import join_losses, join_optimizers
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
 from jaxpp.tasks import Tasks
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat
-from jaxpp.verify import verify_grads, verify_update
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
 
-class Pipeline:
+class Pipeline(Asked):
     """Trains a loss over several devices, the model unedited.
 
     ``init`` traces the loss once, cuts it into stages, and makes every parameter on the device of the stage that uses it; ``step``
@@ -66,6 +61,16 @@ class Pipeline:
             the loss is cut again.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16: backwards start from its scale, and a gradient that is
             not finite, on any stage, skips the step on all of them and lowers it. ``state.loss_scale`` holds it from then on.
+        mesh: devices along ``"pipe"`` (one a rank), ``"data"`` (replicas) and ``"model"`` (shards of the parameters), instead of
+            ``devices``; each rank is then a sub-mesh.
+        data_parallel: replicas, without a mesh. Each takes its part of the batch and splits that into the microbatches, so a step
+            is that of as many times more microbatches: those of replica r are numbered from r times theirs. Gradients are summed
+            over the replicas once a step.
+        shardings: how parameters are sharded over ``"model"`` inside their stage: by path, ``{"*/fc": "column", "*/proj": "row",
+            "*/attn": "heads", "embed": "embedding"}`` or ``PartitionSpec``s; a tree of these; or Flax's logical axis rules, for
+            parameters that carry axis names.
+        bank: parameter sets of tasks, theta[t]: the loss is then ``loss_fn(params, task_params, batch[, key])``, each step is told
+            its ``task`` (or one a replica), and the state holds Theta alone. Theta has ``optimizer``, each theta[t] the bank's.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run.
@@ -224,29 +229,6 @@ class Pipeline:
         self._open(shapes, args[-1], key)
         return self._opened("init").states.wrap(first_leaves(self._engine, made, args, self._tasks))
 
-    def _open(self, made: Any, batch: Any, key: Any) -> None:
-        engine = self._engine
-        self._ready = open_engine(engine, variables_of(engine.settings, made), batch, key, self._functions, self._tasks)
-
-    def _opened(self, where: str) -> Opened:
-        """What init has opened.
-
-        Raises:
-            StateError: before ``init``.
-        """
-        if self._ready is None:
-            rule = "a pipeline is cut by init, when it first sees shapes"
-            raise StateError(f"pipe.{where}", rule, "no call of init yet", "call state = pipe.init(...) first")
-        return self._ready
-
-    def _run(self, kind: Kind, leaves: list[Any], batch: Batch, key: Key | None, task: Any, **options: Any) -> Outcome:
-        """A step of the engine; of Theta and theta[t], with a bank."""
-        if self._tasks is not None:
-            return self._tasks.run(kind, task, leaves, batch, key, **options)
-        if task is not None:
-            raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
-        return self._engine.run(kind, leaves, batch, key, **options)
-
     def step(
         self, state: State, batch: Batch, key: Key | None = None, *, task: Any = None, donate: bool = True
     ) -> tuple[State, Metrics]:
@@ -274,7 +256,11 @@ class Pipeline:
         ready = self._opened("step")
         leaves = ready.states.unwrap(state)
         ready.detector.look()  # before anything is consumed: a warning may be an error
-        outcome = self._run("update", leaves, batch, key, task, donate=donate)
+        if self._tasks is None:
+            check_no_task(task)
+            outcome = self._engine.run("update", leaves, batch, key, donate=donate)
+        else:
+            outcome = self._tasks.step(task, leaves, batch, key, donate=donate)
         ready.detector.add(outcome.squares)
         return ready.states.wrap(outcome.leaves), Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
 
@@ -295,89 +281,23 @@ class Pipeline:
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
-        leaves = self._opened("evaluate").states.unwrap(state)
-        outcome = self._run("forward", leaves, batch, key, task, loss_fn=loss_fn)
+        with self._whole(state, task, "evaluate") as (engine, leaves):
+            chosen = self._tasks.joined(loss_fn) if self._tasks else loss_fn
+            outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
         return Metrics(loss=outcome.loss, aux=outcome.aux)
 
-    def verify(self, state: State, batch: Batch, key: Key | None = None) -> None:
-        """Check that a step equals the plain single-device step, leaf by leaf; the state is left as it is.
-
-        Loss, aux and every gradient are compared with the oracle's; then the updated parameters and optimizer state with what
-        plain optax makes of the pipeline's gradients. The whole model must fit on the first device. How closely depends on the
-        floating type with the fewest digits that the loss computes with: 1e-12 in float64, 1e-5 in float32, 6% in bfloat16. A
-        gradient that moves further when the parameters' last digits change (a bias before a batch normalisation) may differ by as
-        much.
-
-        Raises:
-            VerifyError: naming the first leaf that differs, with both values.
-        """
-        if self._engine.settings.severed:
-            raise ArgumentError(
-                "pipe.verify",
-                "verify compares with the plain step, whose gradient crosses every boundary",
-                f"cut_gradient={sorted(self._engine.settings.severed)}",
-                "make a pipeline without cut_gradient",
-            )
-        states = self._opened("verify").states
-        leaves = states.unwrap(state)
-        found = self._engine.run("grads", leaves, batch, key)
-        verify_grads(self._engine, state, batch, key, found)
-        stepped = self._engine.run("update", leaves, batch, key, donate=False)
-        verify_update(self._engine, state, found, states.wrap(stepped.leaves))
-
-    def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
-        """Memory of a step before the first one, from shapes alone; and what to change if it does not fit.
-
-        The step is compiled, as ``init`` would, and not run; no parameter is made.
+    def prefetch(self, task: Any) -> None:
+        """Begin to bring what the next step will use of the bank, while this one computes; waits for nothing.
 
         Args:
-            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
-            batch: as for ``step``, or its shapes.
-            key: likewise; any, if the loss takes one and none is given.
-            hbm: bytes that each device has: ``"80GiB"``, or a number; what the devices say themselves unless given (CPUs say
-                nothing).
-
-        Returns:
-            the forecast: what each stage takes when its device holds most, in parameters, optimizer, gradients, residuals, what is
-            in flight, batch, and temporaries of the compiled programs; whether it fits, and if not the changes that would make it.
-            ``step(donate=False)`` takes a second state more; the caller's own arrays are not counted.
+            task: as for ``step``.
 
         Raises:
-            JaxppError: as ``init``; and for an ``hbm`` that is no size.
+            BankError: there is no such set, or no slot for it (``Bank(slots=1)``).
+            StateError: before ``init``, which decides where the sets go.
         """
-        engine, layout = self._engine, self._engine.preparer.layout
-        room = None if hbm is None else parse_bytes(hbm)
-        if engine.preparer.takes_key():
-            key = jax.random.key(0) if key is None else key
-        if layout is None:
-            self._open(params_or_shapes, batch, key)
-        elif not same_shapes(layout.given, variables_of(engine.settings, params_or_shapes)):
-            engine = Engine(engine.settings, engine.optimizer)
-            engine.settle(variables_of(engine.settings, params_or_shapes), batch, key)
-        return forecast(engine, batch, key, room)
-
-    def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3) -> Profile:
-        """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.
-
-        It differs from a timer around each action in that nothing waits: after each dispatch the host asks which results are
-        there. The state is copied once, and steps are trained on the copy, so there must be room for a second one.
-
-        Args:
-            state: from ``init`` or ``step``.
-            batch: as for ``step``.
-            key: as for ``step``.
-            num_steps: how many steps to watch, at least 1; by turns with as many that are not, after three pairs that do not count.
-
-        Returns:
-            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live
-            bytes of each device by kind. ``print`` it; ``profile.figure()`` draws it beside what the virtual clock says;
-            ``jaxpp.observe.to_perfetto(profile)`` is a trace for Perfetto, ``to_json`` and ``to_html`` the rest.
-
-        Raises:
-            ArgumentError: fewer than one step.
-            StateError: the state was consumed.
-            BatchError: the batch cannot be split.
-        """
-        if not is_count(num_steps, least=1):
-            raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
-        return record(self._engine, self._opened("profile").states.unwrap(state), batch, key, num_steps)
+        self._opened("prefetch")
+        if self._tasks is None:
+            check_no_task(task)
+        else:
+            self._tasks.prefetch(task)

@@ -1,20 +1,21 @@
 """What a step takes and gives: the state that training changes, and the metrics it reports."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxpp.errors import StateError
+from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import apart, bring, put, spread
 from jaxpp.stages.loss import describe
 from jaxpp.stages.stack import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.types import Array, Device
 
-__all__ = ["Metrics", "State", "States"]
+__all__ = ["Metrics", "State", "States", "states_of"]
 
 
 class _Parts(NamedTuple):
@@ -88,6 +89,12 @@ class States:
         self._whole = list(map(whole_shape, self._nodes(shapes)))
         self._last: list[Any] = []
 
+    def of_shared(self, keep: Callable[[Sequence[Any]], list[Any]]) -> "States":
+        """Of states without theta[t]; ``keep`` takes its leaves out of those of a whole state."""
+        params, opt_state, *rest = self._trees
+        trees = State(params.children()[0], opt_state.children()[0], *rest)
+        return States(trees, keep(self._shapes), keep(self._devices))
+
     def _fill(self, leaves: Sequence[Any]) -> State:
         supply = iter(leaves)
         return State(*(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees))
@@ -128,6 +135,16 @@ class States:
         """The leaves of a state, stacked ones as slices."""
         pairs = zip(jax.tree.leaves(state, is_leaf=is_slices), self._nodes(self._shapes), strict=True)
         return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+
+
+def states_of(engine: Engine) -> States:
+    """What makes the states that an engine's steps take and give."""
+    layout, update, scaling = engine.preparer.layout, engine.update, engine.settings.scaling
+    assert layout is not None and update is not None
+    params, state = map(jax.tree.structure, (*layout.variables, ())[:2])
+    scale = jax.tree.structure(() if scaling is None else scaling.example)
+    shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
+    return States(State(params, update.tree, state, scale), [*shapes, *engine.scale_shapes], engine.homes)
 
 
 def _parts(leaf: Any, node: Slices) -> Sequence[Any]:

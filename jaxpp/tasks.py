@@ -5,7 +5,8 @@ are put among those of the state, each on the device of the stage that uses it, 
 other shapes are cut at the same places and compiled once a shape.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxpp.bank import Bank
 from jaxpp.errors import BankError, CutError
 from jaxpp.layout import Layout
-from jaxpp.runtime.engine import Engine, Kind, Outcome
+from jaxpp.runtime.draft import Name
+from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.groups import shards_of
 from jaxpp.runtime.submesh import DATA, MODEL, Submesh
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.joint import Joint, join_losses
 from jaxpp.types import LossFn
 
@@ -156,6 +159,26 @@ class Tasks:
         self.keep(names, own)
         return made[: self._first.counts[2]]
 
+    def engine(self, task: Any) -> Engine:
+        """The engine for these tasks, told which replica runs which."""
+        return self._fit_of(task).engine
+
+    def _fit_of(self, task: Any) -> Fit:
+        names = self.names(task)
+        fit = self.fit(names[0])
+        fit.engine.preparer.groups.set(names)
+        return fit
+
+    def other_bytes(self, task: Any) -> int:
+        """Bytes of the parameters of all sets but one of these."""
+        sizes = [sum(map(count_bytes, jax.tree.leaves(self.bank.shapes(name)[0]))) for name in self.bank.tasks]
+        return sum(sizes) - sizes[self.bank.tasks.index(self.names(task)[0])]
+
+    def waiting(self, engine: Engine) -> list[Name]:
+        """The leaves of a set, once for each that may wait on the devices beside the one in use."""
+        fit = _fit(engine, self.bank.layout(self.bank.tasks[0]))
+        return fit.split([*engine.params, *engine.opts])[1] * (self.bank.shelf.slots - 1)
+
     def joined(self, loss_fn: LossFn | None) -> LossFn | None:
         """Another loss as one of the joined parameters; the same for the same function."""
         return None if loss_fn is None else self._losses.setdefault(loss_fn, join_losses(loss_fn))
@@ -243,36 +266,33 @@ class Tasks:
         for r, name in enumerate(names):
             self.bank.shelf.prefetch(name, homes[r], self._row(r))
 
-    def run(
-        self,
-        kind: Kind,
-        task: Any,
-        leaves: Sequence[Any],
-        batch: Any,
-        key: Any,
-        *,
-        loss_fn: LossFn | None = None,
-        donate: bool = True,
-    ) -> Outcome:
-        """As ``Engine.run``, on the leaves of Theta alone; an update is written back."""
-        names = self.names(task)
-        fit = self.fit(names[0])
-        fit.engine.preparer.groups.set(names)
-        fit.engine.plan(
-            kind, batch, key, loss_fn=self.joined(loss_fn), donate=donate
-        )  # what is refused is so before anything moves
+    @contextmanager
+    def lent(self, task: Any, leaves: Sequence[Any]) -> Iterator[tuple[Engine, list[Any]]]:
+        """An engine, and the leaves of a whole state; for what leaves it as it is."""
+        names, fit = self.names(task), self._fit_of(task)
+        with self._lend(names) as own:
+            yield fit.engine, fit.join(leaves, own)
+            self.keep(names, own)
+
+    @contextmanager
+    def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Any]]:
+        """The replicas' sets, to be given back; released if that does not happen."""
         own = self.lend(names)
         try:
-            outcome = fit.engine.run(kind, fit.join(leaves, own), batch, key, loss_fn=self.joined(loss_fn), donate=donate)
+            yield own
         except BaseException:
             for r, name in enumerate(names):
                 self.bank.shelf.release(name, (self._row(r),))
             raise
-        if kind != "update":
-            self.keep(names, own)
-            return outcome
-        shared, new = fit.split(outcome.leaves)
-        self.give_back(names, new)
+
+    def step(self, task: Any, leaves: Sequence[Any], batch: Any, key: Any, *, donate: bool) -> Outcome:
+        """A step on the leaves of Theta, which changes the replicas' sets too; they are written back."""
+        names, fit = self.names(task), self._fit_of(task)
+        fit.engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
+        with self._lend(names) as own:
+            outcome = fit.engine.run("update", fit.join(leaves, own), batch, key, donate=donate)
+            shared, new = fit.split(outcome.leaves)
+            self.give_back(names, new)
         return outcome._replace(leaves=shared)
 
 

@@ -4,7 +4,8 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 ``jax.random.fold_in(key, i)``, loss and gradient averaged with the microbatches' weights.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from jaxpp.errors import VerifyError
 from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
+from jaxpp.stages.joint import Joint
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
 from jaxpp.stages.reduce import Reducer
 from jaxpp.stages.stack import assembled
-from jaxpp.state import State
+from jaxpp.state import State, states_of
 from jaxpp.types import Batch, Key, LossFn, Params
 
 __all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
@@ -44,6 +46,8 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     reducers: Mapping[int, Reducer] | None = None,
     model_state: Any = None,
     loss_scale: Any = 1.0,
+    num_replicas: int = 1,
+    groups: Sequence[Sequence[int]] = (),
 ) -> tuple[Any, ...]:
     """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
 
@@ -58,12 +62,14 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         reducers: of the aux leaves that are not averaged.
         model_state: for a loss with model state.
         loss_scale: what the backward starts from; the gradients are so many times as large.
+        num_replicas: parts the batch is split into before that; the microbatches of replica r are numbered from r times theirs.
+        groups: the replicas of each task, for losses of a ``Joint``: then ``params`` and the gradients are lists of one a replica.
 
     Returns:
         ``(loss, aux, grads)``, and with model state ``(loss, aux, grads, new_model_state)``.
     """
     leaves, tree = jax.tree.flatten(batch)
-    parts = sizes(leaves[0].shape[0], num_microbatches)
+    parts = sizes(leaves[0].shape[0] // num_replicas, num_microbatches) * num_replicas
     pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts)]
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
     scales = weights / weights.sum()
@@ -78,19 +84,38 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         loss, pullback, aux = jax.vjp(pair, params, has_aux=True)
         return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
 
-    loss: Any = None
-    grads: Any = None
+    each = params if groups else [params] * num_replicas
+    losses: list[Any] = []
+    grads: list[Any] = []
     auxes: list[Any] = []
     for i, piece in enumerate(pieces):
         states = (model_state,) if has_state else ()
-        value, aux, grad = step(params, *states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
+        rest = (*states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
+        value, aux, grad = step(each[i // num_microbatches], *rest)
         model_state, aux = aux if has_state else (None, aux)
         auxes.append(aux)
-        scale = scales[i]
-        scaled = jax.tree.map(lambda leaf, scale=scale: scale.astype(leaf.dtype) * leaf, (value, grad))
-        loss, grads = scaled if loss is None else jax.tree.map(jnp.add, (loss, grads), scaled)
-    aux = _merge_aux(auxes, scales, reducers or {})
-    return (loss, aux, grads, model_state) if has_state else (loss, aux, grads)
+        value, grad = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
+        losses.append(value)
+        grads.append(grad)
+    loss, aux = functools.reduce(jnp.add, losses), _merge_aux(auxes, scales, reducers or {})
+    total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
+    return (loss, aux, total, model_state) if has_state else (loss, aux, total)
+
+
+def _sum(trees: Sequence[Any]) -> Any:
+    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
+
+
+def _by_task(grads: Sequence[Any], scales: Any, groups: Sequence[Sequence[int]], count: int) -> list[Any]:
+    """For each replica the gradient of Theta, over all, and that of its task, the mean over the replicas that ran it."""
+    shared, found = _sum([grad.shared for grad in grads]), {}
+    for group in groups:
+        mine = [i for r in group for i in range(r * count, (r + 1) * count)]
+        share = sum(scales[i] for i in mine)
+        total = _sum([grads[i].task for i in mine])
+        mean = jax.tree.map(lambda leaf, share=share: (leaf / share).astype(leaf.dtype), total)
+        found |= dict.fromkeys(group, mean)
+    return [Joint(shared, found[r]) for r in sorted(found)]
 
 
 def _merge_aux(auxes: list[Any], scales: jax.Array, reducers: Mapping[int, Reducer]) -> Any:
@@ -157,7 +182,7 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any
             )
 
 
-def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, found: Outcome) -> None:
+def verify_grads(engine: Engine, leaves: Sequence[Any], batch: Batch, key: Key | None, found: Outcome) -> None:
     """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's.
 
     Raises:
@@ -165,35 +190,66 @@ def verify_grads(engine: Engine, state: State, batch: Batch, key: Key | None, fo
     """
     config, layout = engine.settings, engine.preparer.layout
     assert layout is not None
+    state = states_of(engine).wrap(leaves)
     traced = engine.preparer.job(batch, key).cuts[0].loss
     spread = assembled(jax.tree.structure(layout.params).unflatten(found.leaves))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers}
+    groups = engine.preparer.groups.current if _own(engine) else ()
+    options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers, "groups": groups}
+    options |= {"num_replicas": engine.placement.num_replicas}
     params, old, batch, key = gather((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}
     if config.scaling is not None:
         options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.scaling.scale])}
-    loss, aux, grads, *new = oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)
+    given = _apart(params, engine) if groups else params
+    loss, aux, grads, *new = oracle(config.loss_fn, given, batch, key, config.schedule.num_microbatches, **options)
     coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
     compare("loss", found.loss, loss, coarsest=coarsest)
     compare("aux", found.aux, aux, coarsest=coarsest)
     floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
     frozen = set(traced.frozen)
-    computed = [
-        jnp.zeros_like(leaf) if frozen.issuperset(layout.slicing.leaves([k])) else leaf
-        for k, leaf in enumerate(jax.tree.leaves(grads))
-    ]
-    wanted = jax.tree.unflatten(jax.tree.structure(grads), computed)
+
+    def whole(grads: Any) -> Any:
+        """The oracle's gradients as the pipeline has them: zero where they are not computed."""
+        leaves, tree = jax.tree.flatten(_together(grads) if groups else grads)
+        kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in range(len(leaves))]
+        return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
+
     try:
-        compare("grads", spread, wanted, floor=floor, coarsest=coarsest)
+        compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
     except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
-        _, _, shaken, *_ = oracle(config.loss_fn, _shaken(params), batch, key, config.schedule.num_microbatches, **options)
-        noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), shaken, grads)
-        compare("grads", spread, wanted, floor=floor, coarsest=coarsest, noise=noise)
+        moved = list(map(_shaken, given)) if groups else _shaken(given)
+        _, _, shaken, *_ = oracle(config.loss_fn, moved, batch, key, config.schedule.num_microbatches, **options)
+        noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
+        compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
 
 
-def verify_update(engine: Engine, state: State, found: Outcome, stepped: State) -> None:
+def _own(engine: Engine) -> bool:
+    """Whether each replica has a set of its own."""
+    assert engine.preparer.layout is not None
+    return bool(engine.preparer.layout.known["own"])
+
+
+def _apart(params: Any, engine: Engine) -> list[Any]:
+    """The parameters (or optimizer states) of each replica, of a pair whose second part has one of each."""
+    shared, task = jax.tree.leaves(params, is_leaf=lambda node: node is not params)
+    rows = range(engine.placement.num_replicas)
+    return [type(params)(shared, part) if isinstance(params, Joint) else (shared, part) for part in (_row(task, r) for r in rows)]
+
+
+def _row(tree: Any, replica: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[replica], tree)
+
+
+def _together(pairs: Sequence[Any]) -> Any:
+    """The inverse of ``_apart``."""
+    shared, task = zip(*(jax.tree.leaves(pair, is_leaf=lambda node, pair=pair: node is not pair) for pair in pairs), strict=True)
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *task)
+    return type(pairs[0])(shared[0], stacked) if isinstance(pairs[0], Joint) else (shared[0], stacked)
+
+
+def verify_update(engine: Engine, leaves: Sequence[Any], found: Outcome, stepped: Sequence[Any]) -> None:
     """Compare an updated state with what plain optax makes of the pipeline's gradients.
 
     Raises:
@@ -215,11 +271,19 @@ def verify_update(engine: Engine, state: State, found: Outcome, stepped: State) 
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state._replace(loss_scale=()))
         return new._replace(loss_scale=tree.unflatten(scale))
 
+    state, after = (states_of(engine).wrap(given) for given in (leaves, stepped))
     grads = assembled(jax.tree.structure(layout.params).unflatten(found.leaves))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     whole = State(state.params, state.opt_state, state.model_state, state.loss_scale)
-    wanted = update(*gather((grads, whole, model_state, found.loss)))
-    compare("", State(stepped.params, stepped.opt_state, stepped.model_state, stepped.loss_scale), wanted)
+    grads, whole, model_state, loss = gather((grads, whole, model_state, found.loss))
+    if _own(engine):
+        rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
+        made = [update(grad, State(params, opt, *whole[2:]), model_state, loss) for grad, params, opt in rows]
+        parts = [_together([getattr(one, part) for one in made]) for part in ("params", "opt_state")]
+        wanted = State(*parts, *made[0][2:])
+    else:
+        wanted = update(grads, whole, model_state, loss)
+    compare("", State(after.params, after.opt_state, after.model_state, after.loss_scale), wanted)
 
 
 def _shaken(params: Params) -> Params:

@@ -28,6 +28,20 @@ with install_import_hook("models", "beartype.beartype"):
     from models.mlp import MLP
 
 
+MOST_WORKERS = 4
+"""Processes that share the tests; each grows to three GB."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """``python -m pytest`` shares the tests among the cores. What is asked for by name runs here, sooner than workers start."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    alone = hasattr(config, "workerinput") or config.option.usepdb or config.option.collectonly
+    if whole and not alone and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
+        config.option.dist = "worksteal"  # neighbours stay together, as do the programs they compile, until a worker has none left
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model with its loss, its parameters, a batch and a key, all of one floating type."""

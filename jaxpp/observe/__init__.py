@@ -1,8 +1,9 @@
-"""What happened, and what will: timelines, why ranks idled, what memory held and will hold."""
+"""What happened, and what will: timelines, why ranks idled, what memory held and will hold, what programs communicate."""
 
+from jaxpp.observe.collectives import Collectives, read_collectives
 from jaxpp.observe.export import to_html, to_json, to_perfetto
 from jaxpp.observe.forecast import Forecast
 from jaxpp.observe.ledger import Ledger
 from jaxpp.observe.profile import Profile
 
-__all__ = ["Forecast", "Ledger", "Profile", "to_html", "to_json", "to_perfetto"]
+__all__ = ["Collectives", "Forecast", "Ledger", "Profile", "read_collectives", "to_html", "to_json", "to_perfetto"]

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jaxpp.runtime.draft import HOST, Draft, Line, Name
 from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.programs import Programs
+from jaxpp.runtime.submesh import Submesh, bytes_on, leading
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import aval_of
@@ -147,7 +149,7 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
         taken |= gone
         ends.update((name, number) for name in gone)
         copied = line.job is None and where.get(line.inputs[0]) == line.device
-        results = [sizes[line.inputs[0]] * (not copied)] if line.job is None else map(count_bytes, line.job[0].results)
+        results = [sizes[line.inputs[0]] * (not copied)] if line.job is None else _made(draft, line)
         for name, size in zip(line.outputs, results, strict=True):
             sizes[name] = size
             begins.setdefault(name, number + 1)
@@ -156,7 +158,21 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
         life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(engine.placement.by_rank))
-    return Account(devices, tuple(draft.lines), (*_constants(draft), *lives))
+    return Account(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
+
+
+def _made(draft: Draft, line: Line) -> list[int]:
+    """Bytes of what a program makes, on each device."""
+    assert line.job is not None
+    program, place, _ = line.job
+    results = program.results
+    if isinstance(place, Submesh) and program.spans:  # as one replica has them
+        results = [
+            jax.ShapeDtypeStruct(aval.shape[len(leading(place, ref)) :], aval.dtype)
+            for ref, aval in zip(program.outputs, results, strict=True)
+        ]
+    triples = zip(program.outputs, results, line.outputs, strict=True)
+    return [bytes_on(place, ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
 
 
 def kind_of(name: Name) -> str:
@@ -185,14 +201,20 @@ def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
     key = [] if job.key is None else [job.key]
     avals = [*job.params, *opt, *job.state, *engine.scale_shapes, *job.batch, *key]
-    return dict(zip(drafted.inputs, map(count_bytes, avals), strict=True))
+    places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
+    triples = zip(drafted.inputs, avals, places, strict=True)
+    return {name: count_bytes(aval) if place is None else bytes_on(place, name.ref, aval) for name, aval, place in triples}
 
 
-def _constants(draft: Draft) -> list[Life]:
+def _constants(engine: Engine, draft: Draft) -> list[Life]:
     """The arrays that a plan holds from one step to the next; one that stands for several values counts once."""
     last, end = draft.last_uses(), len(draft.lines) + 1
     unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
-    return [Life(name, value.device, value.nbytes, kind_of(name), 0, end) for name, value in unique.values()]
+    places = [engine.placement[name.stage] for name, _ in unique.values()]
+    return [
+        Life(name, place, value.addressable_shards[0].data.nbytes, kind_of(name), 0, end)
+        for (name, value), place in zip(unique.values(), places, strict=True)
+    ]
 
 
 def _forwards(draft: Draft) -> dict[tuple[int, int], int]:

@@ -7,13 +7,14 @@ what each program needs besides. Their sum at its highest is a device's peak. If
 import dataclasses
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.account import KINDS, Account, account, temporaries
 from jaxpp.observe.advice import Change, changes
+from jaxpp.runtime.draft import Name
 from jaxpp.runtime.engine import Engine
 from jaxpp.schedule.draw import align
 from jaxpp.stages.table import bytes_in_words
@@ -119,7 +120,7 @@ def _size(num_bytes: int) -> str:
     return bytes_in_words(num_bytes) if num_bytes else "0"
 
 
-def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None) -> Forecast:
+def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, waiting: Sequence[Name] = ()) -> Forecast:
     """The memory of a step that takes over the buffers of its state.
 
     Args:
@@ -127,11 +128,15 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None) -> F
         batch: of the step, or its shapes; leaves on the host are counted where they are sent.
         key: likewise.
         room: bytes that each device has; what the devices say themselves unless given.
+        waiting: leaves of which a second one waits for the next step (the prefetched set of a bank), for each set that may wait.
     """
     limits = [stats["bytes_limit"] for d in engine.settings.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room
     _, drafted = engine.plan("update", batch, key)
     book = account(engine, drafted)
+    if waiting:
+        held = {life.name: life for life in book.lives if life.begins == 0}
+        book = dataclasses.replace(book, lives=(*book.lives, *(held[n]._replace(ends=len(book.lines) + 1) for n in waiting)))
     extra = temporaries(drafted.draft, engine.preparer.programs)
     peaks = {device: book.peak(device, extra) for device in book.devices}
     stages = tuple(_stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(engine.placement.places))

@@ -18,6 +18,7 @@ from jaxpp.observe.account import KINDS, Account, account, kind_of, temporaries
 from jaxpp.runtime.draft import HOST, Name
 from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.plan import Instruction, Plan
+from jaxpp.runtime.submesh import devices_of
 from jaxpp.schedule.draw import align
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.table import bytes_in_words
@@ -101,12 +102,16 @@ class Ledger:
 
 
 def live_bytes(device: Device) -> int:
-    """Bytes of all arrays in a device's own memory, each buffer once; what waits in host memory is not there."""
+    """Bytes of all arrays in a device's own memory, each buffer once; what waits in host memory is not there.
+
+    Of a rank that is several devices, the first one's.
+    """
     return sum(_buffers(jax.live_arrays(), device).values())
 
 
 def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
     """Bytes of each buffer on a device, by address."""
+    device = devices_of(device)[0]
     kinds = (None, device.default_memory().kind)
     known = (array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted())
     known = (array for array in known if array.sharding.memory_kind in kinds)
@@ -138,7 +143,7 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
     finite = [] if outcome.finite is None else [outcome.finite]
     values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.leaves, *finite, outcome.grad_norm, *outcome.squares]
     sampler.look(len(book.lines) + 1, state | dict(zip(drafted.outputs, values, strict=True)), book.devices)
-    stats = {device: found for device in book.devices if (found := device.memory_stats())}
+    stats = {device: found for device in book.devices if (found := devices_of(device)[0].memory_stats())}
     return Ledger(book, tuple(sampler.samples), stats), outcome.leaves
 
 

@@ -77,11 +77,13 @@ class Draft:
     """A plan being written, over names.
 
     ``homes`` says on which device each name's value is; a name written twice keeps its slot (an accumulator).
+    ``chosen`` says how the compiler has sharded what it may shard as it likes.
     """
 
     homes: dict[Name, Place] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     constants: dict[Name, Any] = field(default_factory=dict)
+    chosen: dict[Name, Any] = field(default_factory=dict)
     _alias: dict[Name, Name] = field(default_factory=dict)
 
     def resolve(self, name: Name) -> Name:
@@ -145,7 +147,7 @@ class Draft:
 
         Those that read what the compiler sharded as it liked wait for the ones that make it; all others are compiled at once.
         """
-        chosen: dict[Name, Any] = {}
+        chosen = self.chosen
         given: dict[int, tuple[Any, ...]] = {}
         waiting: list[int] = []
 
@@ -182,7 +184,7 @@ class Draft:
 
     def copy(self) -> "Draft":
         """A draft with the same lines, to which others can be added."""
-        return Draft(dict(self.homes), list(self.lines), dict(self.constants), dict(self._alias))
+        return Draft(dict(self.homes), list(self.lines), dict(self.constants), dict(self.chosen), dict(self._alias))
 
     def finish(self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name], *, watched: bool = False) -> Plan:
         """Compile the programs and turn names into slots.

@@ -232,7 +232,9 @@ class Engine:
         found = self._plans.get(cache_key)
         if found is None:
             drafted = self.draft(kind, batch, key, loss_fn=loss_fn, donate=donate)
-            plan = drafted.draft.copy().finish(self.preparer.programs, drafted.inputs, drafted.outputs, watched=watched)
+            draft = drafted.draft.copy()
+            plan = draft.finish(self.preparer.programs, drafted.inputs, drafted.outputs, watched=watched)
+            drafted.draft.chosen.update(draft.chosen)
             found = self._plans[cache_key] = plan, drafted
         return found
 

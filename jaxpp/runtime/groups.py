@@ -4,7 +4,8 @@ The host knows which replica runs which task before it dispatches anything, so n
 needs: a group of replicas with one task reduces by itself, on a mesh of its own devices, and a replica alone not at all.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp.runtime.submesh import DATA, MODEL, Submesh
+from jaxpp.stages.microbatch import scale_dtype
 
-__all__ = ["Groups", "shards_of"]
+__all__ = ["Groups", "Mean", "shards_of"]
 
 
 class Groups:
@@ -25,7 +27,6 @@ class Groups:
 
     def __init__(self) -> None:
         self.current: tuple[tuple[int, ...], ...] = ()
-        self._compiled: dict[Any, Any] = {}
 
     def set(self, tasks: Sequence[Hashable]) -> None:
         """Say which task each replica runs in the steps to come."""
@@ -34,56 +35,72 @@ class Groups:
             found.setdefault(task, []).append(replica)
         self.current = tuple(map(tuple, found.values()))
 
-    def mean(self, place: Submesh, specs: Sequence[PartitionSpec], num_weights: int) -> Callable[..., list[Any]]:
+    def mean(self, place: Submesh, avals: Sequence[Any], specs: Sequence[PartitionSpec], num_weights: int) -> "Mean":
         """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
 
         Args:
             place: of the stage.
-            specs: how each gradient is sharded over ``model``.
+            avals: shape and dtype of each gradient.
+            specs: how each is sharded over ``model``.
             num_weights: how many weights of microbatches follow the gradients; 0 where all replicas weigh the same.
         """
-        count = len(specs)
-        all_specs = [*specs, *[PartitionSpec()] * num_weights]
+        return Mean(self, place, tuple(avals), tuple(specs), num_weights)
 
-        def reduce(*values: Any) -> list[Any]:
-            parts = [shards_of(value) for value in values]
-            found: list[dict[Any, Any]] = [{} for _ in specs]
-            for group in self.current:
-                mesh = Mesh(place.mesh.devices[list(group)], (DATA, MODEL))
-                homes = [NamedSharding(mesh, PartitionSpec(DATA, *spec)) for spec in all_specs]
-                shapes = [(len(group), *value.shape[1:]) for value in values]
-                mine = [
-                    jax.make_array_from_single_device_arrays(shape, home, [part[device] for device in mesh.devices.flat])
-                    for shape, home, part in zip(shapes, homes, parts, strict=True)
-                ]
-                run = self._program(mine, homes[:count], place.num_replicas)
-                for shards, result in zip(found, run(*mine), strict=True):
-                    shards.update(shards_of(result))
-            pairs = zip(found, values, strict=False)
-            order = tuple(place.mesh.devices.flat)
-            return [
-                jax.make_array_from_single_device_arrays(value.shape, value.sharding, [shards[device] for device in order])
-                for shards, value in pairs
+
+@dataclass(frozen=True)
+class Mean:
+    """Runs one program a group, compiled when it is first needed."""
+
+    groups: Groups
+    place: Submesh
+    avals: tuple[Any, ...]
+    specs: tuple[PartitionSpec, ...]
+    num_weights: int
+    _compiled: dict[Mesh, Any] = field(default_factory=dict)
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """The means, each replica with its group's."""
+        parts = [shards_of(value) for value in values]
+        found: list[dict[Any, Any]] = [{} for _ in self.specs]
+        for group in self.groups.current:
+            mesh = self._mesh(group)
+            mine = [
+                jax.make_array_from_single_device_arrays(
+                    (len(group), *value.shape[1:]), home, [part[device] for device in mesh.devices.flat]
+                )
+                for value, home, part in zip(values, self._homes(mesh), parts, strict=True)
             ]
+            for shards, result in zip(found, self.program(group)(*mine), strict=True):
+                shards.update(shards_of(result))
+        order = tuple(self.place.mesh.devices.flat)
+        return [
+            jax.make_array_from_single_device_arrays(value.shape, value.sharding, [shards[device] for device in order])
+            for shards, value in zip(found, values, strict=False)
+        ]
 
-        return reduce
+    def _mesh(self, group: Sequence[int]) -> Mesh:
+        return Mesh(self.place.mesh.devices[list(group)], (DATA, MODEL))
 
-    def _program(self, values: Sequence[Any], homes: Sequence[NamedSharding], num_replicas: int) -> Any:
-        key = tuple((value.shape, value.dtype, value.sharding) for value in values)
-        if key not in self._compiled:
-            count = len(homes)
+    def _homes(self, mesh: Mesh) -> list[NamedSharding]:
+        return [NamedSharding(mesh, PartitionSpec(DATA, *spec)) for spec in (*self.specs, *[()] * self.num_weights)]
+
+    def program(self, group: Sequence[int]) -> Any:
+        """The compiled program of a group of replicas; of one alone it communicates nothing."""
+        mesh = self._mesh(group)
+        if mesh not in self._compiled:
+            count, homes, share = len(self.specs), self._homes(mesh), len(group) / self.place.num_replicas
 
             def mean(*args: Any) -> list[Any]:
-                share = sum(_total(weight) for weight in args[count:]) if args[count:] else args[0].shape[0] / num_replicas
-                return [jnp.broadcast_to(_total(g) / jnp.asarray(share, g.dtype), g.shape) for g in args[:count]]
+                whole = sum(_total(weight) for weight in args[count:]) if args[count:] else share
+                return [jnp.broadcast_to(_total(g) / jnp.asarray(whole, g.dtype), g.shape) for g in args[:count]]
 
-            avals = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding) for value in values]
-            self._compiled[key] = jax.jit(mean, out_shardings=list(homes)).lower(*avals).compile()
-        return self._compiled[key]
-
-    def compiled(self) -> list[tuple[str, Any]]:
-        """The programs there are, each with a name."""
-        return [(f"mean over {key[0][0][0]} replicas", program) for key, program in self._compiled.items()]
+            shapes = [*self.avals, *[jax.ShapeDtypeStruct((), scale_dtype())] * self.num_weights]
+            avals = [
+                jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
+                for aval, home in zip(shapes, homes, strict=True)
+            ]
+            self._compiled[mesh] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
+        return self._compiled[mesh]
 
 
 def _total(value: Any) -> Any:

@@ -185,7 +185,8 @@ def _total_of_tasks(draft: Draft, job: Job, stage: int, refs: Sequence[Ref]) -> 
     if not refs or not isinstance(place, Submesh):
         return
     scales = [] if job.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(job.sizes))]
-    mean = job.groups.mean(place, [place.spec(ref) for ref in refs], len(scales))
+    avals = [job.params[ref.index] for ref in refs]
+    mean = job.groups.mean(place, avals, [place.spec(ref) for ref in refs], len(scales))
     totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
     draft.call(f"total of tasks stage {stage}", mean, place, [*(Name(stage, ref) for ref in refs), *scales], totals)
 

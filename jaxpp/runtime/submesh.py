@@ -15,10 +15,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Device
 
-__all__ = ["DATA", "MODEL", "Place", "Submesh", "aval_on", "devices_of", "home_of", "jitted", "leading"]
+__all__ = ["DATA", "MODEL", "Place", "Submesh", "aval_on", "bytes_on", "devices_of", "home_of", "jitted", "leading"]
 
 DATA, MODEL = "data", "model"
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})
@@ -37,9 +38,9 @@ class Submesh:
     """
 
     mesh: Mesh
-    specs: tuple[PartitionSpec, ...] = ()
-    opt_specs: tuple[PartitionSpec, ...] = ()
-    own: frozenset[tuple[Role, int]] = field(default_factory=frozenset)
+    specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
+    opt_specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
+    own: frozenset[tuple[Role, int]] = field(default_factory=frozenset, hash=False)
 
     def __str__(self) -> str:
         ids = " ".join(str(device.id) for device in self.mesh.devices.flat)
@@ -99,6 +100,14 @@ def aval_on(place: Place, ref: Ref, aval: Any, sharding: Any = None, *, lead: bo
     home = sharding or home_of(place, ref)
     home = home if isinstance(home, NamedSharding) else SingleDeviceSharding(place)
     return jax.ShapeDtypeStruct((*(leading(place, ref) if lead else ()), *aval.shape), aval.dtype, sharding=home)
+
+
+def bytes_on(place: Place, ref: Ref, aval: Any, sharding: Any = None) -> int:
+    """Bytes of a value on each device of a place."""
+    if not isinstance(place, Submesh):
+        return count_bytes(aval)
+    shape = (sharding or place.sharding(ref)).shard_shape((*leading(place, ref), *aval.shape))
+    return count_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
 
 
 def jitted(program: Program, place: Place, donated: Sequence[int]) -> Any:
