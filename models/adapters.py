@@ -6,7 +6,7 @@ All that belongs to a task is the module ``task``, one subtree of the parameters
 import flax.linen as nn
 import jax
 
-__all__ = ["Adapter", "AdaptedMLP", "Task"]
+__all__ = ["AdaptedMLP", "Adapter", "Task"]
 
 
 class Adapter(nn.Module):

@@ -47,9 +47,10 @@ class Row:
         device_bytes: live on each device, the most between two steps.
         host_bytes: of the sets on the host.
         seconds: median of a step.
+        host: median of the host's part of it, from the call to its return.
         ratio: to ``all resident`` in the same round, the median over the rounds.
         accuracies: of each task on held-out digits.
-        compiled: programs, with the first step and after it.
+        compiled: programs: to make what is trained (a pipeline's ``init`` compiles its step), by the first step, by all others.
         equal: whether Theta, every theta[t] and their moments are those of ``all resident`` bit for bit, where the step is the
             same; never False: a difference ends the run.
     """
@@ -58,9 +59,10 @@ class Row:
     device_bytes: tuple[int, ...]
     host_bytes: int
     seconds: float
+    host: float
     ratio: float
     accuracies: tuple[float, ...]
-    compiled: tuple[int, int]
+    compiled: tuple[int, int, int]
     equal: bool | None
 
 
@@ -116,15 +118,16 @@ def compare(problem: Problem, optimizer: Any, stages: Stages, plan: Plan, bar: A
     timed = _time(ways, problem, plan, bar)
     params, opt_state = ways[RESIDENT].own(0)
     load, store = seconds_to_move(params, optimizer, device, plan.rounds * plan.timed)
-    medians = {name: float(np.median(seconds)) for name, seconds in timed.items()}
-    clock = simulate_prefetch(_LONG, medians[RESIDENT], load, store)
+    medians = {name: tuple(map(float, np.median(seconds, axis=0))) for name, seconds in timed.items()}
+    clock = simulate_prefetch(_LONG, medians[RESIDENT][0], load, store)
     rows = (
         Row(
             way=name,
             device_bytes=looks,
             host_bytes=ways[name].host_bytes,
-            seconds=medians[name],
-            ratio=float(np.median(np.divide(timed[name], timed[RESIDENT]))),
+            seconds=medians[name][0],
+            host=medians[name][1],
+            ratio=float(np.median(np.divide(timed[name], timed[RESIDENT])[:, 0])),
             accuracies=accuracies,
             compiled=compiled,
             equal=True if name in BANKS else None,
@@ -160,23 +163,24 @@ def check_equal(name: str, way: Way, other: Way, tasks: Any) -> None:
         raise VerifyError(f"{name}, T={len(tasks)}", rule, wrong[:4], "report it: a set was lost, or written twice")
 
 
-def _train(make: Callable[[], Way], problem: Problem, steps: int, bar: Any) -> tuple[Way, tuple[int, ...], tuple[int, int]]:
+def _train(make: Callable[[], Way], problem: Problem, steps: int, bar: Any) -> tuple[Way, tuple[int, ...], tuple[int, int, int]]:
     """A way, trained; the most bytes on each device between two steps, and the programs compiled."""
-    before = device_bytes()
-    way = make()
-    looks, first = [], 0
+    before, looks, marks = device_bytes(), [], []
     with compilations() as compiled:
+        way = make()
+        marks.append(len(compiled))
         for step in range(steps):
             way.step(*_step(problem, step))
             if step == 0:
-                way.wait()
-                first = len(compiled)
+                marks.append(len(compiled))
             if step % max(1, steps // _LOOKS) == 0 or step == steps - 1:
                 looks.append(device_bytes())
             bar.update()
         way.wait()
+        made, first = marks
+        programs = made, first - made, len(compiled) - first
     most = tuple(max(column) - old for column, old in zip(zip(*looks, strict=True), before, strict=True))
-    return way, most, (first, len(compiled) - first)
+    return way, most, programs
 
 
 def _step(problem: Problem, step: int) -> tuple[int, Any, int]:
@@ -184,9 +188,9 @@ def _step(problem: Problem, step: int) -> tuple[int, Any, int]:
     return problem.task(step), problem.batch(step), problem.task(step + 1)
 
 
-def _time(ways: Mapping[str, Way], problem: Problem, plan: Plan, bar: Any) -> dict[str, list[float]]:
-    """Seconds of a step of each way, in each round."""
-    timed: dict[str, list[float]] = {name: [] for name in ways}
+def _time(ways: Mapping[str, Way], problem: Problem, plan: Plan, bar: Any) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step of each way, and of the host's part, in each round."""
+    timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     bar.set_description(f"T={len(problem.keys)}, timed")
     length = plan.warm_up + plan.timed
     for k in range(plan.rounds):

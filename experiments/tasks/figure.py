@@ -10,10 +10,10 @@ from jaxpp.schedule.panel import INK, module_of
 
 __all__ = ["tasks_figure"]
 
-_LOOKS = {  # colour, marker and line of each way drawn: Okabe and Ito's, and apart in grey too
-    RESIDENT: ("#E69F00", "o", "-"),
-    BANKS[1]: ("#0072B2", "s", "-"),
-    PIPELINE: ("#009E73", "^", "--"),
+_LOOKS = {  # colour, marker, its points, and line of each way drawn: Okabe and Ito's, and apart in grey too
+    RESIDENT: ("#E69F00", "o", 6, "-"),
+    BANKS[1]: ("#0072B2", "s", 9, "-"),
+    PIPELINE: ("#009E73", "^", 5, "--"),
 }
 _CHANCE, _PALE = 10, "#666666"  # percent
 _INCHES = (10.4, 4.0)
@@ -34,7 +34,7 @@ def tasks_figure(groups: Sequence[Group]) -> Any:
     """
     figure = module_of("figure").Figure(_INCHES, dpi=120, facecolor="white", layout="none")
     module_of("backends.backend_agg").FigureCanvasAgg(figure)
-    left, right = figure.add_axes((0.07, 0.14, 0.38, 0.72)), figure.add_axes((0.58, 0.14, 0.4, 0.72))
+    left, right = figure.add_axes((0.04, 0.13, 0.4, 0.76)), figure.add_axes((0.51, 0.13, 0.48, 0.76))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E5E5E5", zorder=0)
@@ -48,9 +48,10 @@ def tasks_figure(groups: Sequence[Group]) -> Any:
 def _draw_bytes(axes: Any, groups: Sequence[Group]) -> None:
     counts = [group.num_tasks for group in groups]
     top = 0.0
-    for way, (colour, marker, line) in _LOOKS.items():
+    names = {BANKS[1]: "bank", PIPELINE: "bank, pipeline over several devices"}
+    for way, (colour, marker, points, line) in _LOOKS.items():
         sizes = [sum(_row(group, way).device_bytes) / 2**20 for group in groups]
-        axes.plot(counts, sizes, line, marker=marker, color=colour, markersize=6, label=way)
+        axes.plot(counts, sizes, line, marker=marker, color=colour, markersize=points, label=names.get(way, way))
         top = max(top, *sizes)
     axes.set(ylim=(0, 1.1 * top), xscale="log")
     axes.set_xticks(counts, map(str, counts))
@@ -64,7 +65,7 @@ def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
     shown = [RESIDENT, PIPELINE]  # the banks' are those of the first, to the bit
     for k, group in enumerate(groups):
         for place, way in zip((-0.2, 0.2), shown, strict=True):
-            colour, marker, _ = _LOOKS[way]
+            colour, marker, *_ = _LOOKS[way]
             found = 100 * np.asarray(_row(group, way).accuracies)
             across = np.linspace(-_SPREAD / 2, _SPREAD / 2, len(found)) if len(found) > 1 else np.zeros(1)
             axes.plot(k + place + across, found, marker, color=colour, markersize=3.5, alpha=0.8, linestyle="none")

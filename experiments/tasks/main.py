@@ -66,11 +66,11 @@ class Config:
     tasks: tuple[int, ...] = (4, 16, 64)
     order: Literal["round-robin", "random"] = "round-robin"
     steps: int = 30
-    batch: int = 128
-    width: int = 256
+    batch: int = 256
+    width: int = 384
     depth: int = 3
     rank: int = 16
-    rate: float = 3e-3
+    rate: float = 1e-3
     stages: int = 2
     microbatches: int = 4
     schedule: str = "1f1b"
@@ -171,13 +171,26 @@ def run(config: Config) -> Result:
 def table(result: Result) -> str:
     """The result as text: a row a way and number of tasks; and what moving a set costs."""
     width = max(map(len, WAYS))
-    head = ["T", "way".ljust(width), "device KiB", "host KiB", "step ms", "ratio", "accuracy", "worst", "best", "programs", "bits"]
+    head = [
+        "T",
+        "way".ljust(width),
+        "device KiB",
+        "host KiB",
+        "step ms",
+        "host ms",
+        "ratio",
+        "accuracy",
+        "worst",
+        "best",
+        "programs",
+        "bits",
+    ]
     cells = [head]
     notes = []
     for group in result.groups:
         for row in group.rows:
             sizes = " + ".join(f"{size / 1024:,.0f}" for size in row.device_bytes if size)
-            times = f"{1e3 * row.seconds:.2f}", f"{row.ratio:.2f}"
+            times = f"{1e3 * row.seconds:.2f}", f"{1e3 * row.host:.2f}", f"{row.ratio:.2f}"
             right = (f"{100 * f(row.accuracies):.1f}%" for f in (np.mean, min, max))
             equal = {None: "", True: "equal"}[row.equal]
             programs = " + ".join(map(str, row.compiled))

@@ -39,7 +39,7 @@ def compilations() -> Iterator[list[str]]:
     """A list that grows by one for each program that is compiled in the block."""
     found: list[str] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:  # noqa: ARG001
+    def listen(event: str, duration_secs: float, **_: Any) -> None:  # noqa: ARG001
         if event == _COMPILED:
             found.append(event)
 
@@ -50,27 +50,34 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def seconds_a_step(ways: Mapping[str, Way], chain: Chain, warm_up: int) -> dict[str, float]:
+def seconds_a_step(ways: Mapping[str, Way], chain: Chain, warm_up: int) -> dict[str, tuple[float, float]]:
     """One round: every way takes the same steps, one way after the other.
 
-    As in training, nothing waits between the steps of a way. The first ``warm_up`` of them are not timed: the way before has
-    emptied the caches, and nobody has prefetched the first set.
+    The first ``warm_up`` steps are waited for one by one, which says how long the host is busy with each. The others are timed
+    together: as in training, nothing waits between them. The first of all counts for neither, if there are several: the way before
+    has emptied the caches.
 
     Args:
         ways: by name.
         chain: the steps.
         warm_up: how many of them.
+
+    Returns:
+        for each way the seconds of a step, and those of the host's part of it: from the call to its return.
     """
     found = {}
     for name, way in ways.items():
+        host = []
         for step in chain[:warm_up]:
+            start = time.perf_counter()
             way.step(*step)
-        way.wait()
+            host.append(time.perf_counter() - start)
+            way.wait()
         start = time.perf_counter()
         for step in chain[warm_up:]:
             way.step(*step)
         way.wait()
-        found[name] = (time.perf_counter() - start) / (len(chain) - warm_up)
+        found[name] = (time.perf_counter() - start) / (len(chain) - warm_up), float(np.median(host[1:] or host))
     return found
 
 
@@ -83,7 +90,7 @@ def seconds_to_move(params: Any, optimizer: Any, device: Any, times: int) -> tup
         device: likewise.
         times: sets moved.
     """
-    bank = jaxpp.Bank({k: params for k in range(2)}, optimizer, device=device, slots=1)  # one slot: each is brought anew
+    bank = jaxpp.Bank(dict.fromkeys(range(2), params), optimizer, device=device, slots=1)  # one slot: each is brought anew
     change = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))
     loads, stores = [], []
     for k in range(-2, times):

@@ -9,7 +9,7 @@ import optax
 import jaxpp
 from experiments.tasks.problem import Problem
 
-__all__ = ["Banked", "Pipelined", "Resident", "Step", "Stages", "Way", "make_step"]
+__all__ = ["Banked", "Pipelined", "Resident", "Stages", "Step", "Way", "make_step"]
 
 Step = Callable[..., tuple[Any, Any, Any, Any]]
 """``step(params, opt_state, task_params, task_opt_state, batch)``: the four trees anew, given up the old ones."""
@@ -167,9 +167,10 @@ class Pipelined:
         )
         self._device, self._state = device, self.pipe.init(problem.shared, problem.key, problem.batch(0))
 
-    def step(self, task: int, batch: Any, then: int) -> None:  # noqa: ARG002
+    def step(self, task: int, batch: Any, then: int) -> None:
         """See ``Way``."""
         self._state, _ = self.pipe.step(self._state, batch, task=task)
+        self.pipe.prefetch(then)
 
     def wait(self) -> None:
         """See ``Way``."""
