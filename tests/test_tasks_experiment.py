@@ -17,7 +17,7 @@ from experiments.tasks import main as module
 from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, WAYS, check_equal
 from experiments.tasks.figure import tasks_figure
 from experiments.tasks.main import Config, ConfigError, main, run, table
-from experiments.tasks.measure import compilations, device_bytes
+from experiments.tasks.measure import compilations, device_bytes, seconds_a_step
 from experiments.tasks.problem import PATH, make_problem, shuffled
 from experiments.tasks.ways import Banked, Resident, make_step
 from experiments.zoo.data import digits
@@ -99,7 +99,7 @@ def test_the_banks_end_with_the_bits_of_the_resident_training_and_no_step_but_th
 
 @pytest.mark.parametrize("order", ["round-robin", "random"])
 def test_every_task_learns_far_more_than_chance(order):
-    config = dataclasses.replace(TINY, tasks=(3,), order=order, steps=80, batch=64, width=64, rank=8, rounds=1)
+    config = dataclasses.replace(TINY, tasks=(3,), order=order, steps=80, batch=64, width=64, rank=8, rounds=1, wait=True)
     for row in run(config).groups[0].rows:
         assert min(row.accuracies) > 0.6, row.way
 
@@ -192,6 +192,23 @@ def test_programs_are_counted_in_the_block_alone():
     assert len(found) == 1
 
 
+@pytest.mark.parametrize(("wait", "expected"), [(False, "s.s.ss."), (True, "s.s.s.s..")])
+def test_steps_are_waited_for_one_by_one_before_the_timed_ones_and_between_them_only_if_asked(wait, expected):
+    class Watched:
+        calls = ""
+
+        def step(self, task, batch, then):
+            self.calls += "s"
+
+        def wait(self):
+            self.calls += "."
+
+    ways = {"a": Watched(), "b": Watched()}
+    found = seconds_a_step(ways, [(0, None, 1)] * 4, warm_up=2, wait=wait)
+    assert [way.calls for way in ways.values()] == [expected] * 2
+    assert all(seconds > 0 and host > 0 for seconds, host in found.values())
+
+
 def test_the_table_has_a_line_a_row_and_what_moving_a_set_costs(result):
     head, *lines = table(result).splitlines()
     assert head.split()[:2] == ["T", "way"]
@@ -208,10 +225,11 @@ def test_no_labels_of_the_figure_overlap(result):
     with Image.open(result.figure) as image:
         image.verify()
     figure = tasks_figure(result.groups)
+    figure.canvas.draw()  # which places titles and legends
     renderer = figure.canvas.get_renderer()
     texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
     boxes = [text.get_window_extent(renderer) for text in texts]
-    assert len(boxes) >= 14
+    assert len(boxes) >= 20
     for k, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[:k])
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1

@@ -30,12 +30,14 @@ class Plan:
         rounds: timed, by turns.
         timed: steps of each way in a round.
         warm_up: steps before those.
+        wait: whether each timed step is waited for before the next.
     """
 
     steps: int
     rounds: int
     timed: int
     warm_up: int
+    wait: bool
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _time(ways: Mapping[str, Way], problem: Problem, plan: Plan, bar: Any) -> di
         chain = [_step(problem, plan.steps + step) for step in range(k * length, (k + 1) * length)]
         names = list(ways)
         names = names[k % len(names) :] + names[: k % len(names)]  # who comes first changes
-        for name, seconds in seconds_a_step({name: ways[name] for name in names}, chain, plan.warm_up).items():
+        for name, seconds in seconds_a_step({name: ways[name] for name in names}, chain, plan.warm_up, wait=plan.wait).items():
             timed[name].append(seconds)
         bar.update()
     return timed

@@ -57,6 +57,7 @@ class Config:
         rounds: timed rounds, the ways by turns.
         timed: steps of each way timed in a round.
         warm_up: steps before those, not timed.
+        wait: wait for each timed step before the next, as a loop does that reads the loss.
         seed: of parameters, tasks and batches.
         figure: file for the figure; its folder is made if there is none.
         no_figure: draw none.
@@ -77,6 +78,7 @@ class Config:
     rounds: int = 12
     timed: int = 8
     warm_up: int = 4
+    wait: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     seed: int = 0
     figure: Path = Path("experiments/tasks/out/tasks.png")
     no_figure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -154,7 +156,7 @@ def run(config: Config) -> Result:
     with tqdm(total=sum(len(WAYS) * config.steps * t + config.rounds for t in config.tasks), unit="step") as bar:
         for num_tasks in config.tasks:
             problem = make_problem(model, num_tasks, config.batch, config.order, config.seed)
-            plan = Plan(config.steps * num_tasks, config.rounds, config.timed, config.warm_up)
+            plan = Plan(config.steps * num_tasks, config.rounds, config.timed, config.warm_up, config.wait)
             groups.append(compare(problem, optax.adam(config.rate), stages, plan, bar))
     if drawn:
         tasks_figure(groups).savefig(config.figure)

@@ -50,17 +50,18 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def seconds_a_step(ways: Mapping[str, Way], chain: Chain, warm_up: int) -> dict[str, tuple[float, float]]:
+def seconds_a_step(ways: Mapping[str, Way], chain: Chain, warm_up: int, *, wait: bool) -> dict[str, tuple[float, float]]:
     """One round: every way takes the same steps, one way after the other.
 
     The first ``warm_up`` steps are waited for one by one, which says how long the host is busy with each. The others are timed
-    together: as in training, nothing waits between them. The first of all counts for neither, if there are several: the way before
-    has emptied the caches.
+    together: as in training, nothing waits between them, unless ``wait``. The first of all counts for neither, if there are several:
+    the way before has emptied the caches.
 
     Args:
         ways: by name.
         chain: the steps.
         warm_up: how many of them.
+        wait: whether each timed step is waited for before the next.
 
     Returns:
         for each way the seconds of a step, and those of the host's part of it: from the call to its return.
@@ -76,6 +77,8 @@ def seconds_a_step(ways: Mapping[str, Way], chain: Chain, warm_up: int) -> dict[
         start = time.perf_counter()
         for step in chain[warm_up:]:
             way.step(*step)
+            if wait:
+                way.wait()
         way.wait()
         found[name] = (time.perf_counter() - start) / (len(chain) - warm_up), float(np.median(host[1:] or host))
     return found
