@@ -54,7 +54,7 @@ def seconds_a_step(ways: Mapping[str, Way], chain: Chain, warm_up: int, *, wait:
     """One round: every way takes the same steps, one way after the other.
 
     The first ``warm_up`` steps are waited for one by one, which says how long the host is busy with each. The others are timed
-    together: as in training, nothing waits between them, unless ``wait``. The first of all counts for neither, if there are several:
+    together: as in training, nothing waits between them, unless ``wait``. The first of all counts for neither, if there are more:
     the way before has emptied the caches.
 
     Args:
