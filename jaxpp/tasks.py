@@ -8,6 +8,7 @@ other shapes are cut at the same places and compiled once a shape.
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -110,11 +111,11 @@ class Fit:
             rows.append(row)
         return [self._reshape(r, row, lead=False) for r, row in enumerate(rows)]
 
-    @property
+    @cached_property
     def _places(self) -> list[tuple[Submesh, PartitionSpec]]:
         """Where each leaf of a set lives, if each replica has its own."""
-        names = self.split([*self.engine.params, *self.engine.opts])[1]
-        places = [(self.engine.placement[name.stage], name.ref) for name in names]
+        names, placement = self.split([*self.engine.params, *self.engine.opts])[1], self.engine.placement
+        places = [(placement[name.stage], name.ref) for name in names]
         return [(p, p.spec(ref)) for p, ref in places if isinstance(p, Submesh) and p.num_replicas > 1]
 
     def _reshape(self, replica: int, row: Sequence[Any], *, lead: bool) -> Sequence[Any]:
