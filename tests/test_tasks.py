@@ -1,5 +1,7 @@
 """theta[t] inside a pipeline: the rows D1 to D12 of what must be true."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,7 @@ def keys(count):
 def test_d1_device_bytes_do_not_depend_on_the_number_of_tasks(slots):
     found = []
     for count in (2, 2, 16, 64):  # the first finds what JAX keeps from one pipeline to the next
+        gc.collect()  # what other tests have left behind
         before = [live_bytes(device) for device in jax.devices()[:2]]
         bank = jaxpp.Bank(sets(count), OWN, slots=slots)
         pipe, state = opened(bank)
