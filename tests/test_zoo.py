@@ -24,6 +24,7 @@ from tests.conftest import gpt_case, mlp_case
 from tests.test_transparency import schedule_for
 
 with install_import_hook("models", "beartype.beartype"):
+    from models.adapters import AdaptedMLP
     from models.nnx_gpt import NNXGPT
     from models.resnet import ResNet
     from models.seq2seq import Seq2Seq
@@ -117,6 +118,17 @@ def nnx_gpt_case(dtype):
     return Case(loss_fn, params, jnp.asarray(np.random.default_rng(7).integers(0, 16, (SIZE, 7))), model_state=rest)
 
 
+def adapters_case(dtype):
+    model = AdaptedMLP(width=8, depth=2, rank=2, num_classes=3, param_dtype=dtype)
+    rng = np.random.default_rng(8)
+    batch = {"x": jnp.asarray(rng.normal(size=(SIZE, 6)), dtype), "y": jnp.asarray(rng.integers(0, 3, SIZE))}
+
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"]).mean()
+
+    return Case(loss_fn, filled(model.init, jax.random.key(0), batch["x"])["params"], batch)
+
+
 CASES = {
     "mlp": lambda dtype: plain_case(mlp_case, dtype),
     "gpt": lambda dtype: plain_case(gpt_case, dtype),
@@ -124,6 +136,7 @@ CASES = {
     "unet": unet_case,
     "seq2seq": seq2seq_case,
     "nnx_gpt": nnx_gpt_case,
+    "adapters": adapters_case,
 }
 DEEPER = {"deep seq2seq": lambda dtype: seq2seq_case(dtype, depth=2)}
 
@@ -173,6 +186,7 @@ def test_every_model_is_here():
         ("unet", "float64", 4),
         ("seq2seq", "float32", 4),
         ("nnx_gpt", "float32", 2),
+        ("adapters", "float32", 2),
     ],
 )
 def test_every_schedule_equals_the_oracle(model, dtype, stages):

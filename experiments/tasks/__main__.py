@@ -1,0 +1,5 @@
+"""``python -m experiments.tasks``."""
+
+from experiments.tasks.main import main
+
+main()

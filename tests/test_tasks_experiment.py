@@ -1,0 +1,298 @@
+"""Many tasks, one trunk: the ways agree, the bank's bytes do not grow, table and figure say so, wrong sizes are refused."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib.text import Text
+from PIL import Image
+
+from experiments.tasks import compare as compare_module
+from experiments.tasks import main as module
+from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, WAYS, check_equal
+from experiments.tasks.figure import tasks_figure
+from experiments.tasks.main import Config, ConfigError, main, run, table
+from experiments.tasks.measure import compilations, device_bytes, seconds_a_step
+from experiments.tasks.problem import PATH, make_problem, shuffled
+from experiments.tasks.ways import Banked, Resident, make_step
+from experiments.zoo.data import digits
+from jaxpp.errors import JaxppError, VerifyError
+from jaxpp.subtree import take
+from models.adapters import AdaptedMLP
+
+TINY = Config(
+    tasks=(2, 5),
+    steps=6,
+    batch=16,
+    width=16,
+    depth=2,
+    rank=2,
+    rate=1e-2,
+    microbatches=2,
+    rounds=2,
+    timed=2,
+    warm_up=1,
+    no_figure=True,
+)
+MODEL = AdaptedMLP(width=8, depth=2, rank=2)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return run(dataclasses.replace(TINY, no_figure=False, figure=tmp_path_factory.mktemp("out") / "folder" / "tasks.png"))
+
+
+def rows_of(result, way):
+    return [row for group in result.groups for row in group.rows if row.way == way]
+
+
+def test_there_is_a_row_a_way_and_number_of_tasks(result):
+    assert [group.num_tasks for group in result.groups] == [2, 5]
+    for group in result.groups:
+        assert tuple(row.way for row in group.rows) == WAYS
+        assert all(len(row.accuracies) == group.num_tasks for row in group.rows)
+        assert all(min(row.seconds, row.host, row.ratio) > 0 for row in group.rows)
+        assert group.rows[0].ratio == 1
+        assert min(group.load, group.store) > 0 and group.clock >= 1
+
+
+def test_device_bytes_of_a_bank_are_those_of_theta_and_two_sets_and_do_not_grow(result):
+    sizes = {way: [sum(row.device_bytes) for row in rows_of(result, way)] for way in WAYS}
+    one, shared = result.groups[0].set_bytes, shared_bytes()
+    assert {group.set_bytes for group in result.groups} == {one}
+    assert sizes[RESIDENT] == [shared + 2 * one, shared + 5 * one]
+    for way in BANKS:
+        assert sizes[way] == [shared + 2 * one] * 2
+        assert all(len([size for size in row.device_bytes if size]) == 1 for row in rows_of(result, way))
+    few, many = rows_of(result, PIPELINE)
+    assert few.device_bytes == many.device_bytes
+    assert len([size for size in few.device_bytes if size]) == TINY.stages
+
+
+def shared_bytes() -> int:
+    model = AdaptedMLP(width=TINY.width, depth=TINY.depth, rank=TINY.rank)
+    params = jax.eval_shape(make_problem(model, 1, 1, "random", 0).shared, jax.random.key(0))
+    leaves = jax.tree.leaves((params, jax.eval_shape(optax.adam(1e-2).init, params)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def test_host_bytes_are_those_of_all_sets_where_there_is_a_bank(result):
+    for group in result.groups:
+        expected = [0, *[group.num_tasks * group.set_bytes] * 3]
+        assert [row.host_bytes for row in group.rows] == expected
+
+
+def test_the_banks_end_with_the_bits_of_the_resident_training_and_no_step_but_the_first_compiles(result):
+    for group in result.groups:
+        resident, *banks, pipeline = group.rows
+        assert [row.equal for row in group.rows] == [None, True, True, None]
+        assert resident.accuracies == banks[0].accuracies == banks[1].accuracies
+        assert {row.compiled[2] for row in group.rows} == {0}
+        assert [row.compiled[1] for row in (resident, *banks)] == [1, 0, 0]  # one jitted step for all three
+        np.testing.assert_allclose(pipeline.accuracies, resident.accuracies, atol=0.1)
+
+
+@pytest.mark.parametrize("order", ["round-robin", "random"])
+def test_every_task_learns_far_more_than_chance(order):
+    config = dataclasses.replace(TINY, tasks=(3,), order=order, steps=80, batch=64, width=64, rank=8, rounds=1, wait=True)
+    for row in run(config).groups[0].rows:
+        assert min(row.accuracies) > 0.6, row.way
+
+
+def trained(make, problem, steps=3):
+    way = make()
+    for step in range(steps):
+        way.step(problem.task(step), problem.batch(step), problem.task(step + 1))
+    return way
+
+
+def test_a_difference_of_one_bit_is_refused_and_named():
+    problem, optimizer = make_problem(MODEL, 2, 4, "round-robin", 0), optax.adam(1e-2)
+    step, device = make_step(problem, optimizer), jax.devices()[0]
+    resident = trained(lambda: Resident(problem, optimizer, step, device), problem)
+    bank = trained(lambda: Banked(problem, optimizer, step, device, prefetch=True), problem)
+    check_equal("bank", bank, resident, problem.keys)
+    with bank.bank.use(1) as task:
+        bias = task.params["head"]["bias"]
+        task.params = task.params | {"head": task.params["head"] | {"bias": bias.at[3].set(jnp.nextafter(bias[3], 1.0))}}
+    with pytest.raises(VerifyError, match=r"bank, T=2(.|\n)*theta\[1\]\[0\]\['head'\]\['bias'\]: (.|\n)* instead of "):
+        check_equal("bank", bank, resident, problem.keys)
+
+
+def test_a_bank_that_loses_a_write_ends_the_run(monkeypatch):
+    class Forgetful(Banked):
+        def own(self, task):
+            return jax.tree.map(np.zeros_like, super().own(task))
+
+    monkeypatch.setattr(compare_module, "Banked", Forgetful)
+    monkeypatch.setattr(sys, "argv", "tasks --tasks 1 --steps 1 --width 8 --depth 1 --no-figure".split())
+    with pytest.raises(SystemExit, match=r"^tasks: bank, T=1: the same jitted step gives the same bits"):
+        main()
+
+
+def test_each_task_has_permutations_of_its_own_that_depend_on_the_seed_alone():
+    data = jax.tree.map(lambda leaf: leaf[:50], digits().train)
+    first, same, other, reseeded = (shuffled(data, seed, task) for seed, task in ((0, 1), (0, 1), (0, 2), (3, 1)))
+    np.testing.assert_array_equal(first["image"], same["image"])
+    for different in (other, reseeded):
+        assert (first["image"] != different["image"]).any() and (first["label"] != different["label"]).any()
+        np.testing.assert_array_equal(np.sort(first["image"]), np.sort(different["image"]))
+    assert len({*zip(first["label"], data["label"], strict=True)}) == 10
+
+
+def test_tasks_come_by_turns_or_at_random_and_are_the_same_however_many_there_are():
+    turns, drawn = (make_problem(MODEL, 5, 4, order, 0) for order in ("round-robin", "random"))
+    assert [turns.task(step) for step in range(7)] == [0, 1, 2, 3, 4, 0, 1]
+    assert {drawn.task(step) for step in range(60)} == set(range(5))
+    assert [drawn.task(step) for step in range(9)] != [turns.task(step) for step in range(9)]
+    few = make_problem(MODEL, 3, 4, "round-robin", 0)
+    for a, b in (
+        (few.batch(2), turns.batch(2)),
+        (few.held_out(2), turns.held_out(2)),
+        (few.own(few.keys[2]), turns.own(turns.keys[2])),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_all_that_a_task_has_of_its_own_is_one_subtree_and_adapters_add_nothing_before_training():
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype("f")
+    params = MODEL.init(jax.random.key(0), x)["params"]
+    rest, own = take(params, PATH)
+    assert set(rest) == {"dense_0", "dense_1"}
+    assert set(own) == {"adapters_0", "adapters_1", "head"}
+    hidden = x
+    for name in rest:
+        hidden = np.maximum(hidden @ rest[name]["kernel"] + rest[name]["bias"], 0)
+    expected = hidden @ own["head"]["kernel"] + own["head"]["bias"]
+    np.testing.assert_allclose(MODEL.apply({"params": params}, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_are_counted_once_a_buffer_and_not_those_on_the_host():
+    before, device = device_bytes(), jax.devices()[1]
+    here = jax.device_put(np.ones(1000, "f"), device)
+    home = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    on_host, again = jax.device_put(here, home), here.addressable_shards[0].data
+    found = [new - old for new, old in zip(device_bytes(), before, strict=True)]
+    assert found == [4000 * (k == 1) for k in range(len(before))]
+    assert on_host.nbytes == again.nbytes == 4000
+
+
+def test_programs_are_counted_in_the_block_alone():
+    with compilations() as found:
+        run_once = jax.jit(lambda x: x * 3 + 1)
+        run_once(np.ones(7, "f"))
+        run_once(np.ones(7, "f"))
+        assert len(found) == 1
+    jax.jit(lambda x: x * 5 + 1)(np.ones(7, "f"))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("wait", "expected"), [(False, "s.s.ss."), (True, "s.s.s.s..")])
+def test_steps_are_waited_for_one_by_one_before_the_timed_ones_and_between_them_only_if_asked(wait, expected):
+    class Watched:
+        calls = ""
+
+        def step(self, task, batch, then):
+            self.calls += "s"
+
+        def wait(self):
+            self.calls += "."
+
+    ways = {"a": Watched(), "b": Watched()}
+    found = seconds_a_step(ways, [(0, None, 1)] * 4, warm_up=2, wait=wait)
+    assert [way.calls for way in ways.values()] == [expected] * 2
+    assert all(seconds > 0 and host > 0 for seconds, host in found.values())
+
+
+def test_the_table_has_a_line_a_row_and_what_moving_a_set_costs(result):
+    head, *lines = table(result).splitlines()
+    assert head.split()[:2] == ["T", "way"]
+    rows = lines[: lines.index("")]
+    assert len(rows) == 2 * len(WAYS)
+    for line, row in zip(rows, [row for group in result.groups for row in group.rows], strict=True):
+        assert row.way in line
+        assert line.rstrip().endswith("equal") == (row.way in BANKS)
+    assert [line.split(":")[0] for line in lines[-2:]] == ["T=2", "T=5"]
+    assert "of a resident step" in lines[-1]
+
+
+def test_no_labels_of_the_figure_overlap(result):
+    with Image.open(result.figure) as image:
+        image.verify()
+    figure = tasks_figure(result.groups)
+    figure.canvas.draw()  # which places titles and legends
+    renderer = figure.canvas.get_renderer()
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert len(boxes) >= 20
+    for k, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:k])
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
+def test_the_command_prints_the_table_and_a_line_of_json(monkeypatch, capsys, tmp_path, result):
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
+    monkeypatch.setattr(sys, "argv", f"tasks --tasks 2 5 --json {path}".split())
+    main()
+    *rows, line = capsys.readouterr().out.splitlines()
+    assert "\n".join(rows) == f"{table(result)}\nfigure: {result.figure}"
+    found = json.loads(line)
+    assert found == json.loads(path.read_text())
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["config"]["tasks"] == [2, 5]
+    assert len(found["devices"]) == len(jax.devices())
+    assert found["groups"][1]["rows"][0]["accuracies"] == list(result.groups[1].rows[0].accuracies)
+
+
+def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_path, capsys, result):
+    monkeypatch.setattr(module, "available", lambda: False)
+    monkeypatch.setattr(module, "compare", lambda *_: result.groups[0])
+    config = dataclasses.replace(TINY, no_figure=False, figure=tmp_path / "tasks.png")
+    assert run(config).figure is None
+    assert 'no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": (4, 0)}, "--tasks 4 0: counts start at 1. Fix: "),
+        ({"tasks": ()}, "--tasks: counts start at 1. Fix: "),
+        ({"steps": 0, "warm_up": -1}, "--steps 0, --warm-up -1: counts start at 1. Fix: "),
+        ({"seed": -1}, "--seed -1: seeds start at 0. Fix: "),
+        ({"rate": 0.0}, "--rate 0.0: nothing is learned without a rate above 0. Fix: "),
+        ({"batch": 3}, "--batch 3 --microbatches 4: each microbatch needs an example. Fix: "),
+        ({"figure": module.Path("tasks.bmp")}, "--figure tasks.bmp: it ends in none of .pdf, .png, .svg. Fix: "),
+    ],
+)
+def test_a_config_that_makes_no_run_is_refused_in_one_line(options, message):
+    with pytest.raises(ConfigError) as caught:
+        Config(**options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["--tasks 0", "--order sorted", "--width wide"])
+def test_the_command_line_refuses_it_too(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["tasks", *words.split()])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert words.split()[0] in capsys.readouterr().err
+
+
+def test_what_jaxpp_refuses_and_files_that_cannot_be_written_end_it_before_any_training(monkeypatch):
+    monkeypatch.setattr(module, "compare", None)
+    with pytest.raises(JaxppError, match="2f2b"):
+        run(dataclasses.replace(TINY, schedule="2f2b"))
+    with pytest.raises(ConfigError, match=r"--json .*: cannot be written \(Is a directory\). Fix: name another file"):
+        run(dataclasses.replace(TINY, json=module.Path()))
+    monkeypatch.setattr(sys, "argv", "tasks --no-figure --json /dev/null/x".split())
+    with pytest.raises(SystemExit, match=r"^tasks: --json /dev/null/x: cannot be written"):
+        main()
