@@ -12,7 +12,7 @@ from jaxpp.observe.detector import Detector
 from jaxpp.runtime.birth import trace_init
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.settings import Settings
-from jaxpp.runtime.submesh import home_of
+from jaxpp.runtime.submesh import devices_of, home_of
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.table import Stages, tabulate
 from jaxpp.state import States, states_of
@@ -74,7 +74,8 @@ def open_engine(
     assert layout is not None and update is not None
     engine.plan("update", batch, key)
     cut = engine.preparer.job(batch, key).cuts[0]
-    stages = tabulate(cut, layout.owner, engine.placement.places, functions or by_hand(engine.preparer))
+    places = [(place, devices_of(place)[0]) for place in engine.placement.places]
+    stages = tabulate(cut, layout.owner, places, functions or by_hand(engine.preparer))
     states = states_of(engine)
     if tasks is not None:
         fit = tasks.open(engine, variables, batch, key)

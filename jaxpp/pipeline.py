@@ -19,7 +19,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.joint import join_losses, join_optimizers
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
-from jaxpp.tasks import Tasks
+from jaxpp.tasks import Tasks, check_scaling
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat
 
 __all__ = ["Metrics", "Pipeline", "State"]
@@ -142,6 +142,8 @@ class Pipeline(Asked):
             data_parallel=data_parallel,
             shardings=shardings,
         )
+        if self._tasks is not None:
+            check_scaling(options)
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()
         self._ready: Opened | None = None

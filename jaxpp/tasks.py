@@ -8,6 +8,7 @@ other shapes are cut at the same places and compiled once a shape.
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,17 +16,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.bank import Bank
-from jaxpp.errors import BankError, CutError
+from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.layout import Layout
 from jaxpp.runtime.draft import Name
 from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.groups import shards_of
+from jaxpp.runtime.settings import Settings
 from jaxpp.runtime.submesh import DATA, MODEL, Submesh
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.joint import Joint, join_losses
+from jaxpp.stages.loss import describe
 from jaxpp.types import LossFn
 
-__all__ = ["Fit", "Tasks", "check_bank"]
+__all__ = ["Fit", "Tasks", "check_bank", "check_scaling"]
 
 
 def check_bank(bank: Any) -> None:
@@ -38,6 +41,21 @@ def check_bank(bank: Any) -> None:
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
         raise BankError("Pipeline(bank=...)", "a pipeline is cut at the shapes of a bank's first set", got, fix)
+
+
+def check_scaling(options: Settings) -> None:
+    """Refuse a scaled loss where replicas have sets of their own.
+
+    Raises:
+        ArgumentError: as said.
+    """
+    if options.scaling is not None and options.placement.num_replicas > 1:
+        raise ArgumentError(
+            "loss_scale with a bank and data parallelism",
+            "a gradient that is not finite skips the step for all, and each task has its own sum of gradients",
+            f"{options.placement.num_replicas} replicas",
+            "pass one replica, or compute in bfloat16, which needs no scale",
+        )
 
 
 @dataclass
@@ -93,11 +111,11 @@ class Fit:
             rows.append(row)
         return [self._reshape(r, row, lead=False) for r, row in enumerate(rows)]
 
-    @property
+    @cached_property
     def _places(self) -> list[tuple[Submesh, PartitionSpec]]:
         """Where each leaf of a set lives, if each replica has its own."""
-        names = self.split([*self.engine.params, *self.engine.opts])[1]
-        places = [(self.engine.placement[name.stage], name.ref) for name in names]
+        names, placement = self.split([*self.engine.params, *self.engine.opts])[1], self.engine.placement
+        places = [(placement[name.stage], name.ref) for name in names]
         return [(p, p.spec(ref)) for p, ref in places if isinstance(p, Submesh) and p.num_replicas > 1]
 
     def _reshape(self, replica: int, row: Sequence[Any], *, lead: bool) -> Sequence[Any]:
@@ -200,7 +218,8 @@ class Tasks:
             raise BankError("task", "a list of tasks has one a replica", f"{len(names)} tasks for {count} replicas", fix)
         different = {self.bank.layout(name) for name in names}
         if len(different) > 1:
-            got = [f"{name!r}: {', '.join(map(str, self.bank.layout(name).shapes[:4]))}" for name in dict.fromkeys(names)]
+            params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
+            got = [f"{name!r}: {', '.join(map(describe, leaves[:4]))}" for name, leaves in params.items()]
             rule = "replicas run one program, so their tasks' sets have the same shapes"
             raise BankError("task", rule, got, "give the replicas of a step tasks of one shape")
         return names

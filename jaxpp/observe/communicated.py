@@ -9,23 +9,25 @@ from jaxpp.observe.collectives import Collective, Collectives, Row, read_collect
 from jaxpp.runtime.draft import Line
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.groups import Mean
-from jaxpp.runtime.submesh import DATA, MODEL, Submesh
+from jaxpp.runtime.submesh import DATA, MODEL, Submesh, bytes_on
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.joint import Joint
 
 __all__ = ["collectives_of"]
 
 
-def collectives_of(engine: Engine, batch: Any, key: Any, other_bytes: int = 0) -> Collectives:
+def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> Collectives:
     """Read the programs of a step.
 
     Args:
         engine: settled.
         batch: of the step, or its shapes.
         key: likewise.
-        other_bytes: of parameters that the step does not know of.
+        num_other: bytes of the parameters of other tasks, whole.
 
     Returns:
-        the collectives; programs are named by what they do, and those that run alike for every microbatch are one.
+        the collectives; programs are named by what they do, and those that run alike for every microbatch are one. The bytes of all
+        parameters are those that one device would hold of them, each stage's counted once.
     """
     plan, drafted = engine.plan("update", batch, key)
     calls = [instruction.call for instruction in plan.instructions]
@@ -39,8 +41,12 @@ def collectives_of(engine: Engine, batch: Any, key: Any, other_bytes: int = 0) -
                 found[name] = read_collectives(program.as_text(), shape)
     rows = tuple(Row(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives)
     assert engine.preparer.layout is not None
-    own = sum(map(count_bytes, jax.tree.leaves(engine.preparer.layout.params)))
-    return Collectives(rows, own + other_bytes)
+    params = engine.preparer.layout.params
+    pairs = zip(engine.params, jax.tree.leaves(params), strict=True)
+    sizes = [bytes_on(engine.placement[name.stage], name.ref, aval) for name, aval in pairs]
+    own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
+    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.task))) if own else 1.0
+    return Collectives(rows, sum(sizes) + round(share * num_other))
 
 
 def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:

@@ -302,8 +302,8 @@ class Engine:
             rest = leaves[num_params + num_opts :]
             leaves = [*leaves[:num_params], *(rest if kind == "grads" else rest[:num_states])]
         given = [*map(private, jax.tree.leaves(batch))]
-        if self.placement.meshed:
-            given, keys = divided(given, keys, self.placement.num_replicas)
+        if self.settings.placement.meshed:
+            given, keys = divided(given, keys, self.settings.placement.num_replicas)
         arguments = [*leaves, *given, *keys]
         loss, *found = execute(plan, arguments, observer)
         aux = drafted.job.cuts[0].loss.aux_tree.unflatten(found[: drafted.num_aux])

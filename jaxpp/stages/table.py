@@ -54,7 +54,8 @@ class Stage:
 
     Attributes:
         index: which stage.
-        device: where it lives.
+        device: where it lives: a device, or several.
+        home: where ``forward`` runs: the device, or the first of them.
         modules: the modules it runs, shortened.
         params: paths of the parameters it owns.
         borrowed: paths of the parameters it reads but does not own.
@@ -66,7 +67,8 @@ class Stage:
     """
 
     index: int
-    device: Device
+    device: Any
+    home: Device
     modules: str
     params: tuple[str, ...]
     borrowed: tuple[str, ...]
@@ -77,7 +79,7 @@ class Stage:
     function: Callable[..., Any]
 
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback]:
-        """Run the stage by hand, on its device.
+        """Run the stage by hand, on its device (of several, the first).
 
         Args:
             params: this stage's parameters for a pipeline made ``from_stages``; the whole parameter tree for one that was cut.
@@ -88,7 +90,7 @@ class Stage:
             the activation (the loss, from the last stage of a cut pipeline), and the pullback:
             ``grads, cotangent = pullback(cotangent_of_activation)``.
         """
-        params, x, inputs = jax.device_put((params, x, inputs), self.device)
+        params, x, inputs = jax.device_put((params, x, inputs), self.home)
         activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
         return activation, Pullback(self.index, vjp)
 
@@ -147,17 +149,19 @@ def _units(value: float, base: int, names: Sequence[str]) -> str:
     return f"{value:.4g} {names[-1]}"
 
 
-def tabulate(cut: CutLoss, owner: Sequence[int], devices: Sequence[Device], functions: Sequence[Callable[..., Any]]) -> Stages:
+def tabulate(
+    cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[Any, Device]], functions: Sequence[Callable[..., Any]]
+) -> Stages:
     """The table of a cut loss.
 
     Args:
         cut: the loss, cut at the shapes of a microbatch.
         owner: the stage of each parameter leaf.
-        devices: the device of each stage.
+        places: where each stage lives, and its (first) device.
         functions: what ``Stage.forward`` runs.
     """
     stages = []
-    for code, device, function in zip(cut.stages, devices, functions, strict=True):
+    for code, (place, home), function in zip(cut.stages, places, functions, strict=True):
         mine = [leaf for leaf, stage in enumerate(owner) if stage == code.index]
         avals = [aval_of(cut.loss.params[leaf]) for leaf in mine]
         sends = [
@@ -168,7 +172,8 @@ def tabulate(cut: CutLoss, owner: Sequence[int], devices: Sequence[Device], func
         stages.append(
             Stage(
                 index=code.index,
-                device=device,
+                device=place,
+                home=home,
                 modules=_shorten(code.modules),
                 params=tuple(cut.loss.param_paths[leaf] for leaf in mine),
                 borrowed=tuple(cut.loss.param_paths[leaf] for leaf in code.params if owner[leaf] != code.index),

@@ -1,0 +1,372 @@
+"""theta[t] inside a pipeline: the rows D1 to D12 of what must be true."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import Mesh
+
+import jaxpp
+from jaxpp.observe.ledger import live_bytes
+from jaxpp.runtime.transfer import HOST
+from jaxpp.stages.joint import Joint, join_losses, join_optimizers
+from jaxpp.state import State
+from jaxpp.verify import compare
+
+WIDTH, CLASSES, BATCH = 16, 3, 24
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32") / 4
+
+
+def theta():
+    return {f"w{i}": numbers(i, WIDTH, WIDTH) for i in range(4)}
+
+
+def a_set(seed, classes=CLASSES):
+    return {"adapter": numbers(100 + seed, WIDTH, WIDTH), "head": numbers(200 + seed, WIDTH, classes)}
+
+
+def sets(count):
+    return {f"t{i}": a_set(i) for i in range(count)}
+
+
+def loss_fn(params, task, batch, key):
+    """The trunk's blocks, the task's adapter on the first stage and its head on the last, dropout between."""
+    x, labels = batch
+    x = jnp.tanh(jnp.tanh(x @ params["w0"]) @ params["w1"])
+    x = x + jnp.tanh(x @ task["adapter"])
+    x = x * jax.random.bernoulli(key, 0.8, x.shape)
+    logits = jnp.tanh(jnp.tanh(x @ params["w2"]) @ params["w3"]) @ task["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), {"right": (logits.argmax(-1) == labels).mean()}
+
+
+DATA = numbers(7, BATCH, WIDTH), np.random.default_rng(8).integers(0, CLASSES, BATCH)
+SHARED, OWN = optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(3e-3))
+
+
+def pipeline(bank, **options):
+    return jaxpp.Pipeline(loss_fn, SHARED, **({"num_stages": 2, "num_microbatches": 2, "has_aux": True, "bank": bank} | options))
+
+
+def opened(bank, **options):
+    pipe = pipeline(bank, **options)
+    return pipe, pipe.init(theta(), DATA)
+
+
+def keys(count):
+    return [jax.random.key(step) for step in range(count)]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_d1_device_bytes_do_not_depend_on_the_number_of_tasks(slots):
+    found = []
+    for count in (2, 2, 16, 64):  # the first finds what JAX keeps from one pipeline to the next
+        gc.collect()  # what other tests have left behind
+        before = [live_bytes(device) for device in jax.devices()[:2]]
+        bank = jaxpp.Bank(sets(count), OWN, slots=slots)
+        pipe, state = opened(bank)
+        for step, key in enumerate(keys(4)):
+            state, metrics = pipe.step(state, DATA, key, task=f"t{step % 2}")
+            if slots == 2:
+                pipe.prefetch(f"t{(step + 1) % 2}")
+        jax.block_until_ready((state, metrics))
+        bank.wait()
+        pipe._opened("test").detector._waiting.clear()
+        found.append([live_bytes(device) - b for device, b in zip(jax.devices()[:2], before, strict=True)])
+        del bank, pipe, state, metrics
+    assert found[1] == found[2] == found[3]
+    one = sum(leaf.nbytes for leaf in jax.tree.leaves(a_set(0))) * 3
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(theta())) * 3
+    assert whole + slots * one <= sum(found[1]) < whole + slots * one + 512  # step counts, scalars and metrics besides
+
+
+def test_d2_a_larger_batch_fits_with_a_bank_than_with_all_tasks_resident_and_runs():
+    many = sets(16)
+
+    def resident(params, batch, key):
+        return loss_fn(params["shared"], params["tasks"]["t3"], batch, key)
+
+    def forecasts(size):
+        batch = numbers(1, size, WIDTH), np.zeros(size, np.int64)
+        all_resident = jaxpp.Pipeline(resident, SHARED, num_stages=2, num_microbatches=2, has_aux=True)
+        key = jax.random.key(0)
+        return (
+            pipeline(jaxpp.Bank(many, OWN)).forecast(theta(), batch, key),
+            all_resident.forecast({"shared": theta(), "tasks": many}, batch, key),
+        )
+
+    small, large = forecasts(48), forecasts(96)
+    room = max(large[0].peaks.values())
+    assert max(small[1].peaks.values()) > room  # not even half that batch, with all tasks there
+    bank = jaxpp.Bank(many, OWN)
+    pipe, state = opened(bank)
+    batch = numbers(1, 96, WIDTH), np.zeros(96, np.int64)
+    assert pipe.forecast(theta(), batch, jax.random.key(0), hbm=room).fits
+    _, metrics = pipe.step(state, batch, jax.random.key(0), task="t3")
+    assert np.isfinite(metrics.loss)
+    with_one_slot = pipeline(jaxpp.Bank(many, OWN, slots=1)).forecast(theta(), batch, jax.random.key(0))
+    size = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(a_set(0))) + 4  # parameters, moments, and adam's count
+    assert sum(large[0].peaks.values()) - sum(with_one_slot.peaks.values()) == size
+
+
+def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
+    order = ["t0", "t1", "t0", "t2", "t2", "t1", "t0"]
+    bank = jaxpp.Bank(sets(3), OWN)
+    pipe, state = opened(bank)
+    resident = jaxpp.Pipeline(join_losses(loss_fn), join_optimizers(SHARED, OWN), num_stages=2, num_microbatches=2, has_aux=True)
+    tasks = {}
+    for name, params in sets(3).items():
+        first = resident.init(Joint(theta(), params), DATA)
+        tasks[name] = first.params.task, first.opt_state[1]
+    shared = first.params.shared, first.opt_state[0]
+    for step, (name, key) in enumerate(zip(order, keys(7), strict=True)):
+        state, metrics = pipe.step(state, DATA, key, task=name)
+        if step % 2:
+            pipe.prefetch(order[step + 1])
+        params, moments = tasks[name]
+        whole, wanted = resident.step(State(Joint(shared[0], params), (shared[1], moments)), DATA, key)
+        shared, tasks[name] = (whole.params.shared, whole.opt_state[0]), (whole.params.task, whole.opt_state[1])
+        assert metrics.loss == wanted.loss and metrics.aux["right"] == wanted.aux["right"]
+    same_bits((state.params, state.opt_state), shared)
+    for name, wanted in tasks.items():
+        same_bits((bank.params(name), bank.opt_state(name)), wanted)
+    assert bank.shelf.traffic.prefetch_hits > 0
+
+
+def same_bits(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape():
+    traced = []
+
+    def counted(params, task, batch, key):
+        traced.append(task["head"].shape)
+        return loss_fn(params, task, batch, key)
+
+    many = sets(64) | {f"wide{i}": a_set(i, classes=5) for i in range(2)}
+    bank = jaxpp.Bank(many, OWN)
+    pipe = jaxpp.Pipeline(counted, SHARED, num_stages=2, num_microbatches=2, has_aux=True, bank=bank)
+    state = pipe.init(theta(), DATA)
+    (first,) = {id(fit.engine) for fit in pipe._tasks._fits.values()}
+    times, programs = len(traced), len(pipe._engine.preparer.programs)
+    for name in list(many)[:64:9]:
+        state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
+    assert len(traced) == times and len(pipe._engine.preparer.programs) == programs
+    for name in ("wide0", "wide1", "t0"):
+        state, metrics = pipe.step(state, DATA, jax.random.key(0), task=name)
+        pipe.verify(state, DATA, jax.random.key(1), task=name)
+    assert len(pipe._tasks._fits) == 2 and first in {id(fit.engine) for fit in pipe._tasks._fits.values()}
+    assert np.isfinite(metrics.loss)
+
+
+def test_d5_other_tasks_do_not_move():
+    bank = jaxpp.Bank(sets(4), OWN)
+    pipe, state = opened(bank, data_parallel=2)
+    before = {name: jax.tree.map(np.copy, (bank.params(name), bank.opt_state(name))) for name in bank}
+    for key in keys(2):
+        state, _ = pipe.step(state, DATA, key, task=["t1", "t3"])
+    for name in ("t0", "t2"):
+        same_bits((bank.params(name), bank.opt_state(name)), before[name])
+    for name in ("t1", "t3"):
+        assert not np.array_equal(bank.params(name)["head"], before[name][0]["head"])
+        assert [int(leaf) for leaf in jax.tree.leaves(bank.opt_state(name)) if leaf.dtype == np.int32] == [2]
+
+
+def test_d6_d8_d9_d10_only_theta_and_the_active_set_are_reduced_however_many_tasks_there_are():
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (theta(), a_set(0))]
+    scalars = 8  # the loss and the accuracy, with the gradients of the last stage
+    for count in (4, 16):
+        bank = jaxpp.Bank(sets(count), OWN)
+        pipe, _ = opened(bank, data_parallel=2)
+        found = pipe.collectives(DATA, jax.random.key(0), task="t2")
+        assert found.num_bytes("all-reduce", ("data",)) == found.num_bytes() == sum(sizes) + scalars
+        assert found.count() == 4  # Theta's and theta[t]'s on each of two stages; nothing is discovered
+        assert not any(row.collective.on_host for row in found.rows)
+        assert found.communicated == sum(sizes) + scalars
+        assert found.parameter_bytes == sizes[0] + count * sizes[1]
+        assert "communicated" in str(found).splitlines()[-1]
+
+
+def oracle_steps(order, num_replicas, num_microbatches):
+    """A plain loop over steps, replicas and microbatches, all tasks resident, each task's gradient a mean over its replicas."""
+    shared, tasks = jax.tree.map(jnp.asarray, (theta(), sets(3)))
+    moments, own = SHARED.init(shared), {name: OWN.init(params) for name, params in tasks.items()}
+    grad_fn = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
+    losses = []
+    for names, key in zip(order, keys(len(order)), strict=True):
+        found = []
+        for i in range(num_replicas * num_microbatches):
+            part = tuple(np.split(leaf, num_replicas * num_microbatches)[i] for leaf in DATA)
+            found.append(grad_fn(shared, tasks[names[i // num_microbatches]], part, jax.random.fold_in(key, i)))
+        losses.append(np.mean([value for (value, _), _ in found]))
+        updates, moments = SHARED.update(mean([grads[0] for _, grads in found]), moments, shared)
+        for name in dict.fromkeys(names):
+            mine = [grads[1] for i, (_, grads) in enumerate(found) if names[i // num_microbatches] == name]
+            change, own[name] = OWN.update(mean(mine), own[name], tasks[name])
+            tasks[name] = optax.apply_updates(tasks[name], change)
+        shared = optax.apply_updates(shared, updates)
+    return losses, shared, tasks
+
+
+def mean(trees):
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "options"),
+    [
+        (4, {"data_parallel": 4}),
+        (2, {"data_parallel": 2, "schedule": "zb-h1"}),
+        (2, {"mesh": (2, 2, 2), "shardings": {"w0": "column", "w1": "row", "task/head": "row"}}),
+    ],
+    ids=["p=2 x dp=4", "p=2 x dp=2", "2 x 2 x 2"],
+)
+def test_d7_d12_replicas_with_different_tasks_equal_the_oracle(num_replicas, options):
+    order = [["t0", "t0", "t1", "t2"], ["t1"] * 4, ["t2", "t0", "t2", "t0"], ["t0", "t0", "t1", "t2"]]
+    order = [names[-num_replicas:] for names in order]
+    if "mesh" in options:
+        options |= {"mesh": Mesh(np.array(jax.devices()).reshape(options["mesh"]), ("pipe", "data", "model"))}
+    bank = jaxpp.Bank(sets(3), OWN)
+    pipe, state = opened(bank, **options)
+    losses = []
+    for names, key in zip(order, keys(4), strict=True):
+        pipe.prefetch(names)
+        pipe.verify(state, DATA, key, task=names)
+        state, metrics = pipe.step(state, DATA, key, task=names)
+        losses.append(float(metrics.loss))
+    wanted, shared, tasks = oracle_steps(order, num_replicas, 2)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    compare("params", state.params, shared, floor=0.1)
+    for name, params in tasks.items():
+        compare(name, bank.params(name), params, floor=0.1)
+
+
+def test_d7_a_task_of_one_replica_is_not_communicated():
+    bank = jaxpp.Bank(sets(3), OWN)
+    pipe, _ = opened(bank, data_parallel=4)
+    found = pipe.collectives(DATA, jax.random.key(0), task=["t0", "t0", "t1", "t2"])
+    groups = {row.program: row.collective.groups for row in found.rows if "tasks" in row.program}
+    assert set(groups) == {f"total of tasks stage {s}, replicas 0 1" for s in range(2)}
+    alone = pipe.collectives(DATA, jax.random.key(0), task=["t0", "t1", "t2", "t0"])
+    assert {row.program for row in alone.rows if "tasks" in row.program} == {
+        f"total of tasks stage {s}, replicas 0 3" for s in range(2)
+    }
+    shared = sum(leaf.nbytes for leaf in jax.tree.leaves(theta()))
+    assert pipe.collectives(DATA, jax.random.key(0), task="t0").num_bytes() > found.num_bytes() - 1 > shared
+
+
+def test_a_weight_counts_in_the_mean_over_the_replicas_of_a_task():
+    bank = jaxpp.Bank(sets(2), optax.sgd(0.1))
+    pipe, state = opened(bank, data_parallel=4, weight=lambda batch: 1 + batch[1].sum())
+    pipe.verify(state, DATA, jax.random.key(0), task=["t0", "t1", "t1", "t1"])
+
+
+def test_sets_wait_in_pinned_host_memory_between_steps():
+    bank = jaxpp.Bank(sets(2), OWN)
+    for options in ({}, {"data_parallel": 2}):
+        pipe, state = opened(bank, **options)
+        for name in ("t0", "t1"):
+            state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
+        for name in bank:
+            assert {leaf.sharding.memory_kind for leaf in bank.shelf.host(name)} == {HOST}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
+
+
+def test_evaluate_and_verify_and_profile_leave_a_set_as_it_is():
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe, state = opened(bank)
+    before = jax.tree.map(np.copy, (bank.params("t0"), bank.opt_state("t0")))
+    key = jax.random.key(0)
+    found = pipe.evaluate(state, DATA, key, task="t0")
+    other = pipe.evaluate(state, DATA, key, lambda p, t, b, k: (loss_fn(p, t, b, k)[0] * 2, {}), task="t0")
+    np.testing.assert_allclose(other.loss, 2 * found.loss, rtol=1e-6)
+    pipe.verify(state, DATA, key, task="t0")
+    assert pipe.profile(state, DATA, key, num_steps=1, task="t0").ledger.samples
+    same_bits((bank.params("t0"), bank.opt_state("t0")), before)
+    kept, _ = pipe.step(state, DATA, key, task="t1", donate=False)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, kept)))
+
+
+def test_a_bound_module_serves_all_tasks():
+    def whole(params, batch, key):
+        return loss_fn({k: v for k, v in params.items() if k != "own"}, params["own"], batch, key)
+
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe = jaxpp.Pipeline(jaxpp.Bank.bind(whole, "own"), SHARED, num_stages=2, has_aux=True, bank=bank)
+    state = pipe.init(theta(), DATA)
+    pipe.verify(state, DATA, jax.random.key(0), task="t1")
+
+
+def test_a_pipeline_makes_theta_itself():
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe = pipeline(bank, data_parallel=2)
+    state = pipe.init(lambda key: {f"w{i}": jax.random.normal(key, (WIDTH, WIDTH)) / 4 for i in range(4)}, jax.random.key(0), DATA)
+    assert set(state.params) == set(theta())
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task=["t0", "t1"])
+    pipe.verify(state, DATA, jax.random.key(0), task=["t0", "t1"])
+
+
+def test_an_exception_between_use_and_write_back_leaves_the_set_whole(monkeypatch):
+    bank = jaxpp.Bank(sets(3), OWN)
+    for options, task in (({}, "t1"), ({"data_parallel": 2}, ["t1", "t2"])):
+        pipe, state = opened(bank, **options)
+        state, _ = pipe.step(state, DATA, jax.random.key(0), task=task)
+        before = {name: jax.tree.map(np.copy, (bank.params(name), bank.opt_state(name))) for name in bank}
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe._engine, "run", broken)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                pipe.step(state, DATA, jax.random.key(1), task=task)
+        for name in bank:
+            same_bits((bank.params(name), bank.opt_state(name)), before[name])
+        state, metrics = pipe.step(state, DATA, jax.random.key(1), task=task)
+        assert np.isfinite(metrics.loss)
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize(
+    ("task", "lines"),
+    [
+        (None, ["task: a step of a pipeline with a bank is of one task", "Got: none.", "Fix: pass task='t0', for example."]),
+        ("t9", ["a name is that of a set in the bank", "'t9'"]),
+        (["t0"], ["a list of tasks has one a replica", "Got: 1 tasks for 2 replicas."]),
+        (["t0", "wide"], ["replicas run one program", "'wide': f32[16,16], f32[16,5]"]),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused_before_anything_moves(task, lines):
+    bank = jaxpp.Bank(sets(2) | {"wide": a_set(5, classes=5)}, OWN)
+    pipe, state = opened(bank, data_parallel=2)
+    moved = bank.shelf.traffic
+    with pytest.raises(jaxpp.errors.BankError) as error:
+        pipe.step(state, DATA, jax.random.key(0), task=task)
+    for line in lines:
+        assert line in str(error.value)
+    assert bank.shelf.traffic == moved
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_what_is_no_bank_is_refused():
+    for bank, got in ((sets(2), "dict"), (jaxpp.Bank({}, OWN), "a bank without sets")):
+        with pytest.raises(jaxpp.errors.BankError, match=got):
+            pipeline(bank)
+    pipe = jaxpp.Pipeline(lambda p, b: jnp.mean((b @ p["w0"] @ p["w1"]) ** 2), SHARED, num_stages=2)
+    state = pipe.init(theta(), DATA[0])
+    for ask in (pipe.step, pipe.evaluate, pipe.verify, pipe.profile):
+        with pytest.raises(jaxpp.errors.ArgumentError, match="no bank"):
+            ask(state, DATA[0], task="t0")
+
+
+def test_a_scaled_loss_with_a_task_a_replica_is_refused():
+    bank = jaxpp.Bank(sets(2), OWN)
+    with pytest.raises(jaxpp.errors.ArgumentError, match="its own sum of gradients"):
+        pipeline(bank, data_parallel=2, loss_scale=DynamicScale())
