@@ -11,6 +11,7 @@ COLOURS = ("#0072B2", "#E69F00", "#F0E442")
 WORDS = ("pipe: sends between stages", "data: gradients", "model: inside the layers")
 _PALE = "#666666"
 _ROW, _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _TITLE = 0.3, 6.6, 0.95, 0.95, 0.62, 0.5, 0.3  # inches: a mesh, its bar, around them
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the grid
 _MIB = 2**20
 
 
@@ -66,7 +67,7 @@ def _panel(figure: Any, name: str, bars: Sequence[Bar], bottom: float) -> Panel:
     for row, bar in enumerate(bars):
         size = sum(bar.sizes) / _MIB
         panel.axes.text(-0.08 * inch, row + 0.5, bar.name, size=8.5, ha="right", va="center", color=INK)
-        panel.axes.text(size + 0.08 * inch, row + 0.5, f"{size:.2f} MiB", size=7.5, va="center", color=_PALE)
+        panel.axes.text(size + 0.08 * inch, row + 0.5, f"{size:.2f} MiB", size=7.5, va="center", color=_PALE, bbox=_WHITE)
     return panel
 
 
@@ -74,4 +75,5 @@ def _boxes(bars: Sequence[Bar], part: int) -> Iterator[tuple[float, float, float
     """Left, right, top and bottom of a part in every bar."""
     for row, bar in enumerate(bars):
         before = sum(bar.sizes[:part])
-        yield before / _MIB, (before + bar.sizes[part]) / _MIB, row + 0.12, row + 0.88
+        if bar.sizes[part]:
+            yield before / _MIB, (before + bar.sizes[part]) / _MIB, row + 0.12, row + 0.88

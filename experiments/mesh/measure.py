@@ -60,11 +60,11 @@ class Told(NamedTuple):
     """The collectives over an axis in a step.
 
     Attributes:
-        count: how many, over all ranks.
+        times: how many, over all ranks.
         num_bytes: of their operands, summed over all devices.
     """
 
-    count: int
+    times: int
     num_bytes: int
 
 
