@@ -1,0 +1,5 @@
+"""``python -m experiments.mesh``."""
+
+from experiments.mesh.main import main
+
+main()

@@ -1,0 +1,335 @@
+"""Pipe x data x model on eight devices: equal to one device? And what does each axis communicate? See README.md.
+
+Bytes are counted, and do not depend on the device. Times do: on forced CPU devices they say what eight of them cost on a few cores.
+"""
+
+import dataclasses
+import json
+import math
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import optax
+import tyro
+from tqdm import tqdm
+
+from experiments.devices import ensure_devices
+from experiments.mesh.figure import Bar, axes_figure
+from experiments.mesh.measure import Row, Shape, measure
+from experiments.mesh.plain import plain_step, train_plainly
+from experiments.mesh.problems import Problem, gpt, mlp
+from jaxpp.errors import JaxppError
+from jaxpp.schedule.draw import align
+from jaxpp.schedule.panel import available
+
+__all__ = ["MODELS", "Config", "ConfigError", "Result", "every_mesh", "main", "run", "table"]
+
+DESCRIPTION = "Train on meshes of pipe x data x model devices, compare with one device, and count what each axis communicates."
+PACKAGES = ("jaxpp", "jax", "jaxlib", "flax", "optax", "scikit-learn")
+FORMATS = (".pdf", ".png", ".svg")
+MODELS = ("gpt", "mlp")
+RATE, EPSILON = 1e-3, 1e-5
+"""Of adamw. A gradient that is rounding alone (an attention key's bias) must not be divided by its own size."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The models, the meshes and the sizes.
+
+    Attributes:
+        models: gpt, mlp, or both.
+        meshes: pipe x data x model, such as 2x2x2; each of ``devices`` devices.
+        every: all meshes there are instead, each axis a power of two.
+        devices: in a mesh.
+        steps: trained on each mesh.
+        microbatches: of a step, over all replicas; the same on every mesh, so that all compute the same step.
+        batch: sequences, or images, a step.
+        gpt_width: features of the GPT's residual stream.
+        gpt_depth: its blocks.
+        gpt_heads: attention heads a block.
+        gpt_length: bytes of a sequence.
+        dropout: rate, of the GPT; above 0 it takes longer to compile.
+        mlp_width: features of each hidden layer of the MLP.
+        mlp_depth: its hidden layers; there is one layer more, the head.
+        rounds: how often a step is timed.
+        seed: of parameters, batches and dropout.
+        figure: file for the figure; its folder is made if there is none.
+        no_figure: draw none.
+        json: file to add the line of results to.
+    """
+
+    models: tuple[str, ...] = MODELS
+    meshes: tuple[str, ...] = ("4x2x1", "2x4x1", "2x2x2", "1x2x4", "1x8x1")
+    every: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    devices: int = 8
+    steps: int = 4
+    microbatches: int = 8
+    batch: int = 16
+    gpt_width: int = 64
+    gpt_depth: int = 4
+    gpt_heads: int = 8
+    gpt_length: int = 32
+    dropout: float = 0.0
+    mlp_width: int = 128
+    mlp_depth: int = 8
+    rounds: int = 3
+    seed: int = 0
+    figure: Path = Path("experiments/mesh/out/mesh.png")
+    no_figure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Path | None = None
+
+    def __post_init__(self):
+        unknown = [name for name in self.models if name not in MODELS]
+        if not self.models:
+            raise ConfigError(f"--models: there is none. Fix: pass some of {', '.join(MODELS)}.")
+        if unknown:
+            raise ConfigError(f"--models {' '.join(unknown)}: there is no such model. Fix: pass some of {', '.join(MODELS)}.")
+        numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int and f.name != "seed"}
+        low = [f"{_flag(name)} {value}" for name, value in numbers.items() if value < 1]
+        if low:
+            raise ConfigError(f"{', '.join(low)}: counts start at 1. Fix: pass 1 or more.")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: seeds start at 0. Fix: pass 0 or more.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--dropout {self.dropout}: a rate is at least 0 and below 1. Fix: pass for example 0.1.")
+        if self.batch % self.microbatches:
+            raise ConfigError(
+                f"--batch {self.batch} --microbatches {self.microbatches}: microbatches are of one size here. "
+                f"Fix: pass a --batch that is a multiple of {self.microbatches}."
+            )
+        if self.gpt_width % self.gpt_heads:
+            raise ConfigError(
+                f"--gpt-width {self.gpt_width} --gpt-heads {self.gpt_heads}: heads share the width equally. "
+                f"Fix: pass a --gpt-width that is a multiple of {self.gpt_heads}."
+            )
+        _check_shapes(self)
+        if not self.no_figure and self.figure.suffix not in FORMATS:
+            raise ConfigError(f"--figure {self.figure}: it ends in none of {', '.join(FORMATS)}. Fix: pass for example mesh.png.")
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The meshes to run."""
+        return every_mesh(self.devices) if self.every else tuple(Shape(*map(int, mesh.split("x"))) for mesh in self.meshes)
+
+
+class ConfigError(ValueError):
+    """Sizes or names that make no run, in one line: what was got, the rule, what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found.
+
+    Attributes:
+        config: what was asked for.
+        oracles: the losses of each model on one device.
+        rows: one a model and mesh.
+        figure: the file, if one was drawn.
+        devices: all there are.
+        versions: of Python and what was imported.
+    """
+
+    config: Config
+    oracles: dict[str, tuple[float, ...]]
+    rows: tuple[Row, ...]
+    figure: Path | None
+    devices: tuple[str, ...]
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """One line: everything but the tables of collectives, of which it has the sums."""
+        kept = dataclasses.asdict(self)
+        for found, row in zip(kept["rows"], self.rows, strict=True):
+            del found["table"]
+            found["shape"], found["beyond"] = str(row.shape), row.beyond
+            found |= {name: getattr(row, name)._asdict() for name in ("sent", "data", "model_axis")}
+        return json.dumps(kept, default=str)
+
+
+def every_mesh(devices: int) -> tuple[Shape, ...]:
+    """All ways to write a number as pipe x data x model, each a power of two, the longest pipes first.
+
+    Example:
+        >>> [str(shape) for shape in every_mesh(4)]
+        ['4x1x1', '2x2x1', '2x1x2', '1x4x1', '1x2x2', '1x1x4']
+    """
+    sizes = [2**k for k in reversed(range(devices.bit_length())) if devices % 2**k == 0]
+    shapes = (Shape(pipe, data, devices // (pipe * data)) for pipe in sizes for data in sizes)
+    return tuple(shape for shape in shapes if math.prod(shape) == devices and shape.model.bit_count() == 1)
+
+
+def run(config: Config) -> Result:
+    """Train each model on one device, then on every mesh; compare, count, and draw.
+
+    Raises:
+        ConfigError: a file that cannot be written, or fewer devices than a mesh has.
+        JaxppError: a model that cannot be cut into so many stages, or not sharded so; a note names model and mesh.
+    """
+    drawn = not config.no_figure and available()
+    if not (drawn or config.no_figure):
+        print('mesh: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
+    _check_writable("--figure", config.figure if drawn else None)
+    _check_writable("--json", config.json)
+    ensure_devices(config.devices)
+    if len(jax.devices()) < config.devices:
+        raise ConfigError(
+            f"--devices {config.devices}: a mesh has no device twice, and there are {len(jax.devices())} "
+            f"({jax.devices()[0].platform}). Fix: run with JAX_PLATFORMS=cpu and without a number of devices in XLA_FLAGS."
+        )
+    keys = tuple(jax.random.split(jax.random.key(config.seed)))
+    optimizer, oracles, rows = optax.adamw(RATE, eps=EPSILON), {}, []
+    with tqdm(total=len(config.models) * len(config.shapes), unit="mesh") as bar:
+        for name in config.models:
+            problem = _problem(name, config)
+            plain = plain_step(problem.loss_fn, optimizer, config.microbatches)
+            oracle = train_plainly(problem, plain, optimizer, keys, config.steps)
+            oracles[name] = oracle.losses
+            for shape in config.shapes:
+                bar.set_description(f"{name} {shape}")
+                given = problem, shape, optimizer, config.microbatches, keys, oracle, plain
+                rows.append(_noted(name, *given, config.rounds))
+                bar.update()
+    if drawn:
+        axes_figure(_panels(config, rows), _heading(config)).savefig(config.figure)
+    return Result(
+        config=config,
+        oracles=oracles,
+        rows=tuple(rows),
+        figure=config.figure if drawn else None,
+        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
+        versions={name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+    )
+
+
+def table(result: Result) -> str:
+    """The result as text: a row a model and mesh, then all collectives of the mesh with the most axes."""
+    width = max(len(name) for name in ("model", *result.config.models))
+    held = [["model".ljust(width), "mesh", "losses", "parameters", "equals the oracle", "params", "optimizer", "step / plain"]]
+    told = [["model".ljust(width), "mesh", "pipe", "data", "times", "beyond", "model", "times", "all-reduces in F"]]
+    for row in result.rows:
+        name = [row.model.ljust(width), str(row.shape)]
+        apart = [f"{row.loss_apart:.1e}", f"{row.params_apart:.1e}", "yes" if row.equal else "no"]
+        held.append([*name, *apart, _kib(max(row.params)), _kib(max(row.optimizer)), f"{row.ratio:.1f}"])
+        pipe, data, model = map(_kib, row.by_axis)
+        over = [pipe, data, str(row.data.times), f"{row.beyond} B" if row.shape.data > 1 else "-"]
+        told.append([*name, *over, model, str(row.model_axis.times), " ".join(map(str, row.reduces))])
+    losses = [
+        f"{name}, {len(found)} steps on one device: loss {found[0]:.4f} -> {found[-1]:.4f}"
+        for name, found in result.oracles.items()
+    ]
+    lines = [
+        *losses,
+        "",
+        *align(held),
+        "losses, parameters: the largest relative difference from one device; KiB on the device that holds most",
+        "",
+        *align(told),
+        "KiB a step, of all devices together; beyond: what is reduced over data but for each device's parameters, once",
+    ]
+    return "\n".join([*lines, *_full(result)])
+
+
+def main() -> None:
+    """Read the command line, run, and print the tables and one line of JSON."""
+    try:
+        result = run(tyro.cli(Config, prog="python -m experiments.mesh", description=DESCRIPTION))
+    except (ConfigError, JaxppError) as error:
+        raise SystemExit("\n".join([f"mesh: {error}", *getattr(error, "__notes__", ())])) from None
+    print(table(result))
+    if result.figure:
+        print(f"figure: {result.figure}")
+    line = result.to_json()
+    print(line)
+    if result.config.json is not None:
+        with result.config.json.open("a") as file:
+            file.write(line + "\n")
+    wrong = [f"mesh: {row.model} {row.shape} does not equal the oracle. {row.reason}" for row in result.rows if not row.equal]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+def _noted(name: str, problem: Problem, shape: Shape, *rest: Any) -> Row:
+    try:
+        return measure(name, problem, shape, *rest)
+    except JaxppError as error:
+        error.add_note(f"This was {name} on {shape}.")
+        raise
+
+
+def _problem(name: str, config: Config) -> Problem:
+    if name == "mlp":
+        return mlp(config.mlp_width, config.mlp_depth, config.batch, config.seed)
+    sizes = config.gpt_width, config.gpt_depth, config.gpt_heads, config.gpt_length
+    return gpt(*sizes, config.batch, config.dropout, config.seed)
+
+
+def _check_shapes(config: Config) -> None:
+    """Refuse meshes that cannot be, all at once."""
+    if not config.meshes:
+        raise ConfigError("--meshes: there is none. Fix: pass for example 2x2x2, or --every.")
+    odd = [mesh for mesh in config.meshes if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", mesh)]
+    if odd:
+        raise ConfigError(f"--meshes {' '.join(odd)}: a mesh is pipe x data x model. Fix: write it like 2x2x2.")
+    if not config.shapes:
+        raise ConfigError(f"--every --devices {config.devices}: there is no such mesh. Fix: pass a power of two, such as 8.")
+    misfits = [f"{shape} is {math.prod(shape)}" for shape in config.shapes if math.prod(shape) != config.devices]
+    if misfits:
+        examples = ", ".join(map(str, every_mesh(config.devices)[:3]))
+        raise ConfigError(
+            f"--meshes, --devices {config.devices}: each mesh has all devices, and {', '.join(misfits)}. "
+            f"Fix: pass meshes like {examples}, or another --devices."
+        )
+    uneven = [str(shape) for shape in config.shapes if config.microbatches % shape.data]
+    if uneven:
+        raise ConfigError(
+            f"--microbatches {config.microbatches} with {', '.join(uneven)}: replicas have equally many microbatches. "
+            f"Fix: pass a multiple of {math.lcm(*(shape.data for shape in config.shapes))}."
+        )
+    widths = {"gpt": (("gpt_heads", config.gpt_heads),), "mlp": (("mlp_width", config.mlp_width),)}
+    sharded = [pair for name in config.models for pair in widths[name]]
+    shards = math.lcm(*(shape.model for shape in config.shapes))
+    rough = [f"{_flag(name)} {size}" for name, size in sharded if size % shards]
+    if rough:
+        raise ConfigError(f"{', '.join(rough)}: shards are equal. Fix: pass a multiple of {shards}.")
+
+
+def _full(result: Result) -> list[str]:
+    """All collectives of the first model, on the mesh with the most axes."""
+    row = max(result.rows, key=lambda row: sum(size > 1 for size in row.shape))
+    return ["", f"{row.model} on {row.shape}: the collectives of a step; bytes of operands on one device", row.table]
+
+
+def _panels(config: Config, rows: list[Row]) -> list[tuple[str, list[Bar]]]:
+    return [(name, [Bar(str(row.shape), row.by_axis) for row in rows if row.model == name]) for name in config.models]
+
+
+def _heading(config: Config) -> str:
+    return f"bytes a step on {config.devices} devices, pipe x data x model; {config.microbatches} microbatches"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _kib(num_bytes: float) -> str:
+    return f"{num_bytes / 1024:,.1f}"
+
+
+def _check_writable(flag: str, path: Path | None) -> None:
+    """Refuse a file before the run, not after it; a file that was not there is not left behind."""
+    if path is None:
+        return
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()  # touch is content with a folder
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
+    if not there:
+        path.unlink()

@@ -1,0 +1,221 @@
+"""Pipe x data x model: it equals the plain loop, the bytes are those that they should be, meshes that do not fit are refused."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from PIL import Image
+
+from experiments.mesh import main as module
+from experiments.mesh.figure import Bar, axes_figure
+from experiments.mesh.main import MODELS, Config, ConfigError, every_mesh, main, run, table
+from experiments.mesh.measure import differs
+from experiments.mesh.plain import Trained, furthest, plain_step
+from jaxpp.errors import JaxppError, VerifyError
+
+TINY = Config(
+    models=("mlp",),
+    meshes=("2x2x2", "2x4x1"),
+    steps=2,
+    microbatches=4,
+    batch=8,
+    gpt_width=16,
+    gpt_depth=2,
+    gpt_heads=2,
+    gpt_length=8,
+    dropout=0.2,
+    mlp_width=64,
+    mlp_depth=4,
+    rounds=1,
+    no_figure=True,
+)
+LOSS = 4  # bytes
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return run(dataclasses.replace(TINY, no_figure=False, figure=tmp_path_factory.mktemp("out") / "folder" / "mesh.png"))
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    (row,) = run(dataclasses.replace(TINY, models=("gpt",), meshes=("2x2x2",))).rows
+    return row
+
+
+def test_every_mesh_computes_what_one_device_computes(result, gpt):
+    assert [(row.model, str(row.shape), row.microbatches) for row in result.rows] == [("mlp", "2x2x2", 2), ("mlp", "2x4x1", 1)]
+    for row in (*result.rows, gpt):
+        assert row.equal, row.reason
+        assert len(row.losses) == TINY.steps
+        assert row.loss_apart < 1e-6
+        assert row.params_apart < 1e-4
+    assert result.oracles["mlp"] == pytest.approx(result.rows[0].losses, rel=1e-6)
+
+
+def test_each_rank_reduces_once_over_data_and_exactly_its_parameters_and_the_loss(result, gpt):
+    for row in (*result.rows, gpt):
+        assert row.data.times == row.shape.pipe
+        in_a_rank = row.shape.data * row.shape.model
+        assert row.data.num_bytes == sum(row.params) + LOSS * in_a_rank
+        assert row.beyond == LOSS * in_a_rank
+
+
+def test_sharding_halves_what_a_device_holds_and_pairs_of_layers_reduce_once(result, gpt):
+    whole, sharded = result.rows[1], result.rows[0]
+    pairs = zip(whole.params, sharded.params, strict=True)
+    assert all(half < 0.6 * full for full, half in pairs)
+    assert sum(sharded.reduces) == TINY.mlp_depth // 2
+    assert (whole.model_axis.times, whole.model_axis.num_bytes, whole.reduces) == (0, 0, (0, 0))
+    layers = 1 + 2 * TINY.gpt_depth  # the embedding, then the attention and the MLP of each block
+    assert layers < sum(gpt.reduces) <= layers + 3  # and the loss over a vocabulary in two halves: its maximum and its sums
+    assert sharded.model_axis.num_bytes > 0
+    assert all(2 * param <= opt < 2 * param + 9 for param, opt in zip(sharded.params, sharded.optimizer, strict=True))
+
+
+def test_what_crosses_between_stages_is_every_activation_and_its_cotangent_on_every_shard(result, gpt):
+    for row in result.rows:
+        crossing = 4 * TINY.batch * TINY.mlp_width * row.shape.model
+        assert (row.sent.activations, row.sent.cotangents, row.sent.tied) == (crossing, crossing, 0)
+        assert row.by_axis[0] == sum(row.sent) >= 2 * crossing
+    assert gpt.sent.activations == gpt.sent.cotangents == 4 * TINY.batch * TINY.gpt_length * TINY.gpt_width * 2
+    embedding = 4 * 256 * TINY.gpt_width
+    assert gpt.sent.tied == 2 * embedding + 2 * embedding  # to both replicas, and each one's gradient back
+
+
+def test_the_tables_have_a_row_a_mesh_and_all_collectives(result):
+    text = table(result)
+    lines = text.splitlines()
+    assert lines[0].startswith("mlp, 2 steps on one device: loss ")
+    rows = [line.split() for line in lines if line.startswith("mlp ")]
+    assert [row[:2] for row in rows[:4]] == [["mlp", "2x2x2"], ["mlp", "2x4x1"]] * 2
+    assert [row[4] for row in rows[:2]] == ["yes", "yes"]
+    assert rows[2][-2:] == list(map(str, result.rows[0].reduces))
+    assert text.endswith(result.rows[0].table)
+    assert "mlp on 2x2x2: the collectives of a step" in text
+
+
+def test_the_command_prints_them_and_a_line_of_json(monkeypatch, capsys, tmp_path, result):
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
+    monkeypatch.setattr(sys, "argv", f"mesh --models mlp --no-figure --json {path}".split())
+    main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == json.loads(path.read_text())
+    first = found["rows"][0]
+    assert (first["shape"], first["beyond"], first["data"]["times"]) == ("2x2x2", result.rows[0].beyond, 2)
+    assert first["sent"]["activations"] == result.rows[0].sent.activations
+    assert "table" not in first and {"axes", "kind", "count", "num_bytes"} == set(first["sums"][0])
+    assert found["versions"]["jax"] == jax.__version__
+
+
+def test_a_step_that_is_not_the_oracles_is_a_no_and_the_command_fails_after_its_tables(monkeypatch, capsys, result):
+    class Wrong:
+        def verify(self, *args):
+            raise VerifyError("verify", "it differs", "1", "look")
+
+    assert differs(Wrong(), None, None, None).startswith("verify: it differs.")
+    row = dataclasses.replace(result.rows[0], equal=False, reason="verify: it differs.")
+    monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, rows=(row,)))
+    monkeypatch.setattr(sys, "argv", ["mesh"])
+    with pytest.raises(SystemExit, match=r"^mesh: mlp 2x2x2 does not equal the oracle\. verify: it differs"):
+        main()
+    assert next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mlp ")).split()[4] == "no"
+
+
+def test_no_labels_of_the_figure_overlap(result):
+    with Image.open(result.figure) as image:
+        image.verify()
+    bars = [Bar(str(shape), (0, 2**20 * k, 2**21)) for k, shape in enumerate(every_mesh(8))]
+    figure = axes_figure([(model, bars) for model in MODELS], "a heading")
+    renderer = figure.canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for axes in figure.axes for text in axes.texts]
+    assert len(boxes) == len(MODELS) * (1 + 2 * len(bars)) + 3
+    for k, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:k])
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
+def test_the_plain_step_is_the_mean_over_microbatches_each_with_its_key():
+    def loss_fn(params, batch, key):
+        return jnp.mean((batch @ params) ** 2) + jax.random.normal(key) * params.sum()
+
+    params, batch, key = jnp.arange(3.0), jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), "float32"), jax.random.key(1)
+    found = [jax.value_and_grad(loss_fn)(params, batch[2 * i : 2 * i + 2], jax.random.fold_in(key, i)) for i in range(3)]
+    loss, grad = (sum(part) / 3 for part in zip(*found, strict=True))
+    optimizer = optax.sgd(0.1)
+    (after, _), got = plain_step(loss_fn, optimizer, 3)((jnp.arange(3.0), optimizer.init(params)), batch, key)
+    np.testing.assert_allclose(after, params - 0.1 * grad, rtol=1e-5)
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+
+
+def test_differences_are_relative_to_each_leaf_but_not_to_one_that_is_nearly_nothing():
+    wanted = {"large": np.array([100.0, 2.0]), "small": np.array([1e-9])}
+    assert furthest(wanted, wanted) == 0
+    assert furthest(wanted | {"large": np.array([100.0, 4.0])}, wanted) == pytest.approx(0.02)
+    assert furthest(wanted | {"small": np.array([2e-9])}, wanted) == pytest.approx(1e-9)
+
+
+def test_every_mesh_of_eight_devices_is_there_once():
+    shapes = every_mesh(8)
+    assert len(set(shapes)) == len(shapes) == 10
+    assert {"8x1x1", "4x2x1", "2x4x1", "4x1x2", "2x2x2", "1x4x2", "2x1x4", "1x8x1"} < set(map(str, shapes))
+    assert Config(every=True).shapes == shapes
+    assert every_mesh(6) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"meshes": ("2x2x2", "2x2x4", "2x2x1")},
+            "--meshes, --devices 8: each mesh has all devices, and 2x2x4 is 16, 2x2x1 is 4. ",
+        ),
+        ({"meshes": ("2x4", "0x2x4")}, "--meshes 2x4 0x2x4: a mesh is pipe x data x model. Fix: write it like 2x2x2."),
+        ({"meshes": ()}, "--meshes: there is none. Fix: "),
+        ({"meshes": ("1x8x1",), "microbatches": 4}, "--microbatches 4 with 1x8x1: replicas have equally many microbatches. "),
+        ({"meshes": ("2x1x4",), "gpt_heads": 2}, "--gpt-heads 2: shards are equal. Fix: pass a multiple of 4."),
+        ({"every": True, "devices": 6}, "--every --devices 6: there is no such mesh. Fix: "),
+        ({"models": ("mlp", "cnn")}, "--models cnn: there is no such model. Fix: pass some of gpt, mlp."),
+        ({"models": ()}, "--models: there is none. Fix: pass some of gpt, mlp."),
+        ({"steps": 0, "gpt_depth": -1}, "--steps 0, --gpt-depth -1: counts start at 1. Fix: "),
+        ({"seed": -1}, "--seed -1: seeds start at 0. Fix: "),
+        ({"batch": 9}, "--batch 9 --microbatches 8: microbatches are of one size here. Fix: "),
+        ({"gpt_width": 12}, "--gpt-width 12 --gpt-heads 8: heads share the width equally. Fix: "),
+        ({"dropout": 1.0}, "--dropout 1.0: a rate is at least 0 and below 1. Fix: "),
+        ({"figure": module.Path("mesh.bmp")}, "--figure mesh.bmp: it ends in none of .pdf, .png, .svg. Fix: "),
+    ],
+)
+def test_a_config_that_makes_no_run_is_refused_in_one_line(options, message):
+    with pytest.raises(ConfigError) as caught:
+        Config(**options)
+    assert str(caught.value).startswith(message)
+    assert "Fix: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_more_devices_than_there_are_and_files_that_cannot_be_written_are_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(module, "train_plainly", None)
+    with pytest.raises(ConfigError, match=r"--devices 16: a mesh has no device twice, and there are 8 \(cpu\)\. Fix: "):
+        run(dataclasses.replace(TINY, devices=16, meshes=("2x4x2",)))
+    with pytest.raises(ConfigError, match=r"--json .*: cannot be written \(Is a directory\)\. Fix: name another file"):
+        run(dataclasses.replace(TINY, json=module.Path()))
+    monkeypatch.setattr(sys, "argv", ["mesh", "--meshes", "2x2x4"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+
+
+def test_what_jaxpp_refuses_names_the_model_and_the_mesh(monkeypatch):
+    def refuses(*args):
+        raise JaxppError("cuts", "it cannot be cut", "1", "look")
+
+    monkeypatch.setattr(module, "train_plainly", lambda *args: Trained((1.0,), {}))
+    monkeypatch.setattr(module, "measure", refuses)
+    with pytest.raises(JaxppError) as caught:
+        run(TINY)
+    assert caught.value.__notes__ == ["This was mlp on 2x2x2."]
