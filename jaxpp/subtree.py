@@ -7,7 +7,7 @@ whole, so that one module definition serves any number of parameter sets.
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from jaxpp.errors import BankError
@@ -16,15 +16,19 @@ from jaxpp.types import LossFn, Params
 __all__ = ["bind", "insert", "take"]
 
 
-def take(params: Params, path: str) -> tuple[Params, Params]:
+Path = str | Sequence[str]
+"""The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several of these."""
+
+
+def take(params: Params, path: Path) -> tuple[Params, Params]:
     """Cut the subtree at ``path`` out of a parameter tree.
 
     Args:
         params: the whole, of mappings down to the subtree.
-        path: the keys on the way, such as ``"head"`` or ``"block_1/adapter"``.
+        path: the keys on the way; or several paths, for a task whose parameters are in several places.
 
     Returns:
-        the rest, and the subtree; ``insert(rest, subtree, path)`` is the whole again.
+        the rest, and the subtree (for several paths a dictionary of them); ``insert(rest, subtree, path)`` is the whole again.
 
     Raises:
         BankError: there is nothing at that path.
@@ -32,7 +36,14 @@ def take(params: Params, path: str) -> tuple[Params, Params]:
     Example:
         >>> take({"body": 1, "block_1": {"adapter": 2, "dense": 3}}, "block_1/adapter")
         ({'body': 1, 'block_1': {'dense': 3}}, 2)
+        >>> take({"body": 1, "block_1": {"adapter": 2, "dense": 3}, "head": 4}, ["block_1/adapter", "head"])
+        ({'body': 1, 'block_1': {'dense': 3}}, {'block_1/adapter': 2, 'head': 4})
     """
+    if not isinstance(path, str):
+        subtrees = {}
+        for one in _paths(path):
+            params, subtrees[one] = take(params, one)
+        return params, subtrees
     found: list[Params] = []
 
     def cut(node: Any, key: Hashable) -> Any:
@@ -42,13 +53,13 @@ def take(params: Params, path: str) -> tuple[Params, Params]:
     return _at(params, path, cut, there=True), found[0]
 
 
-def insert(params: Params, task_params: Params, path: str) -> Params:
+def insert(params: Params, task_params: Params, path: Path) -> Params:
     """A parameter tree with ``task_params`` at ``path``, in place of what is there, if anything is.
 
     Args:
         params: the whole, or the whole without that subtree; it stays as it is.
-        task_params: the subtree.
-        path: the keys on the way; all but the last must be there.
+        task_params: the subtree; for several paths a dictionary of them.
+        path: the keys on the way, all but the last of which must be there; or several paths.
 
     Raises:
         BankError: they are not.
@@ -57,15 +68,19 @@ def insert(params: Params, task_params: Params, path: str) -> Params:
         >>> insert({"body": 1, "block_1": {"dense": 3}}, 2, "block_1/adapter")
         {'body': 1, 'block_1': {'dense': 3, 'adapter': 2}}
     """
+    if not isinstance(path, str):
+        for one in _paths(path):
+            params = insert(params, task_params[one], one)
+        return params
     return _at(params, path, lambda node, key: type(node)({**node, key: task_params}), there=False)
 
 
-def bind(loss_fn: LossFn, path: str) -> Callable[..., Any]:
+def bind(loss_fn: LossFn, path: Path) -> Callable[..., Any]:
     """A loss over shared parameters and a task's own, of a loss over one module's whole parameters.
 
     Args:
         loss_fn: ``loss_fn(params, batch[, key])``, over the whole.
-        path: where the task's parameters belong in ``params``.
+        path: where the task's parameters belong in ``params``; several paths for parameters in several places.
 
     Returns:
         ``loss_fn(params, task_params, batch[, key])``; whatever ``params`` has at the path is not read.
@@ -78,7 +93,8 @@ def bind(loss_fn: LossFn, path: str) -> Callable[..., Any]:
         >>> loss_fn({"body": 2.0}, 1.0, 3.0)
         7.0
     """
-    _keys(path)
+    for one in [path] if isinstance(path, str) else _paths(path):
+        _keys(one)
 
     @functools.wraps(loss_fn)
     def bound(params: Params, task_params: Params, *rest: Any, **named: Any) -> Any:
@@ -91,6 +107,13 @@ def bind(loss_fn: LossFn, path: str) -> Callable[..., Any]:
     except (TypeError, ValueError):  # a function that does not say, or one of keywords alone
         pass
     return bound
+
+
+def _paths(paths: Any) -> Sequence[str]:
+    if not isinstance(paths, Sequence) or not paths:
+        fix = 'write it like "head", or ["block_0/adapter", "block_1/adapter"]'
+        raise BankError(f"path={paths!r}", "a path is a text, or several are a list of at least one", repr(paths), fix)
+    return paths
 
 
 def _keys(path: str) -> list[str]:

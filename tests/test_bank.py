@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import weakref
 
 import chex
@@ -220,6 +221,20 @@ def test_d4_a_bound_loss_takes_a_key_and_replaces_what_is_there():
     assert params == {"head": {"w": 1.0, "b": 2.0}}
 
 
+def test_a_task_may_have_parameters_in_several_places():
+    whole = {"body": {"adapter": 1.0, "dense": 2.0}, "head": 3.0}
+    paths = ["body/adapter", "head"]
+    rest, own = jaxpp.Bank.take(whole, paths)
+    assert rest == {"body": {"dense": 2.0}} and own == {"body/adapter": 1.0, "head": 3.0}
+    assert insert(rest, own, paths) == whole
+    loss = jaxpp.Bank.bind(lambda params, batch: params["body"]["adapter"] * batch + params["head"], paths)
+    assert loss(rest, {"body/adapter": 5.0, "head": 7.0}, 2.0) == 17.0
+    assert list(inspect.signature(loss).parameters) == ["params", "task_params", "batch"]
+    for wrong in ([], 3, ["head", ""]):
+        with pytest.raises(BankError, match="path"):
+            jaxpp.Bank.bind(lambda params, batch: batch, wrong)
+
+
 def test_take_and_insert_are_inverse_and_name_what_is_not_there():
     whole = Net().init(jax.random.key(0), BATCHES[0])["params"]
     for path in ("head", "block_1/adapter", "block_1/adapter/kernel"):
@@ -230,7 +245,7 @@ def test_take_and_insert_are_inverse_and_name_what_is_not_there():
         jaxpp.Bank.take(whole, "block_1/adaptor")
     with pytest.raises(BankError, match=r"params\[head/bias\] is or has"):
         jaxpp.Bank.take(whole, "head/bias/x")
-    for path in ("", "a//b", 3):
+    for path in ("", "a//b"):
         with pytest.raises(BankError, match="keys down to a subtree"):
             jaxpp.Bank.bind(loss_fn, path)
 
