@@ -55,7 +55,7 @@ class Asked:
             check_no_task(task)
             yield self._engine, leaves
         else:
-            with self._tasks.lent(task, leaves) as whole:
+            with self._tasks.whole(task, leaves) as whole:
                 yield whole
 
     def verify(self, state: State, batch: Batch, key: Key | None = None, *, task: Any = None) -> None:

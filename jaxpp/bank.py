@@ -282,8 +282,25 @@ class Bank:
 
     __repr__ = __str__
 
+    def check_name(self, name: Any, where: str) -> None:
+        """Refuse what is no name of a set.
+
+        Args:
+            name: what the user wrote.
+            where: where that was.
+
+        Raises:
+            BankError: there is no such set; sets of near names are named.
+        """
+        self._layout(name, where)
+
     def _layout(self, name: Any, where: str) -> Layout:
+        if not isinstance(name, Hashable):
+            raise BankError(where, "a name is a text, a number or a tuple of these", type(name).__name__, "pass the set's name")
         if name not in self._layouts:
+            if isinstance(name, tuple) and name and all(part in self._layouts for part in name if isinstance(part, Hashable)):
+                rule, got = "a tuple is the name of one set; one set a replica is a list", repr(name)
+                raise BankError(where, rule, got, f"pass {list(name)!r}")
             near = difflib.get_close_matches(str(name), map(str, self._layouts))
             got = f"{name!r}; the bank has {_names(self.tasks) or 'no sets'}"
             fix = (

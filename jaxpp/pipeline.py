@@ -64,8 +64,8 @@ class Pipeline(Asked):
         mesh: devices along ``"pipe"`` (one a rank), ``"data"`` (replicas) and ``"model"`` (shards of the parameters), instead of
             ``devices``; each rank is then a sub-mesh.
         data_parallel: replicas, without a mesh. Each takes its part of the batch and splits that into the microbatches, so a step
-            is that of as many times more microbatches: those of replica r are numbered from r times theirs. Gradients are summed
-            over the replicas once a step.
+            is that of as many times more microbatches (where they are equally large; otherwise each replica's first are the larger
+            ones): those of replica r are numbered from r times theirs. Gradients are summed over the replicas once a step.
         shardings: how parameters are sharded over ``"model"`` inside their stage: by path, ``{"*/fc": "column", "*/proj": "row",
             "*/attn": "heads", "embed": "embedding"}`` or ``PartitionSpec``s; a tree of these; or Flax's logical axis rules, for
             parameters that carry axis names.

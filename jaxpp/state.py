@@ -61,7 +61,7 @@ class Metrics:
         loss: the weighted mean over microbatches.
         aux: the loss's aux: scalars averaged like the loss, arrays with one row an example joined; ``()`` without ``has_aux``.
         grad_norm: the global norm of the gradient before the optimizer, without parameters that the optimizer freezes (theirs is
-            not computed); None from ``evaluate``.
+            not computed), and with a bank of Theta alone; None from ``evaluate``.
         finite: with ``loss_scale``, whether all gradients were finite; if not, the step changed nothing but the scale. Else None.
     """
 

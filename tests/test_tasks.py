@@ -155,7 +155,7 @@ def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape():
     bank = jaxpp.Bank(many, OWN)
     pipe = jaxpp.Pipeline(counted, SHARED, num_stages=2, num_microbatches=2, has_aux=True, bank=bank)
     state = pipe.init(theta(), DATA)
-    (first,) = {id(fit.engine) for fit in pipe._tasks._fits.values()}
+    (first,) = {id(fit.engine) for fit in pipe._tasks._fitted.values()}
     times, programs = len(traced), len(pipe._engine.preparer.programs)
     for name in list(many)[:64:9]:
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
@@ -163,7 +163,7 @@ def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape():
     for name in ("wide0", "wide1", "t0"):
         state, metrics = pipe.step(state, DATA, jax.random.key(0), task=name)
         pipe.verify(state, DATA, jax.random.key(1), task=name)
-    assert len(pipe._tasks._fits) == 2 and first in {id(fit.engine) for fit in pipe._tasks._fits.values()}
+    assert len(pipe._tasks._fitted) == 2 and first in {id(fit.engine) for fit in pipe._tasks._fitted.values()}
     assert np.isfinite(metrics.loss)
 
 

@@ -148,8 +148,12 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
         gone = line.taken - set(line.outputs)
         taken |= gone
         ends.update((name, number) for name in gone)
-        copied = line.job is None and where.get(line.inputs[0]) == line.device
-        results = [sizes[line.inputs[0]] * (not copied)] if line.job is None else _made(draft, line)
+        if line.job is not None:
+            results = _made(draft, line)
+        elif line.is_send:
+            results = [0 if where.get(line.inputs[0]) == line.device else sizes[line.inputs[0]]]
+        else:  # the means over groups of replicas: each as large as what it is of
+            results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
         for name, size in zip(line.outputs, results, strict=True):
             sizes[name] = size
             begins.setdefault(name, number + 1)

@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
     Attributes:
         label: what it is, for people.
-        job: what runs; None for a send.
+        job: the program that runs; None for a send, and where ``call`` runs.
         device: where it runs, or where it sends to.
         inputs: names of what it reads.
         outputs: names of what it writes.
@@ -65,6 +65,11 @@ class Line(NamedTuple):
             return self.action.stage
         named = self.outputs or self.inputs
         return named[0].stage if named else 0
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is a send."""
+        return self.job is None and self.call is None
 
     @property
     def taken(self) -> set[Name]:
@@ -216,7 +221,7 @@ class Draft:
                 home = home_of(line.device, line.outputs[0].ref)
                 call = senders.setdefault(home, sender(home))
             seen = -1 if watch[number] is None else slots[watch[number]]
-            about = About(line.device, line.stage, line.action, line.job is None and line.call is None, seen)
+            about = About(line.device, line.stage, line.action, line.is_send, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
         return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
 

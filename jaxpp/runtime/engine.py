@@ -29,6 +29,7 @@ from jaxpp.runtime.transfer import divided, private, put_at
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph
+from jaxpp.stages.joint import Joint
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.stages.stack import Slicing, is_slices
@@ -192,8 +193,9 @@ class Engine:
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
             check_sliced(self.optimizer, layout.given[0], layout.params, layout.slicing)
             states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
-            own = frozenset(leaf for _, leaf in layout.known["own"])
-            options = (preparer.frozen, self.settings.scaling, states if self.settings.scaling else (), own)
+            joint = layout.params if isinstance(layout.params, Joint) else None
+            count = len(layout.owner) if joint is None else len(jax.tree.leaves(joint.shared))
+            options = (preparer.frozen, self.settings.scaling, states if self.settings.scaling else (), range(count))
             update = plan_update(self.optimizer, layout.params, layout.owner, job.loss_stage, loss, *options)
             opt = jax.eval_shape(self.optimizer.init, layout.params)
             specs = opt_specs_of(opt, layout.params, layout.known["specs"])

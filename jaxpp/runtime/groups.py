@@ -5,7 +5,7 @@ needs: a group of replicas with one task reduces by itself, on a mesh of its own
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,11 +22,13 @@ class Groups:
     """Which replicas run the same task; the means over them.
 
     Attributes:
-        current: the replicas of each task of this step.
+        current: the replicas of each task of the step that is about to run; it runs before another is told of.
+        compiled: the programs of the groups met so far, for all batch shapes.
     """
 
     def __init__(self) -> None:
         self.current: tuple[tuple[int, ...], ...] = ()
+        self.compiled: dict[Any, Any] = {}
 
     def set(self, tasks: Sequence[Hashable]) -> None:
         """Say which task each replica runs in the steps to come."""
@@ -56,7 +58,6 @@ class Mean:
     avals: tuple[Any, ...]
     specs: tuple[PartitionSpec, ...]
     num_weights: int
-    _compiled: dict[Mesh, Any] = field(default_factory=dict)
 
     def __call__(self, *values: Any) -> list[Any]:
         """The means, each replica with its group's."""
@@ -87,20 +88,26 @@ class Mean:
     def program(self, group: Sequence[int]) -> Any:
         """The compiled program of a group of replicas; of one alone it communicates nothing."""
         mesh = self._mesh(group)
-        if mesh not in self._compiled:
+        key = mesh, tuple((aval.shape, aval.dtype) for aval in self.avals), self.specs, self.num_weights
+        if key not in self.groups.compiled:
             count, homes, share = len(self.specs), self._homes(mesh), len(group) / self.place.num_replicas
 
             def mean(*args: Any) -> list[Any]:
                 whole = sum(_total(weight) for weight in args[count:]) if args[count:] else share
-                return [jnp.broadcast_to(_total(g) / jnp.asarray(whole, g.dtype), g.shape) for g in args[:count]]
+                return [jnp.broadcast_to(_mean(_total(g), jnp.asarray(whole, g.dtype)), g.shape) for g in args[:count]]
 
             shapes = [*self.avals, *[jax.ShapeDtypeStruct((), scale_dtype())] * self.num_weights]
             avals = [
                 jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
                 for aval, home in zip(shapes, homes, strict=True)
             ]
-            self._compiled[mesh] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
-        return self._compiled[mesh]
+            self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
+        return self.groups.compiled[key]
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    """The mean, zero where nothing had any weight."""
+    return jnp.where(weight == 0, jnp.zeros_like(total), total / jnp.where(weight == 0, 1, weight))
 
 
 def _total(value: Any) -> Any:

@@ -130,7 +130,7 @@ def plan_update(
     frozen: Collection[int] = (),
     scaling: Scaling | None = None,
     states: Sequence[tuple[int, Any]] = (),
-    own: Collection[int] = (),
+    counted: Collection[int] | None = None,
 ) -> Update:
     """Trace an optimizer on a spread tree and place its equations.
 
@@ -143,14 +143,15 @@ def plan_update(
         frozen: the leaves whose gradient it does not read; they are given none.
         scaling: how the loss is scaled, if it is: then nothing changes where a gradient is not finite.
         states: stage and shape of each model state leaf.
-        own: the leaves of which each replica has its own; they count in no norm.
+        counted: the leaves that count in the norm that is reported; all unless given.
 
     Raises:
         OptimizerError: it calls the loss (a line search), or would move a large array between stages.
     """
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
-    apart = {*frozen, *own}
+    counted = range(len(leaves)) if counted is None else counted
+    apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
     wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in apart})
 
     def update(
@@ -168,7 +169,7 @@ def plan_update(
         parts = [optax.tree.norm([grad for home, grad in free if home == stage], squared=True) for stage in wanted]
         return [
             jnp.array(leaf, copy=True)
-            for leaf in (*results, optax.tree.norm([grad for k, grad in enumerate(made) if k not in own]), *parts)
+            for leaf in (*results, optax.tree.norm([grad for k, grad in enumerate(made) if k in counted]), *parts)
         ]
 
     def birth(params: list[Any]) -> list[Any]:

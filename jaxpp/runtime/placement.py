@@ -96,6 +96,9 @@ def submeshes(
         found = pool(devices)
         if data_parallel == 1:
             return found
+        if len(set(found)) < len(found):
+            where, got = f"devices, data_parallel={data_parallel}", ", ".join(map(str, found))
+            raise ArgumentError(where, "replicas of a stage have a device each", got, "name each device once")
         if len(found) < data_parallel:
             raise ArgumentError(
                 f"data_parallel={data_parallel}",

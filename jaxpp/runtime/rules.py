@@ -147,11 +147,13 @@ def opt_specs_of(opt_state: Any, params: Any, specs: Sequence[PartitionSpec]) ->
         return ()
     pairs = zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
     joint = isinstance(params, Joint)
-    known = {tuple(map(str, path[joint:])): (leaf.shape, spec) for (path, leaf), spec in pairs}
+    known = {(str(path[0]) if joint else "", *map(str, path[joint:])): (leaf.shape, spec) for (path, leaf), spec in pairs}
+    parts = ("[0]", ".shared"), ("[1]", ".task")  # the state of a pair's optimizers is a pair
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        part = dict(parts)[str(path[0])] if joint else ""
         names = tuple(map(str, path))
-        ends = (known.get(names[k:]) for k in range(len(names)))
+        ends = (known.get((part, *names[k:])) for k in range(len(names)))
         shape, spec = next((end for end in ends if end is not None), ((), _WHOLE))
         found.append(spec if shape == leaf.shape else _WHOLE)
     return tuple(found)

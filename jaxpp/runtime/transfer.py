@@ -69,7 +69,7 @@ def private(value: Any) -> Any:
 
 def divided(batch: Sequence[Any], keys: Sequence[Any], num_replicas: int) -> tuple[list[Any], list[Any]]:
     """The leaves of a batch, and a key, with the replicas as their first axis: each gets its part of the one, and the other."""
-    parts = [leaf.reshape(num_replicas, -1, *leaf.shape[1:]) for leaf in map(_array, batch)]
+    parts = [leaf.reshape(num_replicas, leaf.shape[0] // num_replicas, *leaf.shape[1:]) for leaf in map(_array, batch)]
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 
