@@ -335,3 +335,21 @@ def test_a_batch_that_replicas_cannot_share_is_refused():
 def test_model_state_and_replicas_are_refused():
     with pytest.raises(jaxpp.errors.ArgumentError, match="replicas run theirs side by side"):
         jaxpp.Pipeline(lambda p, s, b: (b.sum(), (s, {})), optax.sgd(0.1), num_stages=1, data_parallel=2, has_state=True)
+
+
+def test_devices_named_twice_are_refused_for_replicas():
+    case = mlp_case(batch_size=16)
+    with pytest.raises(jaxpp.errors.ArgumentError, match="name each device once"):
+        pipeline(case, devices=jax.devices()[:1] * 2, data_parallel=2, shardings=None)
+
+
+def test_a_batch_leaf_without_elements_is_shared_among_replicas():
+    case = mlp_case(batch_size=16)
+
+    def loss_fn(params, batch):
+        return case.loss_fn(params, {k: batch[k] for k in "xy"})
+
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, has_aux=True, data_parallel=2)
+    batch = case.batch | {"nothing": np.zeros((16, 0), "float32")}
+    state = pipe.init(case.params, batch)
+    pipe.verify(state, batch)

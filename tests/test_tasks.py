@@ -1,6 +1,7 @@
 """theta[t] inside a pipeline: the rows D1 to D12 of what must be true."""
 
 import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -370,3 +371,157 @@ def test_a_scaled_loss_with_a_task_a_replica_is_refused():
     bank = jaxpp.Bank(sets(2), OWN)
     with pytest.raises(jaxpp.errors.ArgumentError, match="its own sum of gradients"):
         pipeline(bank, data_parallel=2, loss_scale=DynamicScale())
+
+
+def test_forecast_and_profile_count_the_means_of_replicas_with_a_task_each():
+    many = {name: params | {"gate": numbers(9, WIDTH)} for name, params in sets(2).items()}
+
+    def gated(params, task, batch, key):
+        return loss_fn(params, task | {"adapter": task["adapter"] * task["gate"]}, batch, key)
+
+    bank = jaxpp.Bank(many, OWN)
+    pipe = jaxpp.Pipeline(gated, SHARED, num_stages=2, has_aux=True, bank=bank, data_parallel=2)
+    state = pipe.init(theta(), DATA)
+    forecast = pipe.forecast(theta(), DATA, jax.random.key(0))
+    profile = pipe.profile(state, DATA, jax.random.key(0), num_steps=1, task=["t0", "t1"])
+    place = pipe._engine.placement[0]
+    ends = {(sample.when, sample.device): sample.kinds for sample in profile.ledger.samples}
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(theta())) // 2 + many["t0"]["adapter"].nbytes + many["t0"]["gate"].nbytes
+    assert ends["begins", place][0] == held
+    assert forecast.peaks[place] > 3 * held
+
+
+def test_a_task_without_any_weight_learns_nothing_rather_than_nonsense():
+    bank = jaxpp.Bank(sets(2), optax.sgd(0.1))
+    pipe, state = opened(bank, data_parallel=2, weight=lambda batch: batch[1].sum())
+    labels = DATA[1].copy()
+    labels[: BATCH // 2] = 0
+    before = jax.tree.map(np.copy, bank.params("t0"))
+    state, metrics = pipe.step(state, (DATA[0], labels), jax.random.key(0), task=["t0", "t1"])
+    assert np.isfinite(metrics.loss)
+    same_bits(bank.params("t0"), before)
+    assert not np.array_equal(bank.params("t1")["head"], sets(2)["t1"]["head"])
+
+
+def test_the_gradient_norm_is_that_of_theta_whatever_the_number_of_replicas():
+    found = []
+    for options in ({"num_microbatches": 4}, {"data_parallel": 2}):
+        pipe, state = opened(jaxpp.Bank(sets(1), OWN), **options)
+        found.append(pipe.step(state, DATA, jax.random.key(0), task="t0")[1].grad_norm)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_what_init_was_given_is_not_kept():
+    pipe = pipeline(jaxpp.Bank(sets(1), OWN))
+    params = jax.tree.map(jnp.asarray, theta())
+    state = pipe.init(params, DATA)
+    known = weakref.ref(params["w0"])
+    del params
+    gc.collect()
+    assert known() is None and state.params["w0"].shape == (WIDTH, WIDTH)
+
+
+def test_a_set_that_is_in_use_elsewhere_is_refused_before_the_state_is_consumed():
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe, state = opened(bank)
+    with bank.use("t0"), pytest.raises(jaxpp.errors.BankError, match="in use"):
+        pipe.step(state, DATA, jax.random.key(0), task="t0")
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
+    with bank.use("t0") as task:  # by hand, between steps of the pipeline
+        same_bits(task.params, bank.params("t0"))
+        task.params = jax.tree.map(jnp.zeros_like, task.params)
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
+    assert np.abs(bank.params("t0")["head"]).max() < 0.1
+
+
+def test_a_write_back_that_fails_does_not_cost_the_state(monkeypatch):
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe, state = opened(bank)
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
+    before = jax.tree.map(np.copy, (bank.params("t0"), bank.opt_state("t0")))
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxpp.runtime.shelf.to_host", no_room)
+        state, metrics = pipe.step(state, DATA, jax.random.key(1), task="t0")
+    assert np.isfinite(metrics.loss) and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    with pytest.raises(jaxpp.errors.BankError, match="'t0'"):
+        pipe.step(state, DATA, jax.random.key(2), task="t1")  # told before anything is consumed
+    same_bits((bank.params("t0"), bank.opt_state("t0")), before)
+    state, _ = pipe.step(state, DATA, jax.random.key(2), task="t1")
+
+
+def no_room(*args, **kwargs):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of host memory")
+
+
+def test_sets_move_between_meshes_and_single_devices():
+    bank = jaxpp.Bank(sets(2), OWN)
+    for shape in ((1, 1, 2), (2, 2, 2), None, (1, 2, 2), None):
+        rules = {"shardings": {"w0": "column", "w1": "row"}} if shape else {}
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape) if shape else None
+        mesh = {} if shape is None else {"mesh": Mesh(devices, ("pipe", "data", "model"))}
+        pipe, state = opened(bank, num_stages=1 if shape and shape[0] == 1 else 2, **mesh, **rules)
+        state, metrics = pipe.step(state, DATA, jax.random.key(0), task="t0")
+        with bank.use("t0") as task:
+            assert task.params["head"].devices() == {jax.devices()[0]}
+            task.params = jax.tree.map(lambda leaf: leaf * 1.0, task.params)
+        assert np.isfinite(metrics.loss)
+
+
+def test_a_pipeline_opened_again_or_dropped_leaves_nothing_on_the_devices():
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe, state = opened(bank)
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
+    small = tuple(leaf[:8] for leaf in DATA)
+    state = pipe.init(theta(), small)
+    state, _ = pipe.step(state, small, jax.random.key(0), task="t0")
+    assert len(bank.shelf.rows) == 1
+    del pipe, state
+    gc.collect()
+    assert not bank.shelf.rows
+    for _ in range(3):
+        pipe, state = opened(bank, devices=jax.devices()[3:5])
+        pipe.step(state, DATA, jax.random.key(0), task="t0")
+    gc.collect()
+    assert len(bank.shelf.rows) <= 2
+
+
+def test_an_init_that_fails_gives_back_what_it_was_lent(monkeypatch):
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe = pipeline(bank)
+    with monkeypatch.context() as patch:
+        patch.setattr(jaxpp.runtime.engine.Engine, "opt_birth", broken)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            pipe.init(theta(), DATA)
+    state = pipe.init(theta(), DATA)
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
+
+
+@pytest.mark.parametrize(
+    ("task", "lines"),
+    [
+        (("t0", "t1"), ["a tuple is the name of one set; one set a replica is a list", "Fix: pass ['t0', 't1']."]),
+        ({"t0": 1}, ["a name is a text, a number or a tuple of these", "Got: dict."]),
+        ("t00", ["task='t00'", "is it t0"]),
+    ],
+)
+def test_a_task_of_another_kind_is_told_what_to_be(task, lines):
+    pipe, state = opened(jaxpp.Bank(sets(2), OWN), data_parallel=2)
+    with pytest.raises(jaxpp.errors.BankError) as error:
+        pipe.step(state, DATA, jax.random.key(0), task=task)
+    for line in lines:
+        assert line in str(error.value)
+
+
+def test_a_bank_may_lose_its_first_set_but_not_its_last():
+    bank = jaxpp.Bank(sets(2), OWN)
+    pipe, state = opened(bank)
+    bank.remove("t0")
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="t1")
+    bank.remove("t1")
+    with pytest.raises(jaxpp.errors.BankError, match=r"task(.|\n)*the bank has no sets"):
+        pipe.step(state, DATA, jax.random.key(0), task="t1")
+    with pytest.raises(jaxpp.errors.BankError, match="a bank without sets"):
+        pipe.forecast(theta(), DATA)
+    bank.add("new", a_set(7, classes=4))
+    state, _ = pipe.step(state, DATA, jax.random.key(0), task="new")
