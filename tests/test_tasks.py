@@ -276,7 +276,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.shelf.host(name)} == {HOST}
+            assert {leaf.sharding.memory_kind for leaf in bank.shelf.stored(name)} == {HOST}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
 
 
