@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxpp.runtime.transfer import to_host
 from jaxpp.stages.packing import Pack, packs_of
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["SMALL", "Crate", "shapes_of"]
+__all__ = ["SMALL", "Crate", "Packed", "boxed", "shapes_of"]
 
 SMALL = 1 << 16
-"""Bytes up to which an array is packed: packing copies them once more, which at some 10 GB/s is below what a transfer costs to begin."""
+"""Bytes up to which an array is packed: to copy so many once more, at a few GB/s, is still less than to begin a transfer."""
 
 
 class _Bundle(NamedTuple):
@@ -140,6 +141,30 @@ class Crate:
 
         homes = [self.homes[k] for k in mine]
         return _Bundle(place, packs, mine, jax.jit(join, out_shardings=place), jax.jit(split, out_shardings=homes))
+
+
+class Packed(NamedTuple):
+    """A host copy of a set.
+
+    Attributes:
+        crate: how it is packed.
+        arrays: what travelled.
+    """
+
+    crate: Crate
+    arrays: tuple[Array, ...]
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """An array a leaf: for small leaves views of the vectors, as NumPy arrays that cannot be written to."""
+        return self.crate.views(self.arrays)
+
+
+def boxed(crate: Crate, leaves: Sequence[Any]) -> Packed:
+    """The host copy of leaves that are on the host; waits until it is there."""
+    vectors = crate.vectors(leaves)
+    there = jax.block_until_ready(to_host(vectors, crate.places[: len(vectors)]))
+    return Packed(crate, (*there, *crate.alone(leaves)))
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:

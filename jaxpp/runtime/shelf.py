@@ -24,7 +24,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError
-from jaxpp.runtime.crate import Crate, shapes_of
+from jaxpp.runtime.crate import Crate, Packed, boxed, shapes_of
 from jaxpp.runtime.transfer import private, to_device, to_host
 from jaxpp.types import Array
 
@@ -76,19 +76,12 @@ class _Row:
         return len(self.lent) < slots
 
 
-class _Held(NamedTuple):
-    """A host copy of a set: what travelled, and how it is packed."""
-
-    crate: Crate
-    arrays: tuple[Array, ...]
-
-
 class _Write(NamedTuple):
     """A write-back under way, with the host copy that it replaces."""
 
     name: Hashable
-    old: _Held
-    new: _Held
+    old: Packed
+    new: Packed
 
 
 class Shelf:
@@ -113,7 +106,7 @@ class Shelf:
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
         self.slots = slots
         self.traffic = Traffic()
-        self._hosts: dict[Hashable, _Held] = {}
+        self._hosts: dict[Hashable, Packed] = {}
         self._sizes: dict[Hashable, int] = {}
         self._crates: dict[tuple[jax.ShapeDtypeStruct, ...], Crate] = {}
         self._rows: dict[Hashable, _Row] = {}
@@ -160,8 +153,8 @@ class Shelf:
         Raises:
             BankError: there is no such set, or the write-back failed; then the next call gives what was there before.
         """
-        arrays = self.stored(name)
-        return self._hosts[name].crate.views(arrays)
+        self.stored(name)
+        return self._hosts[name].leaves
 
     def put(self, name: Hashable, leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> None:
         """Take a set in, or put another in the place of one that is not in use; waits until it is on the host.
@@ -180,7 +173,9 @@ class Shelf:
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
         new = jax.block_until_ready(to_host([private(leaf) for leaf in leaves], homes))
         shapes = shapes_of(new)
-        held = _packed(self._crates.setdefault(shapes, Crate(shapes, homes)).at(homes), new)
+        if shapes not in self._crates:
+            self._crates[shapes] = Crate(shapes, homes)
+        held = boxed(self._crates[shapes].at(homes), new)
         self._drop(name)
         self._hosts[name], self._sizes[name] = held, sum(leaf.nbytes for leaf in new)
 
@@ -277,7 +272,7 @@ class Shelf:
             raise BankError(f"store({name!r})", "a set is written back once for all rows that use it", got, "name all its rows")
         try:
             crate = old.crate.at([leaf.sharding for leaf in leaves])
-            new = _Held(crate, to_host(self._again(self._row(rows[0]), lambda: crate.pack(leaves))))
+            new = Packed(crate, to_host(self._again(self._row(rows[0]), lambda: crate.pack(leaves))))
         except JaxRuntimeError as error:
             self.release(name, rows)
             raise _failed(name, error) from error
@@ -314,7 +309,7 @@ class Shelf:
     def _row(self, row: Hashable) -> _Row:
         return self._rows.setdefault(row, _Row())
 
-    def _known(self, name: Hashable) -> _Held:
+    def _known(self, name: Hashable) -> Packed:
         if name not in self._hosts:
             got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
             raise BankError(f"set {name!r}", "a set is put on the shelf before it is used", got, "put it there first")
@@ -339,7 +334,7 @@ class Shelf:
             raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
         crate = self._hosts[name].crate.at(homes)
         if crate.groups != self._hosts[name].crate.groups:
-            self._hosts[name] = _packed(crate, self.host(name))
+            self._hosts[name] = boxed(crate, self.host(name))
         host = self._hosts[name].arrays
         arrays = self._with_room(name, slots, lambda: to_device(host, crate.places))
         loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + size
@@ -391,12 +386,6 @@ class Shelf:
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
             if now or followed:  # else the set was removed or replaced meanwhile
                 raise _failed(write.name, error) from error
-
-
-def _packed(crate: Crate, leaves: Sequence[Any]) -> _Held:
-    """The host copy of leaves that are on the host; waits until it is there."""
-    vectors = crate.vectors(leaves)
-    return _Held(crate, (*jax.block_until_ready(to_host(vectors, crate.places[: len(vectors)])), *crate.alone(leaves)))
 
 
 def _arrived(leaf: Any) -> bool:
