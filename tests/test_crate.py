@@ -25,7 +25,7 @@ SHAPES = ((), (1,), (2,), (4, 3), (0,), (2, 0), (2, 3, 2), (SMALL + 2,))
 def leaf_of(shape, dtype, seed: int) -> np.ndarray:
     """Any bits that a value of this dtype may have, NaNs of all kinds among them."""
     rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
-    if dtype == bool or dtype.name == "int4":
+    if dtype.name in ("bool", "int4"):
         return rng.integers(0, 2, shape).astype(dtype)
     return np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
 
