@@ -42,7 +42,8 @@ def sets(draw):
     for seed in range(draw(st.integers(1, 9))):
         shape, home = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(HOMES))
         leaves.append(leaf_of(shape, draw(st.sampled_from(PACKED + LOOSE)), seed))
-        homes.append(WHOLE if home == SPLIT and (not shape or shape[0] % 2) else home)
+        fits = not home.spec or (shape and shape[0] % 2 == 0) if isinstance(home, NamedSharding) else True
+        homes.append(home if fits else WHOLE)
     return leaves, homes
 
 
