@@ -565,3 +565,21 @@ def test_a_device_without_room_for_a_vector_is_tried_again_without_what_waits_th
     assert tries == [(name, there) for name in ("unpack", "pack") for there in (("b",), ())]
     check(shelf.host("a"), 1)
     check(shelf.host("b"), 1)
+
+
+def test_a_set_that_cannot_be_packed_as_an_earlier_write_back_fails_stays_as_it_was_and_so_does_the_other(late, monkeypatch):
+    shelf = shelf_of("a", "b")
+    under_way = late()
+    shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    changed = give_up(shelf.fetch("b", HOMES))
+    under_way[0][0].fails = True
+
+    def full(crate, leaves):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(Crate, "pack", full)
+    with pytest.raises(BankError, match=r"set 'b': a write-back that fails(.|\n)*set 'a'"):
+        shelf.store("b", changed)
+    assert (shelf.in_use(), shelf.resident()) == ((), ())
+    check(shelf.host("a"), 0)
+    check(shelf.host("b"), 1)

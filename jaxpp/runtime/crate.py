@@ -25,7 +25,8 @@ from jaxpp.types import Array
 __all__ = ["SMALL", "Crate", "Packed", "boxed", "shapes_of"]
 
 SMALL = 1 << 16
-"""Bytes up to which an array is packed: to copy so many once more, at a few GB/s, is still less than to begin a transfer."""
+"""Bytes up to which an array is packed. To pack is to copy once more: 42 arrays of 64 KiB came and went as fast either way on the
+machine where this was measured, those of 4 KiB three times as fast in a vector."""
 
 
 class _Bundle(NamedTuple):

@@ -273,7 +273,7 @@ class Shelf:
         try:
             crate = old.crate.at([leaf.sharding for leaf in leaves])
             new = Packed(crate, to_host(self._again(self._row(rows[0]), lambda: crate.pack(leaves))))
-        except JaxRuntimeError as error:
+        except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
             raise _failed(name, error) from error
         self._writes.append(_Write(name, old, new))
