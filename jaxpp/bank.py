@@ -200,8 +200,7 @@ class Bank:
         moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
         leaves = [_strong(leaf) for leaf in (*leaves, *moments)]
         self.shelf.put(name, leaves, (self._home,) * len(leaves))
-        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.shelf.host(name))
-        self._layouts[name] = Layout(tree, opt_tree, shapes)
+        self._layouts[name] = Layout(tree, opt_tree, self.shelf.shapes(name))
 
     def remove(self, name: Any) -> None:
         """Forget a set.

@@ -144,7 +144,7 @@ def test_d3_after_random_tasks_every_set_equals_the_all_resident_oracle_bit_for_
     for t in sets:
         chex.assert_trees_all_equal((bank.params(t), bank.opt_state(t)), resident[t])
     assert bank.shelf.traffic.prefetch_hits > 3
-    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.shelf.host(t)} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.shelf.stored(t)} == {"pinned_host"}
 
 
 def test_d4_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetched_copy(compiles):
@@ -304,11 +304,11 @@ def test_shapes_are_those_of_the_leaves_of_the_shelf_in_order(bank):
 
 
 def test_reading_a_set_or_assigning_its_own_arrays_writes_nothing(bank):
-    host = bank.shelf.host("cat")
+    host = bank.shelf.stored("cat")
     with bank.use("cat") as task:
         jax.block_until_ready(loss_fn(shared(ADAMW)[0], task.params, BATCHES[0]))
         task.params = dict(task.params)
-    assert bank.shelf.host("cat") is host
+    assert bank.shelf.stored("cat") is host
     assert bank.shelf.traffic.bytes_to_host == 0
     with bank.use("cat") as task:
         task.params["b"] = task.params["b"] + 1  # in place

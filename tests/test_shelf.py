@@ -12,16 +12,19 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.errors import BankError
 from jaxpp.runtime import shelf as module
+from jaxpp.runtime.crate import SMALL, Crate
 from jaxpp.runtime.shelf import Shelf
 from jaxpp.runtime.transfer import to_device, to_host
 
 HOME = SingleDeviceSharding(jax.devices()[0])
-HOMES = (HOME, HOME)
-BYTES = 4 * 6 + 4 * 3
+HOMES = (HOME, HOME, HOME)
+BIG = SMALL // 4 + 1
+BYTES = 4 * 6 + 4 * 3 + 4 * BIG
 
 
 def values(seed: int) -> list[np.ndarray]:
-    return [np.full((2, 3), seed, np.float32), np.arange(3, dtype=np.int32) + seed]
+    """Two leaves that travel as one, and one that is too large."""
+    return [np.full((2, 3), seed, np.float32), np.arange(3, dtype=np.int32) + seed, np.full(BIG, seed, np.float32)]
 
 
 def arrays(seed: int) -> list[jax.Array]:
@@ -48,7 +51,7 @@ def test_the_host_copies_are_in_pinned_memory_and_the_lent_ones_in_the_devices_o
     lent = shelf.fetch("a", HOMES)
     assert {leaf.sharding.memory_kind for leaf in lent} == {jax.devices()[0].default_memory().kind}
     shelf.store("a", give_up(lent))
-    assert {leaf.sharding.memory_kind for leaf in shelf.host("a")} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in shelf.stored("a")} == {"pinned_host"}
 
 
 def test_what_is_put_is_a_copy_that_its_owner_may_overwrite_or_give_up():
@@ -59,8 +62,8 @@ def test_what_is_put_is_a_copy_that_its_owner_may_overwrite_or_give_up():
     given_up = arrays(2)
     shelf.put("device", given_up)
     give_up(given_up)
-    check(shelf.host("numpy")[:2], 1)
-    assert shelf.host("numpy")[2].max() == 0
+    check(shelf.host("numpy")[:3], 1)
+    assert shelf.host("numpy")[3].max() == 0
     check(shelf.host("device"), 2)
 
 
@@ -81,7 +84,7 @@ def test_a_write_back_is_a_copy_so_the_next_step_may_give_up_what_was_written():
     give_up(arrays(7))  # might be given the same buffers
     check(shelf.host("a"), 1)
     places = {leaf.unsafe_buffer_pointer() for leaf in leaves if not leaf.is_deleted()}
-    assert not places & {leaf.unsafe_buffer_pointer() for leaf in shelf.host("a")}
+    assert not places & {leaf.unsafe_buffer_pointer() for leaf in shelf.stored("a")}
 
 
 def test_the_shelf_holds_nothing_of_what_it_lends():
@@ -131,7 +134,7 @@ def test_with_every_slot_in_use_nothing_is_brought():
 
 
 def test_each_row_has_slots_and_copies_of_its_own_and_a_write_back_drops_those_out_of_date():
-    rows = [(SingleDeviceSharding(device),) * 2 for device in jax.devices()[:3]]
+    rows = [(SingleDeviceSharding(device),) * 3 for device in jax.devices()[:3]]
     shelf = shelf_of("a", "b")
     for row, homes in enumerate(rows):
         shelf.keep("a", shelf.fetch("a", homes, row), row)
@@ -181,6 +184,9 @@ class Late:
 
     def __init__(self, leaf):
         self.leaf, self.nbytes, self.sharding, self.ready, self.fails = leaf, leaf.nbytes, leaf.sharding, False, False
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.leaf)
 
     def is_ready(self):
         return self.ready
@@ -263,7 +269,7 @@ def test_a_failure_is_noticed_at_the_next_operation_and_never_loses_the_set_give
     with pytest.raises(BankError, match="set 'a'"):
         shelf.store("b", changed)
     check(shelf.host("a"), 0)
-    np.testing.assert_array_equal(shelf.host("b")[0].leaf, values(2)[0])
+    np.testing.assert_array_equal(shelf.host("b")[0], values(2)[0])
 
 
 def test_nothing_waits_until_the_third_write_back_waits_for_the_first(late):
@@ -307,7 +313,7 @@ def test_a_device_without_room_is_tried_again_once_what_waits_there_is_gone(monk
     check(shelf.fetch("b", HOMES), 1)
     assert tries == [("a",), ()]
     with pytest.raises(
-        BankError, match=rf"set 'a': a set in use fits(.|\n)*no room for its {BYTES} bytes \(2 slots\)(.|\n)*slots=1"
+        BankError, match=rf"set 'a': a set in use fits(.|\n)*no room for its {BYTES:,} bytes \(2 slots\)(.|\n)*slots=1"
     ):
         shelf.prefetch("a", HOMES)
     assert len(tries) == 3
@@ -408,9 +414,172 @@ def test_any_sequence_of_operations_agrees_with_a_plain_dict(data):
 
 def test_prng_keys_are_leaves_like_others():
     shelf = Shelf()
-    shelf.put("a", [jax.random.key(3), jnp.ones(2)], HOMES)
-    key, ones = shelf.fetch("a", HOMES)
+    shelf.put("a", [jax.random.key(3), jnp.ones(2)], HOMES[:2])
+    key, ones = shelf.fetch("a", HOMES[:2])
     shelf.store("a", [jax.random.fold_in(key, 1), ones])
     shelf.wait()
     expected = jax.random.key_data(jax.random.fold_in(jax.random.key(3), 1))
-    np.testing.assert_array_equal(jax.random.key_data(to_device(shelf.host("a"), HOMES)[0]), expected)
+    np.testing.assert_array_equal(jax.random.key_data(to_device(shelf.host("a"), HOMES[:2])[0]), expected)
+
+
+SMALLS = [((64, 16), (16,), (16, 64), (64,))[k % 4] for k in range(14)]
+
+
+def adapters(seed: int) -> list[np.ndarray]:
+    """Fourteen parameters, their moments, and a step count."""
+    rng = np.random.default_rng(seed)
+    return [*(rng.normal(size=shape).astype("f") for shape in SMALLS * 3), np.asarray(seed, np.int32)]
+
+
+def same(leaves, expected):
+    for leaf, value in zip(leaves, expected, strict=True):
+        assert (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
+        np.testing.assert_array_equal(np.asarray(leaf), value)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """How many arrays each transfer moved, by its direction."""
+    found = {"to_host": [], "to_device": []}
+
+    def count(way, move):
+        def counted(leaves, homes=None):
+            found[way].append(len(leaves))
+            return move(leaves, homes)
+
+        return counted
+
+    for way, move in (("to_host", to_host), ("to_device", to_device)):
+        monkeypatch.setattr(module, way, count(way, move))
+    return found
+
+
+def test_forty_three_small_leaves_travel_as_one_each_way(moved):
+    shelf, homes = Shelf(), (HOME,) * 43
+    for k in range(3):
+        shelf.put(k, adapters(k), homes)
+    moved["to_host"].clear()
+    for k in range(3):
+        lent = shelf.fetch(k, homes)
+        shelf.prefetch((k + 1) % 3, homes)
+        shelf.store(k, give_up(lent))
+    assert (moved["to_host"], moved["to_device"]) == ([1] * 3, [1] * 4)
+    for k in range(3):
+        same(shelf.host(k), [leaf + 1 for leaf in adapters(k)])
+        assert [leaf.sharding.memory_kind for leaf in shelf.stored(k)] == ["pinned_host"]
+    assert shelf.shapes(0) == tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in adapters(0))
+    assert shelf.sizes[0] == sum(leaf.nbytes for leaf in adapters(0))
+
+
+def test_sets_at_several_places_travel_as_a_vector_a_place(moved):
+    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[2:4])
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "model")))
+    places = [SingleDeviceSharding(jax.devices()[1]), whole]
+    homes = [split if leaf.ndim == 2 and k < 8 else places[k % 2] for k, leaf in enumerate(adapters(0))]
+    shelf = Shelf()
+    shelf.put("a", adapters(0), homes)
+    lent = shelf.fetch("a", homes)
+    assert [leaf.sharding for leaf in lent] == homes
+    moved["to_host"].clear()
+    shelf.store("a", [leaf + 1 for leaf in lent])
+    assert (moved["to_host"], moved["to_device"]) == ([2 + 4], [2 + 4])
+    same(shelf.host("a"), [leaf + 1 for leaf in adapters(0)])
+
+
+def test_what_was_prefetched_waits_as_it_came_and_is_taken_apart_where_it_is_fetched(monkeypatch):
+    shelf, homes = Shelf(), (HOME,) * 43
+    shelf.put("a", adapters(1), homes)
+    apart, unpack = [], Crate.unpack
+
+    def counted(crate, arrays):
+        apart.append([weakref.ref(array) for array in arrays])
+        return unpack(crate, arrays)
+
+    monkeypatch.setattr(Crate, "unpack", counted)
+    before = len(jax.live_arrays())
+    shelf.prefetch("a", homes)
+    assert (len(jax.live_arrays()) - before, apart) == (1, [])
+    lent = shelf.fetch("a", homes)
+    assert len(jax.live_arrays()) - before == 43
+    assert not any(ref() for ref in apart[0])
+    assert all(leaf.sharding == HOME and leaf.committed for leaf in lent)
+    same(lent, adapters(1))
+    shelf.keep("a", lent)
+    assert all(a is b for a, b in zip(shelf.fetch("a", homes), lent, strict=True))
+    assert len(apart) == 1
+
+
+def test_a_set_is_packed_anew_when_its_leaves_share_homes_otherwise_even_behind_a_write_back(moved):
+    other = SingleDeviceSharding(jax.devices()[1])
+    together, divided = (HOME,) * 43, tuple((HOME, other)[k % 2] for k in range(43))
+    shelf, expected = Shelf(), adapters(5)
+    shelf.put("a", expected, together)
+    for homes in (divided, together, divided):
+        lent = shelf.fetch("a", homes, row=homes)
+        assert tuple(leaf.sharding for leaf in lent) == homes
+        same(lent, expected)
+        expected = [leaf + 1 for leaf in expected]
+        shelf.store("a", [leaf + 1 for leaf in lent], rows=[homes])
+        assert len(shelf.stored("a")) == len(set(homes))
+    same(shelf.host("a"), expected)
+    assert moved["to_device"] == [2, 1, 2]
+
+
+def test_all_names_share_the_programs_that_pack_and_take_apart():
+    shelf, homes, programs = Shelf(), (HOME,) * 43, []
+
+    def listen(event, duration, **_):
+        programs.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+
+    change = jax.jit(lambda leaves: [leaf + 1 for leaf in leaves], donate_argnums=0)
+    for k in range(16):
+        shelf.put(k, adapters(k), homes)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for k in range(16):
+            shelf.store(k, change(shelf.fetch(k, homes)))
+            assert len(programs) == 3
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_device_without_room_for_a_vector_is_tried_again_without_what_waits_there(monkeypatch):
+    shelf = shelf_of("a", "b")
+    tries, work = [], {name: getattr(Crate, name) for name in ("pack", "unpack")}
+
+    def full(name):
+        def once(crate, arrays):
+            tries.append((name, shelf.resident()))
+            if shelf.resident():
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            return work[name](crate, arrays)
+
+        return once
+
+    for name in work:
+        monkeypatch.setattr(Crate, name, full(name))
+    shelf.prefetch("b", HOMES)
+    lent = shelf.fetch("a", HOMES)
+    shelf.prefetch("b", HOMES)
+    shelf.store("a", give_up(lent))
+    assert tries == [(name, there) for name in ("unpack", "pack") for there in (("b",), ())]
+    check(shelf.host("a"), 1)
+    check(shelf.host("b"), 1)
+
+
+def test_a_set_that_cannot_be_packed_as_an_earlier_write_back_fails_stays_as_it_was_and_so_does_the_other(late, monkeypatch):
+    shelf = shelf_of("a", "b")
+    under_way = late()
+    shelf.store("a", give_up(shelf.fetch("a", HOMES)))
+    changed = give_up(shelf.fetch("b", HOMES))
+    under_way[0][0].fails = True
+
+    def full(crate, leaves):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(Crate, "pack", full)
+    with pytest.raises(BankError, match=r"set 'b': a write-back that fails(.|\n)*set 'a'"):
+        shelf.store("b", changed)
+    assert (shelf.in_use(), shelf.resident()) == ((), ())
+    check(shelf.host("a"), 0)
+    check(shelf.host("b"), 1)

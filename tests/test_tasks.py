@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import jaxpp
 from jaxpp.observe.ledger import live_bytes
+from jaxpp.runtime import shelf
 from jaxpp.runtime.transfer import HOST
 from jaxpp.stages.joint import Joint, join_losses, join_optimizers
 from jaxpp.state import State
@@ -277,8 +278,21 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.shelf.host(name)} == {HOST}
+            assert {leaf.sharding.memory_kind for leaf in bank.shelf.stored(name)} == {HOST}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
+
+
+@pytest.mark.parametrize(("options", "loads"), [({}, 1), ({"data_parallel": 2}, 2)])
+def test_a_set_travels_as_one_vector_a_stage_and_replica_and_comes_back_as_one_a_stage(options, loads, monkeypatch):
+    bank = jaxpp.Bank(sets(3), OWN)
+    pipe, state = opened(bank, **options)
+    moved = {"to_host": [], "to_device": []}
+    for way, found in moved.items():
+        move = getattr(shelf, way)
+        monkeypatch.setattr(shelf, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
+    for name in ("t1", "t2", "t0", "t1"):
+        state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
+    assert moved == {"to_host": [2] * 4, "to_device": [2] * 4 * loads}
 
 
 def test_evaluate_and_verify_and_profile_leave_a_set_as_it_is():

@@ -9,11 +9,14 @@ Nothing here waits for the device, but reading the host copies and the bound on 
 (the third waits for the first, two steps behind what is computing), so the host holds at most so many sets twice. The memory of a
 set that has left its slot is free once its write-back has arrived; if the device has no room before, the load waits for that.
 
-There are no trees and no optimizer here: a set is leaves in an order that its owner knows.
+There are no trees and no optimizer here: a set is leaves in an order that its owner knows. Small leaves travel and wait together,
+in vectors (``Crate``), and are taken apart where the set is fetched: a program that did so at the prefetch would stand before the
+step that the transfer should hide behind.
 """
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +24,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError
+from jaxpp.runtime.crate import Crate, Packed, boxed, shapes_of
 from jaxpp.runtime.transfer import private, to_device, to_host
 from jaxpp.types import Array
 
@@ -49,17 +53,20 @@ class Traffic(NamedTuple):
 
 
 class _Row:
-    """The slots of a replica: which sets are lent, and the copies that wait, the least recently used first."""
+    """The slots of a replica: which sets are lent, and the copies that wait, the least recently used first.
+
+    What was prefetched waits as it came, in its crate.
+    """
 
     __slots__ = ("copies", "lent", "prefetched")
 
     def __init__(self) -> None:
         self.copies: dict[Hashable, tuple[Array, ...]] = {}
         self.lent: set[Hashable] = set()
-        self.prefetched: set[Hashable] = set()
+        self.prefetched: dict[Hashable, Crate] = {}
 
     def drop(self, name: Hashable) -> tuple[Array, ...] | None:
-        self.prefetched.discard(name)
+        self.prefetched.pop(name, None)
         return self.copies.pop(name, None)
 
     def make_room(self, slots: int) -> bool:
@@ -73,8 +80,8 @@ class _Write(NamedTuple):
     """A write-back under way, with the host copy that it replaces."""
 
     name: Hashable
-    old: tuple[Array, ...]
-    new: tuple[Array, ...]
+    old: Packed
+    new: Packed
 
 
 class Shelf:
@@ -99,8 +106,9 @@ class Shelf:
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
         self.slots = slots
         self.traffic = Traffic()
-        self._hosts: dict[Hashable, tuple[Array, ...]] = {}
+        self._hosts: dict[Hashable, Packed] = {}
         self._sizes: dict[Hashable, int] = {}
+        self._crates: dict[tuple[jax.ShapeDtypeStruct, ...], Crate] = {}
         self._rows: dict[Hashable, _Row] = {}
         self._writes: deque[_Write] = deque()
 
@@ -122,16 +130,31 @@ class Shelf:
         """The sets lent on a row."""
         return tuple(self._rows[row].lent) if row in self._rows else ()
 
-    def host(self, name: Hashable) -> tuple[Array, ...]:
-        """The host copy of a set, which is never written to; waits for its write-back.
+    def shapes(self, name: Hashable) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each leaf of a set."""
+        return self._known(name).crate.shapes
+
+    def stored(self, name: Hashable) -> tuple[Array, ...]:
+        """The arrays in pinned memory that are the host copy of a set: vectors of small leaves, then the others; waits for them.
 
         Raises:
-            BankError: there is no such set, or the write-back failed; then the next call gives what was there before.
+            BankError: as ``host`` does.
         """
         self._known(name)
         while any(write.name == name for write in self._writes):
             self._finish()
-        return self._hosts[name]
+        return self._hosts[name].arrays
+
+    def host(self, name: Hashable) -> tuple[Any, ...]:
+        """The host copy of a set, an array a leaf, never written to; waits for its write-back.
+
+        Small leaves are NumPy arrays that cannot be written to: views of what is stored.
+
+        Raises:
+            BankError: there is no such set, or the write-back failed; then the next call gives what was there before.
+        """
+        self.stored(name)
+        return self._hosts[name].leaves
 
     def put(self, name: Hashable, leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> None:
         """Take a set in, or put another in the place of one that is not in use; waits until it is on the host.
@@ -149,8 +172,12 @@ class Shelf:
         here = SingleDeviceSharding(jax.devices()[0])
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
         new = jax.block_until_ready(to_host([private(leaf) for leaf in leaves], homes))
+        shapes = shapes_of(new)
+        if shapes not in self._crates:
+            self._crates[shapes] = Crate(shapes, homes)
+        held = boxed(self._crates[shapes].at(homes), new)
         self._drop(name)
-        self._hosts[name], self._sizes[name] = new, sum(leaf.nbytes for leaf in new)
+        self._hosts[name], self._sizes[name] = held, sum(leaf.nbytes for leaf in new)
 
     def remove(self, name: Hashable) -> None:
         """Forget a set.
@@ -166,6 +193,8 @@ class Shelf:
 
     def fetch(self, name: Hashable, homes: Sequence[Any], row: Hashable = 0) -> tuple[Array, ...]:
         """Lend a set on a row's device, until it is given back; waits for nothing.
+
+        But a set whose small leaves shared homes otherwise when it was written is first packed anew, on the host.
 
         Args:
             name: which.
@@ -184,18 +213,20 @@ class Shelf:
         if name in slots.lent:
             got = f"{name!r} is in use on row {row}"
             raise BankError(f"fetch({name!r})", "a set is in use once at a time", got, "leave the block that uses it first")
-        fresh = name in slots.prefetched
+        crate = slots.prefetched.get(name)
         leaves = slots.drop(name)
         if leaves is None:
-            leaves = self._load(name, homes, row)
+            crate, leaves = self._load(name, homes, row)
         else:
-            hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + fresh
+            hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + (crate is not None)
             self.traffic = self.traffic._replace(hits=hits, prefetch_hits=prefetch_hits)
+        if crate is not None:
+            leaves = self._with_room(name, slots, partial(crate.unpack, leaves))
         slots.lent.add(name)
         return leaves
 
     def prefetch(self, name: Hashable, homes: Sequence[Any], row: Hashable = 0) -> None:
-        """Begin to bring a set that will be fetched; waits for nothing. The least recently used one not in use makes room.
+        """Begin to bring a set that will be fetched, as ``fetch``. The least recently used one not in use makes room.
 
         Raises:
             BankError: there is no such set, the sets in use take all slots, or the device has no room.
@@ -208,8 +239,7 @@ class Shelf:
         if name in slots.copies:
             slots.copies[name] = slots.copies.pop(name)
             return
-        slots.copies[name] = self._load(name, homes, row)
-        slots.prefetched.add(name)
+        slots.prefetched[name], slots.copies[name] = self._load(name, homes, row)
 
     def store(
         self,
@@ -235,14 +265,15 @@ class Shelf:
                 was changed, or an earlier one, and this one is under way.
         """
         old = self._known(name)
-        assert len(leaves) == len(old)
+        assert len(leaves) == len(old.crate.shapes)
         others = [row for row, slots in self._rows.items() if name in slots.lent and row not in rows]
         if others:
             got = f"{name!r} is in use on rows {', '.join(map(str, others))} as well"
             raise BankError(f"store({name!r})", "a set is written back once for all rows that use it", got, "name all its rows")
         try:
-            new = to_host(leaves)
-        except JaxRuntimeError as error:
+            crate = old.crate.at([leaf.sharding for leaf in leaves])
+            new = Packed(crate, to_host(self._again(self._row(rows[0]), lambda: crate.pack(leaves))))
+        except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
             raise _failed(name, error) from error
         self._writes.append(_Write(name, old, new))
@@ -278,7 +309,7 @@ class Shelf:
     def _row(self, row: Hashable) -> _Row:
         return self._rows.setdefault(row, _Row())
 
-    def _known(self, name: Hashable) -> tuple[Array, ...]:
+    def _known(self, name: Hashable) -> Packed:
         if name not in self._hosts:
             got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
             raise BankError(f"set {name!r}", "a set is put on the shelf before it is used", got, "put it there first")
@@ -294,49 +325,58 @@ class Shelf:
             slots.lent.discard(name)
             slots.drop(name)
 
-    def _load(self, name: Hashable, homes: Sequence[Any], row: Hashable) -> tuple[Array, ...]:
-        slots, host, size = self._row(row), self._hosts[name], self._sizes[name]
+    def _load(self, name: Hashable, homes: Sequence[Any], row: Hashable) -> tuple[Crate, tuple[Array, ...]]:
+        """What travels of a set, on its way to a row's device, and its crate there."""
+        slots, size = self._row(row), self._sizes[name]
         if not slots.make_room(self.slots):
             got = f"slots={self.slots}, in use: {', '.join(map(repr, slots.lent))}"
             fix = f"make the bank with slots={self.slots + 1}, or leave the block that uses one first"
             raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
+        crate = self._hosts[name].crate.at(homes)
+        if crate.groups != self._hosts[name].crate.groups:
+            self._hosts[name] = boxed(crate, self.host(name))
+        host = self._hosts[name].arrays
+        arrays = self._with_room(name, slots, lambda: to_device(host, crate.places))
+        loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + size
+        self.traffic = self.traffic._replace(loads=loads, bytes_to_device=moved)
+        return crate, arrays
+
+    def _with_room(self, name: Hashable, slots: _Row, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
+        """Arrays on the device, if it has room for them."""
         try:
-            leaves = self._bring(host, homes, slots)
+            return self._again(slots, work)
         except JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise BankError(
                 f"set {name!r}",
                 "a set in use fits on the device beside what is there",
-                f"no room for its {size:,} bytes ({self.slots} slots)",
+                f"no room for its {self._sizes[name]:,} bytes ({self.slots} slots)",
                 "use slots=1 (nothing is prefetched), a smaller batch, or smaller sets",
             ) from error
-        loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + size
-        self.traffic = self.traffic._replace(loads=loads, bytes_to_device=moved)
-        return leaves
 
-    def _bring(self, host: Sequence[Array], homes: Sequence[Any], slots: _Row) -> tuple[Array, ...]:
-        """Copies on the device; if it has no room, again without the copies that wait and with no write-back under way."""
+    def _again(self, slots: _Row, work: Callable[[], Any]) -> Any:
+        """The result of ``work``; if there is no room, again without the copies that wait and with no write-back under way."""
         try:
-            return to_device(host, homes)
+            return work()
         except JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or not (self._writes or slots.copies):
                 raise
         for name in tuple(slots.copies):
             slots.drop(name)
         self.wait()
-        return to_device(host, homes)
+        return work()
 
     def _settle(self, most: float = float("inf")) -> None:
         """Let go of the old copies whose successors have arrived; wait if more than ``most`` are under way."""
-        while self._writes and (len(self._writes) > most or all(map(_arrived, self._writes[0].new))):
+        while self._writes and (len(self._writes) > most or all(map(_arrived, self._writes[0].new.arrays))):
             self._finish()
 
     def _finish(self) -> None:
         """Wait for the oldest write-back; undo it if it failed."""
         write = self._writes.popleft()
         try:
-            jax.block_until_ready(write.new)
+            jax.block_until_ready(write.new.arrays)
         except JaxRuntimeError as error:
             now, followed = self._hosts.get(write.name) is write.new, any(later.old is write.new for later in self._writes)
             if now:
