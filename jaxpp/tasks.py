@@ -5,6 +5,7 @@ are put among those of the state, each on the device of the stage that uses it, 
 other shapes are cut at the same places and compiled once a shape.
 """
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,7 @@ class Tasks:
         self._fitted: dict[Layout, Fitted] = {}
         self._settled: tuple[Any, ...] = ()
         self._losses: dict[LossFn, LossFn] = {}
+        self._token, self._forget = object(), weakref.finalize(self, bank.shelf.forget, ())
 
     def variables(self, shared: tuple[Any, ...], task: Hashable | None = None) -> tuple[Any, ...]:
         """What the joined loss is traced with: the user's parameters (and model state), and the shapes of a set."""
@@ -78,6 +80,10 @@ class Tasks:
     def open(self, engine: Engine, shared: tuple[Any, ...], batch: Any, key: Any) -> Fitted:
         """Take the engine that was settled for the first set; forget those of before."""
         layout = self.bank.layout(self.bank.tasks[0])
+        self._forget()
+        self._token = token = object()  # copies for other homes are on other rows
+        rows = [(token, r) for r in range(engine.placement.num_replicas)]
+        self._forget = weakref.finalize(self, self.bank.shelf.forget, rows)
         self._settled = *map(avals_of, (shared, batch)), None if key is None else avals_of(key)
         self._first = Fitted.of(engine, layout)
         self._fitted = {layout: self._first}
@@ -177,14 +183,17 @@ class Tasks:
             raise
 
     def _row(self, replica: int) -> Hashable:
-        return id(self), replica
+        return self._token, replica
 
     def give_back(self, names: Sequence[Hashable], leaves: Sequence[Any]) -> None:
         """Write the sets back that a step has changed: each from the first replica that ran it."""
         rows = self.fitted(names[0]).of_rows(leaves)
         for name in dict.fromkeys(names):
             mine = [r for r, other in enumerate(names) if other == name]
-            self.bank.shelf.store(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
+            try:
+                self.bank.shelf.store(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
+            except BankError as error:  # the state that the step has made must not be lost by it
+                self.bank.shelf.tell_later(error)
 
     def keep(self, names: Sequence[Hashable], leaves: Sequence[Any]) -> None:
         """Give sets back that nobody has changed."""
@@ -225,6 +234,8 @@ class Tasks:
         """A step on the leaves of Theta, which changes the replicas' sets too; they are written back."""
         names, fit = self.names(task), self._told(task)
         fit.engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
+        for name in names:
+            self.bank.shelf.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
             outcome = fit.engine.run("update", fit.join(leaves, own), batch, key, donate=donate)
             shared, new = fit.split(outcome.leaves)

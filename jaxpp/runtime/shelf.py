@@ -15,9 +15,9 @@ step that the transfer should hide behind.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -25,69 +25,21 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError
 from jaxpp.runtime.crate import Crate, Packed, boxed, shapes_of
+from jaxpp.runtime.slots import Slots, Traffic, Write, arrived, failed
 from jaxpp.runtime.transfer import private, to_device, to_host
 from jaxpp.types import Array
 
-__all__ = ["Shelf", "Traffic"]
+__all__ = ["Shelf"]
 
 _WRITES = 2
 """How many write-backs a row may have under way."""
 
 
-class Traffic(NamedTuple):
-    """What a shelf has moved since it was made.
-
-    Attributes:
-        loads: sets brought to a device.
-        hits: sets fetched that were there.
-        prefetch_hits: those of the hits that a prefetch had brought, not fetched before.
-        bytes_to_device: of the loads.
-        bytes_to_host: of the write-backs.
-    """
-
-    loads: int = 0
-    hits: int = 0
-    prefetch_hits: int = 0
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-
-
-class _Row:
-    """The slots of a replica: which sets are lent, and the copies that wait, the least recently used first.
-
-    What was prefetched waits as it came, in its crate.
-    """
-
-    __slots__ = ("copies", "lent", "prefetched")
-
-    def __init__(self) -> None:
-        self.copies: dict[Hashable, tuple[Array, ...]] = {}
-        self.lent: set[Hashable] = set()
-        self.prefetched: dict[Hashable, Crate] = {}
-
-    def drop(self, name: Hashable) -> tuple[Array, ...] | None:
-        self.prefetched.pop(name, None)
-        return self.copies.pop(name, None)
-
-    def make_room(self, slots: int) -> bool:
-        """Let go of the least recently used copies until a slot is free; whether one is."""
-        while self.copies and len(self.copies) + len(self.lent) >= slots:
-            self.drop(next(iter(self.copies)))
-        return len(self.lent) < slots
-
-
-class _Write(NamedTuple):
-    """A write-back under way, with the host copy that it replaces."""
-
-    name: Hashable
-    old: Packed
-    new: Packed
-
-
 class Shelf:
     """Sets of arrays by name, on the host, with a few copies on the device.
 
-    The homes of a set on a row are the same at every fetch: its copies are known by name and row alone.
+    The homes of a set on a row are the same at every fetch, for its copies are known by name and row alone; whoever brings sets to
+    other homes does so on other rows.
 
     Args:
         slots: how many sets each row may hold on its device, at least 1; the second is for what is prefetched.
@@ -109,8 +61,14 @@ class Shelf:
         self._hosts: dict[Hashable, Packed] = {}
         self._sizes: dict[Hashable, int] = {}
         self._crates: dict[tuple[jax.ShapeDtypeStruct, ...], Crate] = {}
-        self._rows: dict[Hashable, _Row] = {}
-        self._writes: deque[_Write] = deque()
+        self._rows: dict[Hashable, Slots] = {}
+        self._writes: deque[Write] = deque()
+        self._late: list[BankError] = []
+
+    @property
+    def rows(self) -> tuple[Hashable, ...]:
+        """The rows that have slots."""
+        return tuple(self._rows)
 
     @property
     def names(self) -> tuple[Hashable, ...]:
@@ -168,7 +126,7 @@ class Shelf:
             BankError: the set of this name is in use.
         """
         self._settle()
-        self._idle(name, "be replaced")
+        self.check_idle(name, "be replaced")
         here = SingleDeviceSharding(jax.devices()[0])
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
         new = jax.block_until_ready(to_host([private(leaf) for leaf in leaves], homes))
@@ -187,7 +145,7 @@ class Shelf:
         """
         self._settle()
         self._known(name)
-        self._idle(name, "be removed")
+        self.check_idle(name, "be removed")
         self._drop(name)
         del self._hosts[name], self._sizes[name]
 
@@ -211,8 +169,8 @@ class Shelf:
         self._known(name)
         slots = self._row(row)
         if name in slots.lent:
-            got = f"{name!r} is in use on row {row}"
-            raise BankError(f"fetch({name!r})", "a set is in use once at a time", got, "leave the block that uses it first")
+            fix = "leave the block that uses it first"
+            raise BankError(f"set {name!r}", "a set is in use once at a time", f"{name!r} is in use", fix)
         crate = slots.prefetched.get(name)
         leaves = slots.drop(name)
         if leaves is None:
@@ -221,7 +179,7 @@ class Shelf:
             hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + (crate is not None)
             self.traffic = self.traffic._replace(hits=hits, prefetch_hits=prefetch_hits)
         if crate is not None:
-            leaves = self._with_room(name, slots, partial(crate.unpack, leaves))
+            leaves = self._with_room(name, partial(crate.unpack, leaves))
         slots.lent.add(name)
         return leaves
 
@@ -261,28 +219,31 @@ class Shelf:
             resident: the copy that each of the rows keeps; ``leaves`` unless said.
 
         Raises:
-            BankError: there is no such set, it is in use on another row as well, or a write-back failed: this one, and nothing
-                was changed, or an earlier one, and this one is under way.
+            BankError: there is no such set, it is in use on another row as well, or this write-back failed: then nothing was
+                changed. (Of an earlier one that failed the next call tells.)
         """
         old = self._known(name)
         assert len(leaves) == len(old.crate.shapes)
         others = [row for row, slots in self._rows.items() if name in slots.lent and row not in rows]
         if others:
-            got = f"{name!r} is in use on rows {', '.join(map(str, others))} as well"
-            raise BankError(f"store({name!r})", "a set is written back once for all rows that use it", got, "name all its rows")
+            rule, got = "a set is written back once, for all that use it", f"{name!r} is in use elsewhere as well"
+            raise BankError(f"set {name!r}", rule, got, "leave the block that uses it first")
         try:
             crate = old.crate.at([leaf.sharding for leaf in leaves])
-            new = Packed(crate, to_host(self._again(self._row(rows[0]), lambda: crate.pack(leaves))))
+            new = Packed(crate, to_host(self._again(lambda: crate.pack(leaves))))
         except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
-            raise _failed(name, error) from error
-        self._writes.append(_Write(name, old, new))
+            raise failed(name, error) from error
+        self._writes.append(Write(name, old, new))
         self._hosts[name] = new
         self.traffic = self.traffic._replace(bytes_to_host=self.traffic.bytes_to_host + self._sizes[name])
         self._drop(name)
         for row, copy in zip(rows, (leaves,) * len(rows) if resident is None else resident, strict=True):
             self.keep(name, copy, row)
-        self._settle(_WRITES * len(self._rows))
+        try:
+            self._settle(_WRITES * len(self._rows))
+        except BankError as error:
+            self.tell_later(error)
 
     def keep(self, name: Hashable, leaves: Sequence[Array], row: Hashable = 0) -> None:
         """Give a set back unchanged: it stays on the device while there is a slot, and nothing is written."""
@@ -298,6 +259,25 @@ class Shelf:
             slots.lent.discard(name)
             slots.drop(name)
 
+    def tell_later(self, error: BankError) -> None:
+        """Have the next call raise an error that must not cost its caller what it holds."""
+        self._late.append(error)
+
+    def forget(self, rows: Iterable[Hashable]) -> None:
+        """Drop the copies of rows that nobody will use any more."""
+        for row in rows:
+            self._rows.pop(row, None)
+
+    def check_idle(self, name: Hashable, what: str) -> None:
+        """Refuse what cannot be done with a set in use.
+
+        Raises:
+            BankError: some row has it.
+        """
+        if any(name in slots.lent for slots in self._rows.values()):
+            got = f"{name!r} is in use"
+            raise BankError(f"set {name!r}", f"a set in use cannot {what}", got, "leave the block that uses it first")
+
     def wait(self) -> None:
         """Return once all write-backs have arrived.
 
@@ -306,19 +286,14 @@ class Shelf:
         """
         self._settle(0)
 
-    def _row(self, row: Hashable) -> _Row:
-        return self._rows.setdefault(row, _Row())
+    def _row(self, row: Hashable) -> Slots:
+        return self._rows.setdefault(row, Slots())
 
     def _known(self, name: Hashable) -> Packed:
         if name not in self._hosts:
             got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
             raise BankError(f"set {name!r}", "a set is put on the shelf before it is used", got, "put it there first")
         return self._hosts[name]
-
-    def _idle(self, name: Hashable, what: str) -> None:
-        if any(name in slots.lent for slots in self._rows.values()):
-            got = f"{name!r} is in use"
-            raise BankError(f"set {name!r}", f"a set in use cannot {what}", got, "leave the block that uses it first")
 
     def _drop(self, name: Hashable) -> None:
         for slots in self._rows.values():
@@ -336,15 +311,15 @@ class Shelf:
         if crate.groups != self._hosts[name].crate.groups:
             self._hosts[name] = boxed(crate, self.host(name))
         host = self._hosts[name].arrays
-        arrays = self._with_room(name, slots, lambda: to_device(host, crate.places))
+        arrays = self._with_room(name, lambda: to_device(host, crate.places))
         loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + size
         self.traffic = self.traffic._replace(loads=loads, bytes_to_device=moved)
         return crate, arrays
 
-    def _with_room(self, name: Hashable, slots: _Row, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
+    def _with_room(self, name: Hashable, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
         """Arrays on the device, if it has room for them."""
         try:
-            return self._again(slots, work)
+            return self._again(work)
         except JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -352,24 +327,27 @@ class Shelf:
                 f"set {name!r}",
                 "a set in use fits on the device beside what is there",
                 f"no room for its {self._sizes[name]:,} bytes ({self.slots} slots)",
-                "use slots=1 (nothing is prefetched), a smaller batch, or smaller sets",
+                f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets",
             ) from error
 
-    def _again(self, slots: _Row, work: Callable[[], Any]) -> Any:
+    def _again(self, work: Callable[[], Any]) -> Any:
         """The result of ``work``; if there is no room, again without the copies that wait and with no write-back under way."""
         try:
             return work()
         except JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or not (self._writes or slots.copies):
+            if "RESOURCE_EXHAUSTED" not in str(error) or not (self._writes or any(row.copies for row in self._rows.values())):
                 raise
-        for name in tuple(slots.copies):
-            slots.drop(name)
+        for row in self._rows.values():
+            for name in tuple(row.copies):
+                row.drop(name)
         self.wait()
         return work()
 
     def _settle(self, most: float = float("inf")) -> None:
         """Let go of the old copies whose successors have arrived; wait if more than ``most`` are under way."""
-        while self._writes and (len(self._writes) > most or all(map(_arrived, self._writes[0].new.arrays))):
+        if self._late:
+            raise self._late.pop(0)
+        while self._writes and (len(self._writes) > most or all(map(arrived, self._writes[0].new.arrays))):
             self._finish()
 
     def _finish(self) -> None:
@@ -385,16 +363,4 @@ class Shelf:
                     slots.drop(write.name)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
             if now or followed:  # else the set was removed or replaced meanwhile
-                raise _failed(write.name, error) from error
-
-
-def _arrived(leaf: Any) -> bool:
-    """Whether a copy is there; arrays of PRNG keys cannot say, and come with the others."""
-    ready = getattr(leaf, "is_ready", None)
-    return ready is None or ready()
-
-
-def _failed(name: Hashable, error: Exception) -> BankError:
-    got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
-    fix = "free host memory if there was none, else look at the step that computed it (the cause is above); then use the set again"
-    return BankError(f"set {name!r}", "a write-back that fails leaves the set as it was before", got, fix)
+                raise failed(write.name, error) from error

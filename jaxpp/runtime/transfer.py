@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.runtime.submesh import Place, Submesh, leading
 from jaxpp.stages.program import Ref
@@ -134,4 +134,11 @@ def to_host(leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> tuple[
 
 def to_device(leaves: Sequence[Array], homes: Sequence[Any]) -> tuple[Array, ...]:
     """Begin to copy host arrays to the devices (or shardings) named, and return at once; a step may give the copies up."""
-    return tuple(jax.device_put(list(leaves), list(homes), may_alias=False))
+    found = [_one(leaf) if isinstance(home, SingleDeviceSharding) else leaf for leaf, home in zip(leaves, homes, strict=True)]
+    return tuple(jax.device_put(found, list(homes), may_alias=False))
+
+
+def _one(leaf: Array) -> Array:
+    """Of an array that is whole on several devices, one: JAX does not move those from host memory to a single device."""
+    several = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and leaf.is_fully_replicated
+    return leaf.addressable_shards[0].data if several else leaf
