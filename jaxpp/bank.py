@@ -317,10 +317,12 @@ class Bank:
     def _give_back(self, task: Task, layout: Layout, lent: Sequence[Any]) -> None:
         """Write a task back, if it was changed."""
         where = f"with bank.use({task.name!r})"
-        if wrong := layout.differences(task.params, task.opt_state):
+        (leaves, tree), (moments, opt_tree) = jax.tree.flatten(task.params), jax.tree.flatten(task.opt_state)
+        leaves += moments
+        fits = (tree, opt_tree) == (layout.params, layout.opt_state) and all(map(_is_of, leaves, layout.shapes))
+        if not fits and (wrong := layout.differences(task.params, task.opt_state)):  # which takes longer, as it names them
             fix = "assign the trees that the step returned for this task; the set stays as it was"
             raise BankError(where, "a set keeps its trees, shapes and dtypes", wrong, fix)
-        leaves = jax.tree.leaves((task.params, task.opt_state))
         gone = sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
         if gone:
             got = f"{gone} of {len(leaves)} arrays are gone"
@@ -346,6 +348,11 @@ class Bank:
 def _strong(leaf: Any) -> Any:
     """Without JAX's weak type, which is no part of a set's shapes, and would make a step compile again."""
     return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def _is_of(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf that a step returned has this shape and dtype; others may as well."""
+    return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
 def _is_key(leaf: Any) -> bool:
