@@ -68,7 +68,8 @@ class Bank:
         sets: the parameters of each task, by a name of any hashable kind; the bank takes copies.
         optimizer: what makes the optimizer state of each set (``optimizer.init``).
         device: where sets are used; the first device unless said.
-        slots: how many sets the device may hold; with 1 there is no room to prefetch while one is in use.
+        slots: how many sets the device may hold (each pipeline's devices so many of their own); with 1 there is no room to
+            prefetch while one is in use.
 
     Attributes:
         optimizer: as given.
