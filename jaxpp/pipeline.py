@@ -241,7 +241,7 @@ class Pipeline(Asked):
                 the optimizer.
             batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one.
             key: for the loss, if it takes one; microbatch i gets ``jax.random.fold_in(key, i)``.
-            task: with a bank, the set that the step uses and changes, or a list of one a replica. The bank has the changed set then,
+            task: with a bank, the set that the step uses and changes, or a list of one a replica. The bank has the changed set,
                 whatever ``donate``. Replicas that share a task for the first time compile the mean over them, a small program.
             donate: False keeps the old state alive, at the price of a second copy.
 

@@ -69,7 +69,7 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule | None:
         ("mlp", "float32", 8, 9),
         ("mlp", "float64", 8, 2),
         ("gpt", "float64", 3, 4),
-        ("gpt", "float32", 4, 4),
+        pytest.param("gpt", "float32", 4, 4, marks=pytest.mark.slow),
     ],
 )
 def test_pipelined_equals_plain(model, dtype, stages, microbatches):

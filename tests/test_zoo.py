@@ -183,8 +183,8 @@ def test_every_model_is_here():
         ("mlp", "float32", 4),  # gpt: in test_transparency.py
         ("resnet", "float64", 4),
         ("resnet", "float32", 1),
-        ("unet", "float64", 4),
-        ("seq2seq", "float32", 4),
+        ("unet", "float64", 2),
+        ("seq2seq", "float32", 2),
         ("nnx_gpt", "float32", 2),
         ("adapters", "float32", 2),
     ],

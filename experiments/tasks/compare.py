@@ -1,5 +1,6 @@
 """The ways compared at one number of tasks: trained, looked at, and timed by turns."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,7 @@ def check_equal(name: str, way: Way, other: Way, tasks: Any) -> None:
 
 def _train(make: Callable[[], Way], problem: Problem, steps: int, bar: Any) -> tuple[Way, tuple[int, ...], tuple[int, int, int]]:
     """A way, trained; the most bytes on each device between two steps, and the programs compiled."""
+    gc.collect()  # what went before
     before, looks, marks = device_bytes(), [], []
     with compilations() as compiled:
         way = make()
