@@ -42,7 +42,7 @@ class Fitted:
         """
         assert engine.update is not None and engine.preparer.layout is not None
         params = engine.preparer.layout.params
-        if any(jax.tree.leaves(params.task)) and len(jax.tree.leaves(params.task)) != layout.params.num_leaves:
+        if len(jax.tree.leaves(params.task)) != layout.params.num_leaves:
             raise CutError(
                 "theta[t]",
                 "a loop over the layers of a task's own parameters is not cut",
