@@ -21,7 +21,7 @@ from tests.conftest import gpt_case, mlp_case
 
 RUNS = {
     "mlp 1f1b": (mlp_case, {}, 4, 4, {"schedule": "1f1b"}),
-    "gpt 1f1b, uneven": (gpt_case, {}, 3, 4, {"schedule": "1f1b"}),
+    "mlp 1f1b, uneven": (mlp_case, {}, 3, 4, {"schedule": "1f1b"}),
     "gpt bf16 zb-h1": (gpt_case, {"compute": "bfloat16"}, 2, 3, {"schedule": "zb-h1"}),
     "gpt zb-v recompute": (gpt_case, {}, 4, 4, {"schedule": "zb-v", "remat": "recompute"}),
     "mlp interleaved": (mlp_case, {}, 4, 2, {"schedule": "interleaved"}),

@@ -539,3 +539,14 @@ def test_a_bank_may_lose_its_first_set_but_not_its_last():
         pipe.forecast(theta(), DATA)
     bank.add("new", a_set(7, classes=4))
     state, _ = pipe.step(state, DATA, jax.random.key(0), task="new")
+
+
+def test_a_loop_over_layers_of_a_task_is_not_cut_and_says_so():
+    def looped(params, task, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch @ params["w0"], task["layers"])
+        return jnp.mean(x**2)
+
+    bank = jaxpp.Bank({"t0": {"layers": np.stack([numbers(k, WIDTH, WIDTH) for k in range(6)])}}, SHARED)
+    pipe = jaxpp.Pipeline(looped, SHARED, num_stages=2, bank=bank)
+    with pytest.raises(jaxpp.errors.CutError, match=r"theta\[t\]: a loop over the layers of a task's own"):
+        pipe.init({"w0": theta()["w0"]}, DATA[0])

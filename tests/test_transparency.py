@@ -64,10 +64,10 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule | None:
     [
         ("mlp", "float64", 1, 1),
         ("mlp", "float64", 2, 3),
-        ("mlp", "float32", 3, 5),
+        pytest.param("mlp", "float32", 3, 5, marks=pytest.mark.slow),
         ("mlp", "float64", 4, 2),
         ("mlp", "float32", 8, 9),
-        ("mlp", "float64", 8, 2),
+        pytest.param("mlp", "float64", 8, 2, marks=pytest.mark.slow),
         ("gpt", "float64", 3, 4),
         pytest.param("gpt", "float32", 4, 4, marks=pytest.mark.slow),
     ],

@@ -182,10 +182,10 @@ def test_every_model_is_here():
     [
         ("mlp", "float32", 4),  # gpt: in test_transparency.py
         ("resnet", "float64", 4),
-        ("resnet", "float32", 1),
         ("unet", "float64", 2),
         ("seq2seq", "float32", 2),
-        ("nnx_gpt", "float32", 2),
+        pytest.param("resnet", "float32", 1, marks=pytest.mark.slow),
+        pytest.param("nnx_gpt", "float32", 2, marks=pytest.mark.slow),  # the zoo's test trains and verifies it
         ("adapters", "float32", 2),
     ],
 )
