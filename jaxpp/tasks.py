@@ -100,10 +100,9 @@ class Tasks:
 
     def engine(self, task: Any) -> Engine:
         """The engine for these tasks, told which replica runs which."""
-        return self._told(task).engine
+        return self._told(self.names(task)).engine
 
-    def _told(self, task: Any) -> Fitted:
-        names = self.names(task)
+    def _told(self, names: Sequence[Hashable]) -> Fitted:
         fit = self.fitted(names[0])
         fit.engine.preparer.groups.set(names)
         return fit
@@ -214,7 +213,8 @@ class Tasks:
     @contextmanager
     def whole(self, task: Any, leaves: Sequence[Any]) -> Iterator[tuple[Engine, list[Any]]]:
         """An engine, and the leaves of a whole state; for what leaves it as it is."""
-        names, fit = self.names(task), self._told(task)
+        names = self.names(task)
+        fit = self._told(names)
         with self._lend(names) as own:
             yield fit.engine, fit.join(leaves, own)
             self.keep(names, own)
@@ -232,7 +232,8 @@ class Tasks:
 
     def step(self, task: Any, leaves: Sequence[Any], batch: Any, key: Any, *, donate: bool) -> Outcome:
         """A step on the leaves of Theta, which changes the replicas' sets too; they are written back."""
-        names, fit = self.names(task), self._told(task)
+        names = self.names(task)
+        fit = self._told(names)
         fit.engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
         for name in names:
             self.bank.shelf.check_idle(name, "be changed by a step")

@@ -5,8 +5,8 @@ needs: a group of replicas with one task reduces by itself, on a mesh of its own
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp.runtime.submesh import DATA, MODEL, Submesh
 from jaxpp.stages.microbatch import scale_dtype
+from jaxpp.types import Device
 
 __all__ = ["Groups", "Mean", "shards_of"]
 
@@ -58,20 +59,19 @@ class Mean:
     avals: tuple[Any, ...]
     specs: tuple[PartitionSpec, ...]
     num_weights: int
+    _known: dict[tuple[int, ...], "_Known"] = field(default_factory=dict)
 
     def __call__(self, *values: Any) -> list[Any]:
         """The means, each replica with its group's."""
         parts = [shards_of(value) for value in values]
         found: list[dict[Any, Any]] = [{} for _ in self.specs]
         for group in self.groups.current:
-            mesh = self._mesh(group)
+            program, homes, devices = self._of(group)
             mine = [
-                jax.make_array_from_single_device_arrays(
-                    (len(group), *value.shape[1:]), home, [part[device] for device in mesh.devices.flat]
-                )
-                for value, home, part in zip(values, self._homes(mesh), parts, strict=True)
+                jax.make_array_from_single_device_arrays((len(group), *value.shape[1:]), home, [part[device] for device in devices])
+                for value, home, part in zip(values, homes, parts, strict=True)
             ]
-            for shards, result in zip(found, self.program(group)(*mine), strict=True):
+            for shards, result in zip(found, program(*mine), strict=True):
                 shards.update(shards_of(result))
         order = tuple(self.place.mesh.devices.flat)
         return [
@@ -79,18 +79,23 @@ class Mean:
             for shards, value in zip(found, values, strict=False)
         ]
 
-    def _mesh(self, group: Sequence[int]) -> Mesh:
-        return Mesh(self.place.mesh.devices[list(group)], (DATA, MODEL))
-
-    def _homes(self, mesh: Mesh) -> list[NamedSharding]:
-        return [NamedSharding(mesh, PartitionSpec(DATA, *spec)) for spec in (*self.specs, *[()] * self.num_weights)]
-
-    def program(self, group: Sequence[int]) -> Any:
+    def program(self, group: tuple[int, ...]) -> Any:
         """The compiled program of a group of replicas; of one alone it communicates nothing."""
-        mesh = self._mesh(group)
+        return self._of(group).program
+
+    def _of(self, group: tuple[int, ...]) -> "_Known":
+        """What is known of a group, found out when it is first met."""
+        if group not in self._known:
+            mesh = Mesh(self.place.mesh.devices[list(group)], (DATA, MODEL))
+            specs = (*self.specs, *[()] * self.num_weights)
+            homes = [NamedSharding(mesh, PartitionSpec(DATA, *spec)) for spec in specs]
+            self._known[group] = _Known(self._compiled(group, mesh, homes), homes, tuple(mesh.devices.flat))
+        return self._known[group]
+
+    def _compiled(self, group: tuple[int, ...], mesh: Mesh, homes: list[NamedSharding]) -> Any:
         key = mesh, tuple((aval.shape, aval.dtype) for aval in self.avals), self.specs, self.num_weights
         if key not in self.groups.compiled:
-            count, homes, share = len(self.specs), self._homes(mesh), len(group) / self.place.num_replicas
+            count, share = len(self.specs), len(group) / self.place.num_replicas
 
             def mean(*args: Any) -> list[Any]:
                 whole = sum(_total(weight) for weight in args[count:]) if args[count:] else share
@@ -103,6 +108,14 @@ class Mean:
             ]
             self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
         return self.groups.compiled[key]
+
+
+class _Known(NamedTuple):
+    """A group's program, how its arguments are sharded, and its devices."""
+
+    program: Any
+    homes: list[NamedSharding]
+    devices: tuple[Device, ...]
 
 
 def _mean(total: Any, weight: Any) -> Any:
