@@ -22,6 +22,7 @@ from experiments.devices import ensure_devices
 from experiments.memory.figure import Bars, bars_figure
 from experiments.memory.measure import PARTS, Holding, arrays_now, measure
 from experiments.memory.pairs import PAIRS, Pair, Problem, gpt, mlp
+from experiments.results import ConfigError, add_line, check_writable
 from jaxpp.errors import JaxppError
 from jaxpp.schedule import Schedule
 from jaxpp.schedule.draw import align
@@ -93,10 +94,6 @@ class Config:
             raise ConfigError(f"--figure {self.figure}: it ends in none of {', '.join(FORMATS)}. Fix: pass for example memory.png.")
 
 
-class ConfigError(ValueError):
-    """Sizes or names that make no run, in one line: what was got, the rule, what to do."""
-
-
 @dataclass(frozen=True)
 class Row:
     """What one pair holds.
@@ -158,8 +155,8 @@ def run(config: Config) -> Result:
     drawn = not config.no_figure and available()
     if not (drawn or config.no_figure):
         print('memory: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
-    _check_writable("--figure", config.figure if drawn else None)
-    _check_writable("--json", config.json)
+    check_writable("--figure", config.figure if drawn else None)
+    check_writable("--json", config.json)
     sizes = {"num_ranks": config.ranks, "num_microbatches": config.microbatches}
     pairs = [PAIRS[name] for name in config.pairs or PAIRS]
     schedules = [jaxpp.schedule.make(pair.schedule, **sizes) for pair in pairs]  # so that a wrong one is not found at the end
@@ -240,9 +237,7 @@ def main() -> None:
         print(f"figure: {result.figure}")
     line = result.to_json()
     print(line)
-    if result.config.json is not None:
-        with result.config.json.open("a") as file:
-            file.write(line + "\n")
+    add_line(result.config.json, line)
 
 
 def _problem(pair: Pair, config: Config) -> Problem:
@@ -271,17 +266,3 @@ def _flag(name: str) -> str:
 
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.2f}"
-
-
-def _check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a file before the run, not after it; a file that was not there is not left behind."""
-    if path is None:
-        return
-    there = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()  # touch is content with a folder
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
-    if not there:
-        path.unlink()

@@ -24,6 +24,7 @@ from experiments.mesh.figure import Bar, axes_figure
 from experiments.mesh.measure import Row, Shape, measure
 from experiments.mesh.plain import plain_step, train_plainly
 from experiments.mesh.problems import Problem, gpt, mlp
+from experiments.results import ConfigError, add_line, check_writable
 from jaxpp.errors import JaxppError
 from jaxpp.schedule.draw import align
 from jaxpp.schedule.panel import available
@@ -118,10 +119,6 @@ class Config:
         return every_mesh(self.devices) if self.every else tuple(Shape(*map(int, mesh.split("x"))) for mesh in self.meshes)
 
 
-class ConfigError(ValueError):
-    """Sizes or names that make no run, in one line: what was got, the rule, what to do."""
-
-
 @dataclass(frozen=True)
 class Result:
     """What a run found.
@@ -174,8 +171,8 @@ def run(config: Config) -> Result:
     drawn = not config.no_figure and available()
     if not (drawn or config.no_figure):
         print('mesh: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
-    _check_writable("--figure", config.figure if drawn else None)
-    _check_writable("--json", config.json)
+    check_writable("--figure", config.figure if drawn else None)
+    check_writable("--json", config.json)
     ensure_devices(config.devices)
     if len(jax.devices()) < config.devices:
         raise ConfigError(
@@ -246,9 +243,7 @@ def main() -> None:
         print(f"figure: {result.figure}")
     line = result.to_json()
     print(line)
-    if result.config.json is not None:
-        with result.config.json.open("a") as file:
-            file.write(line + "\n")
+    add_line(result.config.json, line)
     wrong = [f"mesh: {row.model} {row.shape} does not equal the oracle. {row.reason}" for row in result.rows if not row.equal]
     if wrong:
         raise SystemExit("\n".join(wrong))
@@ -319,17 +314,3 @@ def _flag(name: str) -> str:
 
 def _kib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:,.1f}"
-
-
-def _check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a file before the run, not after it; a file that was not there is not left behind."""
-    if path is None:
-        return
-    there = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()  # touch is content with a folder
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
-    if not there:
-        path.unlink()

@@ -20,6 +20,7 @@ import tyro
 from tqdm import tqdm
 
 from experiments.devices import ensure_devices
+from experiments.results import ConfigError, add_line, check_writable
 from experiments.tasks.compare import WAYS, Group, Plan, compare
 from experiments.tasks.figure import tasks_figure
 from experiments.tasks.problem import CLASSES, make_problem
@@ -105,10 +106,6 @@ class Config:
             raise ConfigError(f"--figure {self.figure}: it ends in none of {', '.join(FORMATS)}. Fix: pass for example tasks.png.")
 
 
-class ConfigError(ValueError):
-    """Sizes or names that make no run, in one line: what was got, the rule, what to do."""
-
-
 @dataclass(frozen=True)
 class Result:
     """What a run found.
@@ -146,8 +143,8 @@ def run(config: Config) -> Result:
     drawn = not config.no_figure and available()
     if not (drawn or config.no_figure):
         print('tasks: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
-    _check_writable("--figure", config.figure if drawn else None)
-    _check_writable("--json", config.json)
+    check_writable("--figure", config.figure if drawn else None)
+    check_writable("--json", config.json)
     schedule = make_for_stages(config.schedule, num_stages=config.stages, num_microbatches=config.microbatches)
     ensure_devices(schedule.num_ranks)
     model = AdaptedMLP(width=config.width, depth=config.depth, rank=config.rank, num_classes=CLASSES)
@@ -218,20 +215,4 @@ def main() -> None:
         print(f"figure: {result.figure}")
     line = result.to_json()
     print(line)
-    if result.config.json is not None:
-        with result.config.json.open("a") as file:
-            file.write(line + "\n")
-
-
-def _check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a file before the run, not after it; a file that was not there is not left behind."""
-    if path is None:
-        return
-    there = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()  # touch is content with a folder
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
-    if not there:
-        path.unlink()
+    add_line(result.config.json, line)

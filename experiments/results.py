@@ -1,0 +1,34 @@
+"""What experiments share: the error for options that make no run, and the file of results."""
+
+from pathlib import Path
+
+__all__ = ["ConfigError", "add_line", "check_writable"]
+
+
+class ConfigError(ValueError):
+    """Sizes or names that make no run, in one line: what was got, the rule, what to do."""
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Refuse a file before the run, not after it; a file that was not there is not left behind.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        return
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()  # touch is content with a folder
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
+    if not there:
+        path.unlink()
+
+
+def add_line(path: Path | None, line: str) -> None:
+    """Add a run's line of JSON to a file of results, if there is one."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(line + "\n")
