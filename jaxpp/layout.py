@@ -52,7 +52,7 @@ def check_params(where: str, params: Params) -> None:
     """Refuse what cannot be the parameters of a set.
 
     Raises:
-        BankError: there are no leaves, or some that are no floating arrays; all of them are named.
+        BankError: there are no leaves, or some that are no floating arrays or NumPy scalars; all of them are named.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
@@ -60,11 +60,14 @@ def check_params(where: str, params: Params) -> None:
     wrong = [
         f"params{jax.tree_util.keystr(path)} is {_describe(leaf)}"
         for path, leaf in leaves
-        if not isinstance(leaf, np.ndarray | jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if not isinstance(leaf, np.ndarray | np.generic | jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
         raise BankError(
-            where, "the parameters of a set are arrays of floating numbers", wrong, "convert them, or keep them elsewhere"
+            where,
+            "the parameters of a set are arrays of floating numbers",
+            wrong,
+            "make a Python number an array with np.float32(number); keep all else out of the set",
         )
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import StateError
+from jaxpp.errors import BankError, StateError
 from jaxpp.verify import compare, oracle
 from tests.conftest import gpt_case
 
@@ -138,3 +138,35 @@ def test_the_loss_may_be_made_elsewhere_at_another_microbatch_size():
     (loss, aux), grads = grad_fn(params, batch)
     wanted = oracle(loss_fn, params, batch, None, 3, has_aux=True)
     compare("loss, aux, grads", ((loss, aux), grads), (wanted[:2], wanted[2]))
+
+
+@pytest.mark.parametrize("optimizer", [optax.MultiSteps(optax.adam(1e-2), 2), optax.apply_if_finite(optax.adam(1e-2), 3)])
+def test_a_condition_over_all_leaves_runs_on_a_model_axis_with_two_stages_a_rank(optimizer):
+    # Between stages of one rank a send is another name for the value. The update's program, compiled for a whole leaf, was given
+    # the sharded one: "compiled for input shardings that disagree: passed P(None, 'model'), required P()".
+    def loss(params, x):
+        for fc, proj in zip(params["fc"], params["proj"], strict=True):
+            x = x + jnp.tanh(x @ fc) @ proj
+        return jnp.mean(x**2)
+
+    rng = np.random.default_rng(0)
+    params = {"fc": rng.normal(size=(4, 4, 8)) / 2, "proj": rng.normal(size=(4, 8, 4)) / 2}
+    params = jax.tree.map(lambda leaf: [jnp.asarray(part, jnp.float32) for part in leaf], params)
+    mesh = jax.make_mesh((2, 1, 2), ("pipe", "data", "model"), devices=jax.devices()[:4])
+    pipe = pipeline(loss, optimizer, 4, 2, schedule="looped-bfs", mesh=mesh, shardings={"fc/*": "column", "proj/*": "row"})
+    state = pipe.init(params, X)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, tuple(state))
+    for _ in range(2):
+        state, _ = pipe.step(state, X)
+    assert jax.tree.map(lambda leaf: leaf.sharding, tuple(state)) == shardings
+    pipe.verify(state, X)
+
+
+def test_a_bank_takes_numpy_scalars():
+    # np.float64(1) has a shape and a dtype and is no np.ndarray: "arrays of floating numbers. Got: params['scale'] is f64[]".
+    bank = jaxpp.Bank({"cat": {"scale": np.float64(2), "w": np.ones(3, "f")}}, optax.sgd(0.5))
+    with bank.use("cat") as task:
+        task.params = jax.tree.map(lambda leaf: leaf + 1, task.params)
+    assert bank.params("cat")["scale"] == 3
+    with pytest.raises(BankError, match=r"params\['scale'\] is a float\.\n  Fix: make a Python number an array with np.float32"):
+        bank.add("dog", {"scale": 2.0})

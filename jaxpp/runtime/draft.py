@@ -4,7 +4,7 @@ Problem: a loop that looks values up by name, flattens trees or checks shapes co
 once. Mechanism: a ``Draft`` collects lines over *names*; ``finish`` compiles the programs, numbers the names, finds the last reader
 of each, and frees it there.
 
-A send between stages on one device is no line: both names are one value.
+A send between stages on one device is no line: both names are one value. (Where they are sharded differently, it is.)
 """
 
 from collections.abc import Callable, Sequence
@@ -118,9 +118,9 @@ class Draft:
         self.homes.update((name, place) for name in outputs)
 
     def send(self, label: str, source: Name, target: Name, device: Place, action: Action | None = None) -> None:
-        """Make the value called ``source`` available on ``device`` as ``target``."""
+        """Make the value called ``source`` available on ``device`` as ``target``, sharded as such a value is there."""
         source = self.resolve(source)
-        if self.homes.get(source) == device:
+        if self.homes.get(source) == device and home_of(device, source.ref) == home_of(device, target.ref):
             self._alias[target] = source
             return
         self.lines.append(Line(label, None, device, (source,), (target,), action))

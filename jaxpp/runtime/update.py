@@ -107,11 +107,11 @@ class _Drafter:
         return [self._home(k, results[k]) for k in range(len(graph.outputs))]
 
     def _home(self, k: int, name: Name) -> Name:
-        """A result made away from its owner is sent there (a scalar)."""
+        """A result made away from its owner (a scalar, or what a condition over all leaves makes) is sent there."""
         home = self.update.homes[k]
         if name.stage == home:
             return name
-        target = self._fresh(home, self.update.graph.outputs[k])
+        target = self._new(home, k)
         self.draft.send(f"send result {k} to stage {home}", name, target, self.placement[home])
         return target
 
