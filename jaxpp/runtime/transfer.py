@@ -50,6 +50,7 @@ def sender(device: Device) -> Callable[[Any], tuple[Array]]:
 
 def put(value: Any, device: Any) -> Array:
     """A fresh copy of ``value`` on ``device`` (or with a sharding): it shares no buffer with the original."""
+    value = private(value)  # ``may_alias=False`` shares the memory of NumPy arrays that are aligned all the same
     if isinstance(device, NamedSharding):  # there the first shard would be the original
         value = jnp.array(value, copy=True)
     return jax.device_put(value, device, may_alias=False)
@@ -63,7 +64,7 @@ def put_at(place: Place, ref: Ref, value: Any) -> Array:
 
 
 def private(value: Any) -> Any:
-    """``value``, copied if it is a host array: the caller may overwrite that while the step still reads it."""
+    """``value``, copied if it is a host array: the caller may overwrite that while it is still read."""
     return np.array(value) if isinstance(value, np.ndarray) else value
 
 
@@ -114,8 +115,8 @@ def apart(leaf: Array) -> list[Array]:
 
 
 def bring(leaves: Sequence[Any], homes: Sequence[Any]) -> list[Array]:
-    """The leaves on the devices (or shardings) named, each left where it is if it is there already."""
-    return jax.device_put(list(leaves), list(homes))
+    """The leaves on the devices (or shardings) named, each left where it is if it is there already; host arrays are copied."""
+    return jax.device_put(list(map(private, leaves)), list(homes))
 
 
 def to_host(leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> tuple[Array, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
@@ -90,7 +91,7 @@ class Stage:
             the activation (the loss, from the last stage of a cut pipeline), and the pullback:
             ``grads, cotangent = pullback(cotangent_of_activation)``.
         """
-        params, x, inputs = jax.device_put((params, x, inputs), self.home)
+        params, x, inputs = jax.device_put(jax.tree.map(_own, (params, x, inputs)), self.home)
         activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
         return activation, Pullback(self.index, vjp)
 
@@ -185,6 +186,11 @@ def tabulate(
             )
         )
     return Stages(stages)
+
+
+def _own(leaf: Any) -> Any:
+    """A leaf, copied if it is a NumPy array: the pullback reads it later, and the caller may change it before."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _shorten(modules: Sequence[str]) -> str:
