@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from jaxpp.errors import ArgumentError, StateError
+from jaxpp.given import variables_of
 from jaxpp.observe.collectives import Collectives
 from jaxpp.observe.communicated import collectives_of
 from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile import Profile
 from jaxpp.observe.record import record
-from jaxpp.opened import Opened, open_engine, variables_of
+from jaxpp.opened import Opened, open_engine
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.schedule.laws import is_count
@@ -105,10 +106,10 @@ class Asked:
         """
         engine, layout = self._engine, self._engine.preparer.layout
         room = None if hbm is None else parse_bytes(hbm)
-        if engine.preparer.takes_key():
-            key = jax.random.key(0) if key is None else key
         variables = variables_of(engine.settings, params_or_shapes)
         variables = variables if self._tasks is None else self._tasks.variables(variables)
+        if key is None and engine.preparer.takes_key(variables, batch):
+            key = jax.random.key(0)
         if layout is None:
             self._open(params_or_shapes, batch, key)
         elif not same_shapes(layout.given, variables):

@@ -55,6 +55,7 @@ def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
 
 
 def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
+    preparer.check_key_taken(preparer.settings.loss_fn, key)
     cut = preparer.cut_for(preparer.settings.loss_fn, avals_of(batch), key, train=True)
     code = cut.stages[stage]
     if preparer.settings.has_state:

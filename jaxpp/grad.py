@@ -38,7 +38,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     mean, and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
 
     Args:
-        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. Traced, never run whole.
+        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. Traced, never run whole. The key
+            may be an argument by keyword alone, called ``key``, ``rng``, ``rngs`` or like these; it is one key.
         num_stages: stages to cut it into: ranks x stages a rank.
         num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
         schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages a rank (interleaved, looped-bfs

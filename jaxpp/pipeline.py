@@ -11,12 +11,13 @@ from jaxpp.asked import Asked, check_no_task
 from jaxpp.bank import Bank
 from jaxpp.by_hand import compose, scope
 from jaxpp.errors import ArgumentError
-from jaxpp.opened import Opened, first_leaves, wrong_init
-from jaxpp.runtime.birth import trace_init
+from jaxpp.given import are_swapped, read_given, swapped
+from jaxpp.opened import Opened, first_leaves
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.settings import settings
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.joint import join_losses, join_optimizers
+from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
 from jaxpp.tasks import Tasks, check_scaling
@@ -34,7 +35,9 @@ class Pipeline(Asked):
 
     Args:
         loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``; with ``has_state``
-            ``loss_fn(params, model_state, batch[, key]) -> (loss, (new_model_state, aux))``.
+            ``loss_fn(params, model_state, batch[, key]) -> (loss, (new_model_state, aux))``. The key may be an argument by keyword
+            alone, called ``key``, ``rng``, ``rngs`` or like these (``*, dropout_rng``); it is one key, which Flax's
+            ``module.apply(..., rngs=rngs)`` takes as well as a dictionary of keys.
         optimizer: any optax transformation that treats parameters one by one, or through norms and other scalars.
         num_stages: stages to cut the loss into: ranks x stages a rank.
         num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
@@ -122,7 +125,8 @@ class Pipeline(Asked):
             )
         self._tasks = None if bank is None else Tasks(bank)
         if self._tasks is not None:
-            loss_fn, optimizer = join_losses(loss_fn), join_optimizers(optimizer, self._tasks.bank.optimizer)
+            loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
+            optimizer = join_optimizers(optimizer, self._tasks.bank.optimizer)
         options = settings(
             loss_fn,
             num_stages=num_stages,
@@ -215,21 +219,27 @@ class Pipeline(Asked):
         ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies parameters one has (a
         checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``.
 
+        The number of arguments decides which is meant, so parameters may be callable (the arrays of an Equinox module).
+
         Args:
             init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
             *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
 
         Raises:
+            ArgumentError: other arguments, or in another order.
             CutError: too many stages, or cuts that the model does not have.
             InitError: ``init_fn`` cannot be traced.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
-        made = init_or_params
-        if len(args) != 1 + callable(made):
-            raise wrong_init(f"{'a function' if callable(made) else 'parameters'} and {len(args)} more arguments")
-        shapes, key = (trace_init(made, args[0])[1], args[0]) if callable(made) else (made, jax.random.key(0))
-        self._open(shapes, args[-1], key)
-        return self._opened("init").states.wrap(first_leaves(self._engine, made, args, self._tasks))
+        given = read_given(init_or_params, args)
+        try:
+            self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0))
+        except Exception as error:
+            joined = (lambda variables: variables) if self._tasks is None else self._tasks.variables
+            if not given.makes and are_swapped(self._engine.settings, given, joined):
+                raise swapped(given) from error
+            raise
+        return self._opened("init").states.wrap(first_leaves(self._engine, given, self._tasks))
 
     def step(
         self, state: State, batch: Batch, key: Key | None = None, *, task: Any = None, donate: bool = True
@@ -240,7 +250,8 @@ class Pipeline(Asked):
             state: from ``init`` or the step before. Its buffers are reused; it is consumed, but only if the step succeeds up to
                 the optimizer.
             batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one.
-            key: for the loss, if it takes one; microbatch i gets ``jax.random.fold_in(key, i)``.
+            key: for the loss; one that takes a key needs it, unless it says ``key=None``. Microbatch i gets
+                ``jax.random.fold_in(key, i)``.
             task: with a bank, the set that the step uses and changes, or a list of one a replica. The bank has the changed set,
                 whatever ``donate``. Replicas that share a task for the first time compile the mean over them, a small program.
             donate: False keeps the old state alive, at the price of a second copy.
@@ -285,7 +296,7 @@ class Pipeline(Asked):
             BatchError: the batch cannot be split.
         """
         with self._whole(state, task, "evaluate") as (engine, leaves):
-            chosen = self._tasks.joined(loss_fn) if self._tasks else loss_fn
+            chosen = self._tasks.joined(loss_fn) if self._tasks else positional_key(loss_fn, 2 + engine.settings.has_state)
             outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
         return Metrics(loss=outcome.loss, aux=outcome.aux)
 

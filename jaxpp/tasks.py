@@ -22,6 +22,7 @@ from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.joint import Joint, join_losses
+from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.loss import describe
 from jaxpp.types import LossFn
 
@@ -119,7 +120,14 @@ class Tasks:
 
     def joined(self, loss_fn: LossFn | None) -> LossFn | None:
         """Another loss as one of the joined parameters; the same for the same function."""
-        return None if loss_fn is None else self._losses.setdefault(loss_fn, join_losses(loss_fn))
+        if loss_fn is None:
+            return None
+        assert self._first is not None
+        before = 2 + self._first.engine.settings.has_state
+        found: LossFn = positional_key(loss_fn, before + 1)
+        if found not in self._losses:
+            self._losses[found] = positional_key(join_losses(found), before)
+        return self._losses[found]
 
     def names(self, task: Any) -> list[Hashable]:
         """The set of each replica.

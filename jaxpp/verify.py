@@ -18,6 +18,7 @@ from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.joint import Joint
+from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
 from jaxpp.stages.reduce import Reducer
 from jaxpp.stages.stack import assembled
@@ -68,6 +69,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     Returns:
         ``(loss, aux, grads)``, and with model state ``(loss, aux, grads, new_model_state)``.
     """
+    loss_fn = positional_key(loss_fn, 2 + (model_state is not None))
     leaves, tree = jax.tree.flatten(batch)
     parts = sizes(leaves[0].shape[0] // num_replicas, num_microbatches) * num_replicas
     pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts)]

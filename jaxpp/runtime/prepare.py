@@ -6,7 +6,6 @@ by shape, so a shape is compiled once.
 """
 
 import bisect
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from jaxpp.runtime.settings import Settings
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of, trace, variables
 from jaxpp.stages.joint import Joint
+from jaxpp.stages.keyed import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss import TracedLoss, describe
 from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
 from jaxpp.stages.packing import Pack
@@ -137,20 +137,47 @@ class Preparer:
         self.programs, self.layout, self.frozen, self._cuts = other.programs, other.layout, other.frozen, other._cuts
         self.groups = other.groups
 
-    def takes_key(self) -> bool:
-        """Whether the loss has one more positional argument than params, model state and batch, without a default of its own."""
-        positional, more = _positional(self.settings.loss_fn)
-        before = 2 + self.settings.has_state
-        return more or (len(positional) > before and positional[before].default in (inspect.Parameter.empty, None))
+    def takes_key(self, variables: Sequence[Any], batch: Any) -> bool:
+        """Whether the loss takes a key; one of ``*args`` is tried.
 
-    def _check_taken(self, loss_fn: LossFn, key: Any) -> None:
-        """Refuse a key for a loss that takes none."""
-        positional, more = _positional(loss_fn)
-        if key is not None and not more and 0 < len(positional) <= 2 + self.settings.has_state:
-            names = ", ".join(parameter.name for parameter in positional)
-            got = f"a key, and {getattr(loss_fn, '__name__', 'loss_fn')}({names})"
+        Args:
+            variables: the parameters, and the model state if the loss has any; arrays or shapes.
+            batch: likewise.
+        """
+        found = self._key_argument(self.settings.loss_fn)
+        if found.sure or found.name:
+            return found.sure and found.name is not None
+        try:
+            jax.eval_shape(self.settings.loss_fn, *variables, batch, jax.random.key(0))
+        except TypeError:
+            return False
+        except Exception:  # noqa: BLE001  (whatever is wrong is said when it is traced)
+            return True
+        return True
+
+    def _key_argument(self, loss_fn: LossFn) -> KeyArgument:
+        return key_argument(loss_fn, 2 + self.settings.has_state)
+
+    def check_key_taken(self, loss_fn: LossFn, key: Any) -> None:
+        """Refuse a key for a loss that takes none, and none for a loss that needs one.
+
+        Raises:
+            ArgumentError: as said.
+        """
+        found = self._key_argument(loss_fn)
+        if key is not None and found.sure and found.name is None:
             raise ArgumentError(
-                "key", "a key is for a loss that takes one", got, "leave it out, or give the loss one more parameter"
+                "key",
+                "a key is for a loss that takes one",
+                f"a key, and {name_of(loss_fn)}",
+                "leave it out, or give the loss one more parameter",
+            )
+        if key is None and found.needed:
+            raise ArgumentError(
+                "key",
+                "a loss that takes a key is given one at each call",
+                f"no key, and {name_of(loss_fn)}",
+                f"pass one, such as jax.random.key(0); or write {found.name}=None in the loss, where it can do without",
             )
 
     def settle(self, variables: Sequence[Any], batch: Any, key: Any, frozen: frozenset[int] = frozenset()) -> Layout:
@@ -170,7 +197,7 @@ class Preparer:
             LossError, BatchError: as for every trace.
         """
         settings = self.settings
-        self._check_taken(settings.loss_fn, key)
+        self.check_key_taken(settings.loss_fn, key)
         size = sizes(self._check_batch(batch), settings.schedule.num_microbatches)[0]
         given = tuple(map(avals_of, variables))
         microbatch = _resized(avals_of(batch), size)
@@ -294,7 +321,7 @@ class Preparer:
         """
         settings, layout = self.settings, self.layout
         assert layout is not None
-        self._check_taken(loss_fn or settings.loss_fn, key)
+        self.check_key_taken(loss_fn or settings.loss_fn, key)
         examples = self._check_batch(batch)
         parts = sizes(examples, settings.schedule.num_microbatches)
         batch = _resized(avals_of(batch), examples)
@@ -317,16 +344,6 @@ class Preparer:
             groups=self.groups,
             weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts, self.placement),
         )
-
-
-def _positional(loss_fn: LossFn) -> tuple[list[inspect.Parameter], bool]:
-    """The positional parameters of a loss, and whether it takes any number more; none if that cannot be known."""
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):
-        return [], False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return positional, any(p.kind == p.VAR_POSITIONAL for p in parameters)
 
 
 def _spine(loss: TracedLoss) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
+from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.reduce import check_reducers
 from jaxpp.types import Device, LossFn, Policy, Remat
 
@@ -26,7 +27,7 @@ class Settings:
     """What the user asked for.
 
     Attributes:
-        loss_fn: ``loss_fn(params[, model_state], batch[, key])``.
+        loss_fn: ``loss_fn(params[, model_state], batch[, key])``, the key positional.
         schedule: the order of the actions.
         places: one a rank, cycled if fewer: devices, or sub-meshes.
         has_aux: whether the loss returns ``(loss, aux)``.
@@ -110,6 +111,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
     places = submeshes(devices, mesh, data_parallel, made.num_ranks)
+    loss_fn = positional_key(loss_fn, 2 + has_state)
     options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings)
     found = Settings(loss_fn, made, places, *options)
     if has_state and found.placement.num_replicas > 1:

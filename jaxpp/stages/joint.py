@@ -47,8 +47,8 @@ def without_joint(path: tuple[Any, ...]) -> tuple[Any, ...]:
 def join_losses(loss_fn: LossFn) -> LossFn:
     """``loss_fn(params, task_params, ...)`` as a loss of a ``Joint``."""
 
-    def joint(params: Any, *rest: Any) -> Any:
-        return loss_fn(params.shared, params.task, *rest)
+    def joint(params: Any, *rest: Any, **named: Any) -> Any:
+        return loss_fn(params.shared, params.task, *rest, **named)
 
     joint.__name__ = getattr(loss_fn, "__name__", "loss_fn")
     try:

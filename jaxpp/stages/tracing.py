@@ -171,12 +171,13 @@ def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
-        raise ParamsError(
-            where,
-            "every parameter leaf must be an array of floating type, because its gradient is",
-            wrong,
-            "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)",
-        )
+        fix = "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)"
+        if any(callable(leaf) for _, leaf in leaves):
+            fix = (
+                "keep the functions out of params, as with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), "
+                "and in the loss model = eqx.combine(params, static)"
+            )
+        raise ParamsError(where, "every parameter leaf must be an array of floating type, because its gradient is", wrong, fix)
 
 
 def check_arrays(model_state: Any) -> None:

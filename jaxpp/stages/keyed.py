@@ -1,0 +1,147 @@
+"""How a loss takes its key: as the argument after the batch, by keyword (``*, key``, Flax's ``rngs``), or not at all.
+
+Everything else in jaxpp calls ``loss_fn(params[, model_state], batch[, key])``; ``positional_key`` makes any loss one of these.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxpp.errors import ArgumentError
+
+__all__ = ["KeyArgument", "key_argument", "name_of", "positional_key"]
+
+_WORDS = frozenset({"key", "keys", "rng", "rngs", "prng"})
+
+
+class KeyArgument(NamedTuple):
+    """The argument of a loss that its key is for.
+
+    Attributes:
+        name: what the loss calls it; None if it takes none, or does not say.
+        by_keyword: whether it can only be passed by name.
+        needed: whether the loss cannot be called without.
+        sure: whether the signature says so: one of ``*args`` does not, nor does a builtin without a signature.
+    """
+
+    name: str | None = None
+    by_keyword: bool = False
+    needed: bool = False
+    sure: bool = True
+
+
+def key_argument(loss_fn: Callable[..., Any], before: int) -> KeyArgument:
+    """How a loss takes its key.
+
+    Args:
+        loss_fn: the user's loss.
+        before: how many arguments come before the key.
+
+    Returns:
+        the positional argument after the others, unless it has a default of its own (a flag); else a keyword-only argument that is
+        called like a key (``key``, ``rngs``, ``dropout_rng``), unless it has a default of its own.
+    """
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return KeyArgument(sure=False)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and _WORDS.intersection(p.name.lower().split("_"))]
+    for parameter in (*positional[before : before + 1], *named):
+        needed = parameter.default is parameter.empty
+        if needed or parameter.default is None:
+            return KeyArgument(parameter.name, parameter.kind == parameter.KEYWORD_ONLY, needed)
+    if len(positional) <= before and any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return KeyArgument(sure=False)
+    if len(positional) <= before and any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return KeyArgument("key", by_keyword=True, sure=False)
+    return KeyArgument()
+
+
+def name_of(loss_fn: Callable[..., Any]) -> str:
+    """A loss as people write it: ``loss_fn(params, batch, *, key)``."""
+    name = getattr(loss_fn, "__name__", "loss_fn")
+    try:
+        return f"{name}{inspect.signature(loss_fn)}"
+    except (TypeError, ValueError):
+        return name
+
+
+def positional_key(loss_fn: Any, before: int) -> Any:
+    """A loss that takes its key as the argument after the others; the loss itself if it does, or takes none.
+
+    Args:
+        loss_fn: the user's loss.
+        before: how many arguments come before the key.
+
+    Raises:
+        ArgumentError: it needs other arguments than those that a loss is given.
+    """
+    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+        return loss_fn
+    found = key_argument(loss_fn, before)
+    _check_call(loss_fn, before, found)
+    name = found.name if found.by_keyword else None
+    return _Loss(loss_fn, name, before) if name or not _hashable(loss_fn) else loss_fn
+
+
+def _check_call(loss_fn: Callable[..., Any], before: int, found: KeyArgument) -> None:
+    """Refuse a loss that cannot be called with what a loss is given."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    given, named = [None] * before, {}
+    if found.name is not None and found.by_keyword:
+        named = {found.name: None}
+    elif found.name is not None:
+        given.append(None)
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        names = {2: "params, batch", 3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
+        raise ArgumentError(
+            "loss_fn",
+            f"the loss is called as loss_fn({names.get(before, 'params, batch')}[, key])",
+            f"{name_of(loss_fn)}: {error}",
+            "put what changes from step to step into the batch, and bind the rest: functools.partial(loss_fn, name=value)",
+        ) from error
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Loss:
+    """A loss whose key is positional, or that can be looked up: equal to another of the same function."""
+
+    function: Callable[..., Any]
+    name: str | None
+    before: int
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.name is None or len(args) <= self.before:
+            return self.function(*args, **named)
+        return self.function(*args[: self.before], **{self.name: args[self.before]})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Loss) or (self.name, self.before) != (other.name, other.before):
+            return False
+        return self.function is other.function or (_hashable(self.function) and bool(self.function == other.function))
+
+    def __hash__(self) -> int:
+        return hash(self.function) if _hashable(self.function) else id(self.function)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "loss_fn")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)

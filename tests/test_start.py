@@ -1,0 +1,235 @@
+"""The first hour: what init and the loss may be given, and what is said of the rest."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, ParamsError
+from jaxpp.verify import compare, oracle
+
+RNG = np.random.default_rng(0)
+PARAMS = {"a": RNG.normal(size=(4, 6)).astype("f"), "b": RNG.normal(size=(6, 2)).astype("f")}
+BATCH = {"x": RNG.normal(size=(8, 4)).astype("f"), "y": RNG.normal(size=(8, 2)).astype("f")}
+KEY = jax.random.key(3)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2)
+
+
+def init_fn(key):
+    return jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape), PARAMS)
+
+
+def noisy(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return loss_fn(params, {**batch, "x": batch["x"] * keep})
+
+
+def pipeline(loss=loss_fn, **options):
+    given = {"num_stages": 2, "num_microbatches": 4} | options
+    return jaxpp.Pipeline(loss, optax.sgd(0.1), **given)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Module:
+    """A tree that can be called, as Equinox's modules are."""
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.a) @ self.b
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in "ab"], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_parameters_that_can_be_called_are_parameters():
+    pipe = pipeline(lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
+    model = Module(**PARAMS)
+    state = pipe.init(model, BATCH)
+    assert isinstance(state.params, Module)
+    pipe.verify(state, BATCH)
+    state = pipe.init(lambda key: Module(**init_fn(key)), KEY, BATCH)
+    assert isinstance(state.params, Module)
+    with pytest.raises(ValueError, match="matmul") as error:  # the number of arguments makes a function of it
+        pipe.init(model, KEY, BATCH)
+    assert "init was given a Module of 2 leaves as its function" in error.value.__notes__[-1]
+
+
+def test_the_message_on_parameters_that_are_functions_says_how_to_divide_a_module():
+    with pytest.raises(ParamsError, match=r"params\.b: PjitFunction") as error:
+        pipeline().init(Module(PARAMS["a"], jax.nn.tanh), BATCH)
+    assert "eqx.partition(model, eqx.is_inexact_array)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "got"),
+    [
+        ((BATCH, PARAMS), "a batch, a dict of 2 leaves, then parameters, a dict of 2 leaves: the loss takes them the other way"),
+        ((init_fn, BATCH, KEY), "a function, a dict of 2 leaves, a key"),
+        ((KEY, init_fn, BATCH), "a key, a function, a dict of 2 leaves"),
+        ((BATCH, init_fn, KEY), "a dict of 2 leaves, a function, a key"),
+        ((PARAMS, KEY, BATCH), "a dict of 2 leaves, a key, a dict of 2 leaves"),
+        ((PARAMS, BATCH, KEY), "a dict of 2 leaves, a dict of 2 leaves, a key"),
+        ((PARAMS, KEY), "a dict of 2 leaves, a key"),
+        ((init_fn, KEY), "a function, a key"),
+        ((init_fn, BATCH), "a function, a dict of 2 leaves"),
+        ((init_fn, 0, BATCH), "a function, 0, a dict of 2 leaves"),
+        ((init_fn, None, BATCH), "a function, None, a dict of 2 leaves"),
+        ((PARAMS,), "a dict of 2 leaves"),
+    ],
+    ids=str,
+)
+def test_arguments_of_init_in_another_order_are_told_apart(args, got):
+    with pytest.raises(ArgumentError) as error:
+        pipeline().init(*args)
+    assert str(error.value).startswith("pipe.init: init takes a function, a key and a batch, or parameters and a batch")
+    assert f"  Got: {got}" in str(error.value)
+
+
+def test_swapped_parameters_and_batch_are_told_with_a_key_a_model_state_and_a_bank():
+    with pytest.raises(ArgumentError, match="the other way round"):
+        pipeline(noisy).init(BATCH, PARAMS)
+    stateful = pipeline(lambda p, s, b: (loss_fn(p, b), (s, {})), has_state=True)
+    with pytest.raises(ArgumentError, match="the other way round"):
+        stateful.init(BATCH, (PARAMS, {"n": np.zeros(3)}))
+    bank = jaxpp.Bank({"one": PARAMS["b"]}, optax.sgd(0.1))
+    banked = pipeline(lambda p, task, batch: loss_fn({"a": p["a"], "b": task}, batch), bank=bank)
+    with pytest.raises(ArgumentError, match="the other way round"):
+        banked.init(BATCH, {"a": PARAMS["a"]})
+
+
+def test_an_error_of_the_loss_itself_is_not_taken_for_swapped_arguments():
+    def broken(params, batch):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pipeline(broken).init(PARAMS, BATCH)
+
+
+def by_key(params, batch, *, key):
+    return noisy(params, batch, key)
+
+
+def by_rngs(params, batch, train=True, *, rngs=None):
+    return loss_fn(params, batch) if rngs is None else noisy(params, batch, rngs)
+
+
+class Trainer:
+    scale = 1.0
+
+    def loss(self, params, batch, *, dropout_rng):
+        return self.scale * noisy(params, batch, dropout_rng)
+
+
+def starred(*args):
+    return noisy(*args)
+
+
+def keywords(params, batch, **named):
+    return noisy(params, batch, named["key"]) if named else loss_fn(params, batch)
+
+
+LOSSES = {
+    "key": by_key,
+    "rngs": by_rngs,
+    "a bound method": Trainer().loss,
+    "a partial function": functools.partial(lambda params, batch, beta, key: beta * noisy(params, batch, key), beta=1.0),
+    "any arguments": starred,
+    "any keywords": keywords,
+    "jitted": jax.jit(by_key),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_key_by_keyword_is_the_key(name):
+    loss, want = LOSSES[name], oracle(noisy, PARAMS, BATCH, KEY, 4)
+    pipe = pipeline(loss)
+    state = pipe.init(PARAMS, BATCH)
+    compare("loss", pipe.step(state, BATCH, KEY, donate=False)[1].loss, want[0])
+    if name in ("key", "rngs"):
+        pipe.verify(state, BATCH, KEY)
+        compare("loss", pipe.evaluate(state, BATCH, KEY).loss, want[0])
+        found, grads = jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=4)(PARAMS, BATCH, KEY)
+        compare("grads", (found, grads), (want[0], want[2]))
+    compare("oracle", oracle(loss, PARAMS, BATCH, KEY, 4), want)
+
+
+def test_losses_that_hide_their_arguments_are_tried_before_they_are_given_a_key():
+    def hidden(*args):
+        return loss_fn(*args)
+
+    pipe = pipeline(hidden)
+    compare("loss", pipe.step(pipe.init(PARAMS, BATCH), BATCH)[1].loss, oracle(loss_fn, PARAMS, BATCH, None, 4)[0])
+
+
+def test_a_loss_with_model_state_and_one_of_a_bank_take_a_key_by_keyword():
+    def stateful(params, state, batch, *, rngs):
+        return noisy(params, batch, rngs), (state, {})
+
+    pipe = pipeline(stateful, has_state=True)
+    pipe.verify(pipe.init((PARAMS, {"n": np.zeros(3)}), BATCH), BATCH, KEY)
+
+    def of_task(params, task, batch, *, key):
+        return noisy({"a": params["a"], "b": task}, batch, key)
+
+    pipe = pipeline(of_task, bank=jaxpp.Bank({"one": PARAMS["b"]}, optax.sgd(0.1)))
+    state = pipe.init({"a": PARAMS["a"]}, BATCH)
+    want = oracle(noisy, PARAMS, BATCH, KEY, 4)[0]
+    compare("loss", pipe.evaluate(state, BATCH, KEY, task="one", loss_fn=of_task).loss, want)
+    pipe.verify(state, BATCH, KEY, task="one")
+
+
+def test_flax_takes_the_key_that_a_loss_calls_rngs():
+    model = nn.Sequential([nn.Dense(6), nn.Dropout(0.5, deterministic=False), nn.Dense(2)])
+
+    def loss(params, batch, *, rngs):
+        return jnp.mean((model.apply({"params": params}, batch["x"], rngs=rngs) - batch["y"]) ** 2)
+
+    pipe = pipeline(loss)
+    state = pipe.init(lambda key: model.init(key, BATCH["x"])["params"], KEY, BATCH)
+    pipe.verify(state, BATCH, KEY)
+
+
+@pytest.mark.parametrize("loss", [noisy, by_key], ids=["positional", "by keyword"])
+def test_a_loss_that_needs_a_key_and_is_given_none_says_so(loss):
+    rule = r"key: a loss that takes a key is given one at each call\.\n  Got: no key, and (noisy|by_key)\(params, batch, "
+    pipe = pipeline(loss)
+    state = pipe.init(PARAMS, BATCH)
+    for call in (pipe.step, pipe.evaluate, pipe.verify, pipe.profile, pipe.collectives):
+        with pytest.raises(ArgumentError, match=rule):
+            call(*([] if call == pipe.collectives else [state]), BATCH)
+    with pytest.raises(ArgumentError, match=rule):
+        jaxpp.value_and_grad(loss, num_stages=2)(PARAMS, BATCH)
+    with pytest.raises(ArgumentError, match=rule):
+        pipe.stages[0].forward(PARAMS, {}, BATCH)
+    pipe.evaluate(state, BATCH, loss_fn=loss_fn)
+
+
+def test_a_loss_that_needs_what_jaxpp_does_not_give_is_refused():
+    for loss in (lambda params: 0.0, lambda params, batch, key, beta: 0.0, lambda params, batch, *, train: 0.0):
+        with pytest.raises(ArgumentError, match=r"loss_fn: the loss is called as loss_fn\(params, batch\[, key\]\)"):
+            pipeline(loss)
+
+
+def test_a_loss_that_cannot_be_hashed_runs():
+    class Loss(list):
+        def __call__(self, params, batch):
+            return loss_fn(params, batch)
+
+    loss = Loss()
+    pipe = pipeline(loss)
+    state = pipe.init(PARAMS, BATCH)
+    compare("loss", pipe.evaluate(state, BATCH, loss_fn=loss).loss, oracle(loss_fn, PARAMS, BATCH, None, 4)[0])
