@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 from jaxpp.asked import Asked, check_no_task
 from jaxpp.bank import Bank
 from jaxpp.by_hand import compose, scope
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, StateError
 from jaxpp.given import are_swapped, read_given, swapped
 from jaxpp.opened import Opened, first_leaves
 from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.hold import Hold
 from jaxpp.runtime.settings import settings
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.joint import join_losses, join_optimizers
@@ -151,6 +152,7 @@ class Pipeline(Asked):
         self._engine = Engine(options, optimizer)
         self._functions: tuple[Callable[..., Any], ...] = ()
         self._ready: Opened | None = None
+        self._kept: State | None = None
 
     @classmethod
     def from_stages(
@@ -209,6 +211,40 @@ class Pipeline(Asked):
         """
         return self._opened("stages").stages
 
+    @property
+    def state(self) -> State:
+        """The newest state: what ``init`` made or the last step returned, also where the caller never got it.
+
+        After a step that was interrupted (Ctrl-C) or raised, it is the new state if the update had begun, else the state that the
+        step was given; never half of each. The pipeline holds this state alone and lets go of it at the next step; ``del
+        pipe.state`` lets go of it at once, to make room for a checkpoint.
+
+        Raises:
+            StateError: there is none; or it is gone: consumed by an update that failed in part (the device had no room for it,
+                say), or by another pipeline's step.
+        """
+        self._opened("state")
+        if self._kept is None:
+            raise StateError(
+                "pipe.state",
+                "a pipeline keeps the newest state that init or step made",
+                "none: init did not finish, or the state was deleted",
+                "call state = pipe.init(...) again",
+            )
+        leaves = jax.tree.leaves(self._kept)
+        if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+            raise StateError(
+                "pipe.state",
+                "a state that was consumed cannot be used again",
+                f"{gone} of {len(leaves)} leaves are gone: by an update that failed in part, or by the step of another pipeline",
+                "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned",
+            )
+        return self._kept
+
+    @state.deleter
+    def state(self) -> None:
+        self._kept = None
+
     def init(self, init_or_params: Any, *args: Any) -> State:
         """Cut the loss, place the stages, compile the step, and make the first state.
 
@@ -218,8 +254,9 @@ class Pipeline(Asked):
         ``init(init_fn, key, batch)`` makes the parameters: every leaf is born on its owner, with the bits of
         ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies parameters one has (a
         checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``.
-
         The number of arguments decides which is meant, so parameters may be callable (the arrays of an Equinox module).
+
+        The pipeline keeps what it returns, and later what each step returned, as ``pipe.state``.
 
         Args:
             init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
@@ -239,7 +276,9 @@ class Pipeline(Asked):
             if not given.makes and are_swapped(self._engine.settings, given, joined):
                 raise swapped(given) from error
             raise
-        return self._opened("init").states.wrap(first_leaves(self._engine, given, self._tasks))
+        self._kept = None  # there may be no room for two
+        self._kept = state = self._opened("init").states.wrap(first_leaves(self._engine, given, self._tasks))
+        return state
 
     def step(
         self, state: State, batch: Batch, key: Key | None = None, *, task: Any = None, donate: bool = True
@@ -247,8 +286,9 @@ class Pipeline(Asked):
         """One training step.
 
         Args:
-            state: from ``init`` or the step before. Its buffers are reused; it is consumed, but only if the step succeeds up to
-                the optimizer.
+            state: from ``init`` or the step before, a checkpoint, or another pipeline's of the same shapes. Its buffers are reused,
+                so it is consumed, but only if the step succeeds up to the optimizer; if some of its arrays live elsewhere than
+                this pipeline's, all are copied and nothing of it is consumed.
             batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one.
             key: for the loss; one that takes a key needs it, unless it says ``key=None``. Microbatch i gets
                 ``jax.random.fold_in(key, i)``.
@@ -257,26 +297,37 @@ class Pipeline(Asked):
             donate: False keeps the old state alive, at the price of a second copy.
 
         Returns:
-            the new state and the metrics. Nothing is waited for: reading a metric does that.
+            the new state, which is ``pipe.state`` from now on, and the metrics. Nothing is waited for: reading a metric does that.
+            (Only a loss or an optimizer with host callbacks is waited for, the loss before the update: a callback that raises
+            then changes nothing.)
 
         Raises:
-            StateError: the state was consumed before, or is another pipeline's.
+            StateError: the state was consumed before, or has other trees or shapes than this pipeline's.
             BatchError: the batch cannot be split.
-            Exception: what the user's loss raises at a new batch shape, unchanged, with a note.
+            Exception: what the user's loss raises at a new batch shape, or a host callback in it, unchanged, with a note.
+            KeyboardInterrupt: on Ctrl-C, once the step has changed nothing or all: ``pipe.state`` is the state to go on with.
 
         Warns:
             DeadStageWarning: the gradients of a stage were zero in several steps before; the boundary that carries none is named.
         """
         ready = self._opened("step")
-        leaves = ready.states.unwrap(state)
+        leaves = ready.states.unwrap(state, consumed=donate)
         ready.detector.look()  # before anything is consumed: a warning may be an error
-        if self._tasks is None:
-            check_no_task(task)
-            outcome = self._engine.run("update", leaves, batch, key, donate=donate)
-        else:
-            outcome = self._tasks.step(task, leaves, batch, key, donate=donate)
+        self._kept = state
+        with Hold() as hold:
+            try:
+                if self._tasks is None:
+                    check_no_task(task)
+                    outcome = self._engine.run("update", leaves, batch, key, donate=donate, hold=hold.begin)
+                else:
+                    outcome = self._tasks.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
+            except BaseException as error:
+                if any(leaf.is_deleted() for leaf in leaves):
+                    error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
+                raise
+            self._kept = new = ready.states.wrap(outcome.leaves)
         ready.detector.add(outcome.squares)
-        return ready.states.wrap(outcome.leaves), Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
+        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
 
     def evaluate(
         self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: Any = None

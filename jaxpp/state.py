@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.engine import Engine
@@ -111,8 +112,13 @@ class States:
         self._last = list(map(weakref.ref, jax.tree.leaves(state) if self._sliced else leaves))
         return state
 
-    def unwrap(self, state: Any) -> list[Any]:
+    def unwrap(self, state: Any, *, consumed: bool = False) -> list[Any]:
         """The leaves of a state, each on its owner.
+
+        Args:
+            state: what the user passed.
+            consumed: whether their buffers will be taken over. If some of its arrays live elsewhere, all leaves are copies then:
+                all of a state is consumed, or nothing.
 
         Raises:
             StateError: it is consumed, or has other leaves than this pipeline's.
@@ -125,10 +131,15 @@ class States:
         _check_state(state, whole, self._whole)
         leaves = self._held(state)
         placed, seen = bring(leaves, self._devices), set()
-        for k, leaf in enumerate(leaves):
-            if id(leaf) in seen:  # one array in two places: each needs a buffer of its own to give up
+        own = {buffer for leaf in jax.tree.leaves(state) for buffer in _buffers(leaf)}
+        stays = [not own.isdisjoint(_buffers(leaf)) for leaf in placed]
+        arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
+        copy = consumed and not all(here for here, array in zip(stays, arrays, strict=True) if array)
+        for k, leaf in enumerate(placed):
+            buffers = _buffers(leaf)
+            if (copy and stays[k]) or not seen.isdisjoint(buffers):  # one array in two places has a buffer for each to give up
                 placed[k] = put(leaf, self._devices[k])
-            seen.add(id(leaf))
+            seen.update(buffers)
         return placed
 
     def _held(self, state: State) -> list[Any]:
@@ -145,6 +156,14 @@ def states_of(engine: Engine) -> States:
     scale = jax.tree.structure(() if scaling is None else scaling.example)
     shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
     return States(State(params, update.tree, state, scale), [*shapes, *engine.scale_shapes], engine.homes)
+
+
+def _buffers(leaf: Any) -> list[Any]:
+    """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
+    if not isinstance(leaf, jax.Array):
+        return []
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
 
 
 def _parts(leaf: Any, node: Slices) -> Sequence[Any]:
@@ -190,7 +209,7 @@ def _check_state(state: Any, tree: Any, expected: Sequence[Any]) -> None:
             where,
             "step reuses the buffers of the state it is given, so that state cannot be used again",
             f"a state consumed by an earlier step ({len(gone)} of {len(leaves)} leaves are gone)",
-            "go on with the state that step returned, or call step(..., donate=False) to keep the old one",
+            "go on with pipe.state, the newest, or call step(..., donate=False) to keep the old one",
         )
     wrong = [
         f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"

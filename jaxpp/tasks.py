@@ -6,7 +6,7 @@ other shapes are cut at the same places and compiled once a shape.
 """
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,17 +177,16 @@ class Tasks:
     def _fetch(self, names: Sequence[Hashable]) -> list[Any]:
         """The leaves of the replicas' sets, at their stages, until they are given back."""
         fit = self.fitted(names[0])
-        lent: list[int] = []
         try:
-            rows = []
-            for r, name in enumerate(names):
-                rows.append(self.bank.shelf.fetch(name, fit.homes[r], self._row(r)))
-                lent.append(r)
-            return fit.of_replicas(rows)
-        except Exception:
-            for r in lent:
-                self.bank.shelf.release(names[r], (self._row(r),))
+            return fit.of_replicas([self.bank.shelf.fetch(name, fit.homes[r], self._row(r)) for r, name in enumerate(names)])
+        except BaseException:
+            self._release(names)
             raise
+
+    def _release(self, names: Sequence[Hashable]) -> None:
+        """Give sets back as if they had not been fetched, those among them that were not too."""
+        for r, name in enumerate(names):
+            self.bank.shelf.release(name, (self._row(r),))
 
     def _row(self, replica: int) -> Hashable:
         return self._token, replica
@@ -234,11 +233,12 @@ class Tasks:
         try:
             yield own
         except BaseException:
-            for r, name in enumerate(names):
-                self.bank.shelf.release(name, (self._row(r),))
+            self._release(names)
             raise
 
-    def step(self, task: Any, leaves: Sequence[Any], batch: Any, key: Any, *, donate: bool) -> Outcome:
+    def step(
+        self, task: Any, leaves: Sequence[Any], batch: Any, key: Any, *, donate: bool, hold: Callable[[], None] | None = None
+    ) -> Outcome:
         """A step on the leaves of Theta, which changes the replicas' sets too; they are written back."""
         names = self.names(task)
         fit = self._told(names)
@@ -246,7 +246,7 @@ class Tasks:
         for name in names:
             self.bank.shelf.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
-            outcome = fit.engine.run("update", fit.join(leaves, own), batch, key, donate=donate)
+            outcome = fit.engine.run("update", fit.join(leaves, own), batch, key, donate=donate, hold=hold)
             shared, new = fit.split(outcome.leaves)
             self.give_back(names, new)
         return outcome._replace(leaves=shared)

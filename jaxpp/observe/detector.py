@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from jax.errors import JaxRuntimeError
+
 __all__ = ["DeadStageWarning", "Detector"]
 
 _EAGER, _EVERY, _PATIENCE = 8, 16, 3  # steps looked at from the first, one of how many after those, and zeros in a row
@@ -44,8 +46,12 @@ class Detector:
             DeadStageWarning: some stage's were zero several times in a row.
         """
         while self._waiting and all(value.is_ready() for value in self._waiting[0]):
-            for stage, value in zip(self._zeros, self._waiting.popleft(), strict=True):
-                self._zeros[stage] = 0 if float(value) else self._zeros[stage] + 1
+            try:
+                squares = list(map(float, self._waiting.popleft()))
+            except JaxRuntimeError:  # of a step that failed, which its caller is told when reading what it returned
+                continue
+            for stage, square in zip(self._zeros, squares, strict=True):
+                self._zeros[stage] = 0 if square else self._zeros[stage] + 1
         dead = [stage for stage, zeros in self._zeros.items() if zeros >= _PATIENCE]
         if dead and not self._warned:
             self._warned = True

@@ -223,7 +223,9 @@ class Draft:
             seen = -1 if watch[number] is None else slots[watch[number]]
             about = About(line.device, line.stage, line.action, line.is_send, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
-        return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results))
+        given = set(map(self.resolve, inputs))
+        consumes = next((k for k, line in enumerate(self.lines) if not given.isdisjoint(line.taken)), len(self.lines))
+        return Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results), consumes)
 
 
 def _small(program: Program, names: Sequence[Name]) -> list[Name]:

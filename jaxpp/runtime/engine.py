@@ -5,7 +5,7 @@ trees.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.elementwise import check_sliced
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.job import Job, param_name, state_name, total_name
-from jaxpp.runtime.lower import draft_zeros, forward_actions, lower
+from jaxpp.runtime.lower import draft_wait, draft_zeros, forward_actions, lower
 from jaxpp.runtime.optimizer import Update, opt_name, plan_update, unread_gradients
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.plan import Plan
@@ -28,7 +28,7 @@ from jaxpp.runtime.submesh import Place, home_of
 from jaxpp.runtime.transfer import divided, private, put_at
 from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.graph import Graph
+from jaxpp.stages.graph import Graph, calls_host
 from jaxpp.stages.joint import Joint
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
@@ -264,7 +264,13 @@ class Engine:
             assert self.update is not None
             inputs = [*self.params, *self.opts, *self.states, *self.scales]
             draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.preparer.frozen])
-            made = draft_update(draft, self.update, self.placement, loss, states, donate=donate)
+            if job.calls_host:
+                grads = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in job.trained]
+                draft_wait(draft, "the loss", [loss, *aux, *grads, *states])
+            calls = calls_host(self.update.graph.eqns)
+            made = draft_update(draft, self.update, self.placement, loss, states, donate=donate and not calls)
+            if calls:
+                draft_wait(draft, "the optimizer", made)
             split = len(self.owner) + len(self.opts)
             results = [*made[:split], *([] if self.settings.scaling else states), *made[split:]]
         inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
@@ -282,6 +288,7 @@ class Engine:
         donate: bool = True,
         observer: Observer | None = None,
         watched: bool = False,
+        hold: Callable[[], None] | None = None,
     ) -> Outcome:
         """Run one step.
 
@@ -295,6 +302,7 @@ class Engine:
             donate: whether ``update`` takes over the buffers of ``leaves``.
             observer: sees every instruction.
             watched: whether the observer asks them whether they are done.
+            hold: called before the first buffer of ``leaves`` is taken over.
         """
         plan, drafted = self.plan(kind, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         typed = key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -307,7 +315,7 @@ class Engine:
         if self.settings.placement.meshed:
             given, keys = divided(given, keys, self.settings.placement.num_replicas)
         arguments = [*leaves, *given, *keys]
-        loss, *found = execute(plan, arguments, observer)
+        loss, *found = execute(plan, arguments, observer, hold)
         aux = drafted.job.cuts[0].loss.aux_tree.unflatten(found[: drafted.num_aux])
         results = found[drafted.num_aux :]
         if kind != "update":

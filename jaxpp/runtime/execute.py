@@ -4,7 +4,7 @@ It does no look-up by name, no tree flattening and no shape check, and it never 
 and dropped where the plan frees them, so nothing outlives its last reader.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxpp.runtime.plan import Instruction, Plan
@@ -20,13 +20,16 @@ class Observer(Protocol):
         ...
 
 
-def execute(plan: Plan, arguments: Sequence[Any], observer: Observer | None = None) -> list[Any]:
+def execute(
+    plan: Plan, arguments: Sequence[Any], observer: Observer | None = None, hold: Callable[[], None] | None = None
+) -> list[Any]:
     """Run ``plan`` on ``arguments`` and return its results.
 
     Args:
         plan: what to run.
         arguments: one value a slot of ``plan.inputs``.
         observer: called after each instruction.
+        hold: called before the first instruction that takes over the buffer of an argument.
 
     Raises:
         Exception: whatever a program raised, unchanged, with a note that names the action.
@@ -38,16 +41,20 @@ def execute(plan: Plan, arguments: Sequence[Any], observer: Observer | None = No
         slots[slot] = value
     instruction = None
     try:
-        for instruction in plan.instructions:
-            _, call, inputs, outputs, free, _ = instruction
-            for slot, value in zip(outputs, call(*[slots[i] for i in inputs])):  # noqa: B905  (checked when lowered)
-                slots[slot] = value
-            if observer is not None:
-                observer(instruction, slots)
-            for slot in free:
-                slots[slot] = None
-    except Exception as error:
-        if instruction is not None:
+        for consumes, part in enumerate(plan.parts):
+            if consumes and hold is not None:
+                hold()
+            for instruction in part:
+                _, call, inputs, outputs, free, _ = instruction
+                for slot, value in zip(outputs, call(*[slots[i] for i in inputs])):  # noqa: B905  (checked when lowered)
+                    slots[slot] = value
+                if observer is not None:
+                    observer(instruction, slots)
+                for slot in free:
+                    slots[slot] = None
+    except BaseException as error:
+        slots.clear()  # a traceback that somebody keeps, as a notebook does, holds nothing of the step
+        if instruction is not None and isinstance(error, Exception):
             error.add_note(f"jaxpp: raised while dispatching {instruction.label}")
         raise
     return [slots[slot] for slot in plan.outputs]

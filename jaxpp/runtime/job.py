@@ -89,6 +89,11 @@ class Job:
         return found | {pack.ref: pack.aval for pack in packs} | unpacked
 
     @cached_property
+    def calls_host(self) -> bool:
+        """Whether any program calls a Python function on the host."""
+        return any(code.calls_host for cut in self.cuts for code in cut.stages)
+
+    @cached_property
     def trains(self) -> bool:
         """Whether any backward is run."""
         return any(code.backward for cut in self.cuts for code in cut.stages)

@@ -31,7 +31,7 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
-__all__ = ["draft_zeros", "forward_actions", "lower"]
+__all__ = ["draft_wait", "draft_zeros", "forward_actions", "lower"]
 
 
 def forward_actions(num_stages: int, num_microbatches: int) -> list[Action]:
@@ -207,6 +207,15 @@ def draft_zeros(draft: Draft, job: Job, wanted: Sequence[int]) -> None:
                 lambda avals=avals: [jnp.zeros(aval.shape, aval.dtype) for aval in avals], (), tuple(n.ref for n in names), ()
             )
             draft.compute(f"zeros stage {stage}", program, job.placement[stage], [], names, ())
+
+
+def draft_wait(draft: Draft, what: str, names: Sequence[Name]) -> None:
+    """Wait until these values are there: a host callback that raises does so here, before anything is taken over or returned."""
+
+    def wait(*values: Any) -> list[Any]:
+        return jax.block_until_ready(values)[:1]
+
+    draft.call(f"the wait for host callbacks of {what}", wait, draft.homes[draft.resolve(names[0])], names, names[:1])
 
 
 def _reduce(draft: Draft, job: Job) -> None:

@@ -5,6 +5,7 @@ A slot is used again once the last reader of its value has run, so the number of
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from jaxpp.types import Device
@@ -60,6 +61,7 @@ class Plan:
         constants: values that are there before the step starts, by slot.
         inputs: the slot of each argument of the step.
         outputs: the slot of each result.
+        consumes: the number of the first instruction that takes over the buffer of an argument; as many as there are if none does.
     """
 
     instructions: tuple[Instruction, ...]
@@ -67,6 +69,12 @@ class Plan:
     constants: tuple[tuple[int, Any], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    consumes: int
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
+        """The instructions that leave the arguments as they are, and those from the first that does not."""
+        return self.instructions[: self.consumes], self.instructions[self.consumes :]
 
     def __str__(self) -> str:
         width = max((len(line.label) for line in self.instructions), default=0)

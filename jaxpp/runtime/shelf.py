@@ -352,10 +352,12 @@ class Shelf:
 
     def _finish(self) -> None:
         """Wait for the oldest write-back; undo it if it failed."""
-        write = self._writes.popleft()
+        write = self._writes[0]
         try:
             jax.block_until_ready(write.new.arrays)
+            self._writes.popleft()
         except JaxRuntimeError as error:
+            self._writes.popleft()
             now, followed = self._hosts.get(write.name) is write.new, any(later.old is write.new for later in self._writes)
             if now:
                 self._hosts[write.name] = write.old

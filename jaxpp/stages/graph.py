@@ -14,10 +14,11 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-__all__ = ["Graph", "Piece", "aval_of", "carve", "descendants", "inline_remat", "live", "trace", "variables"]
+__all__ = ["Graph", "Piece", "aval_of", "calls_host", "carve", "descendants", "inline_remat", "live", "trace", "variables"]
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = frozenset({"checkpoint", "remat", "remat2"})
+_ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 Atom = Var | Literal
 Color = Any
@@ -82,6 +83,16 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def aval_of(atom: Atom) -> Any:
     """Shape and dtype of a variable or literal."""
     return atom.aval
+
+
+def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether any of the equations, or of those inside them (of a loop, say), calls a Python function on the host."""
+    for eqn in eqns:
+        values = [value for given in eqn.params.values() for value in (given if isinstance(given, (tuple, list)) else (given,))]
+        inner = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
+        if eqn.primitive.name in _ON_HOST or any(calls_host(jaxpr.eqns) for jaxpr in inner if isinstance(jaxpr, Jaxpr)):
+            return True
+    return False
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Graph, Any]:

@@ -24,7 +24,7 @@ from jax.extend.core import Var
 
 from jaxpp.errors import ArgumentError
 from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
-from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, variables
+from jaxpp.stages.graph import Graph, Piece, aval_of, calls_host, carve, descendants, variables
 from jaxpp.stages.loss import TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
@@ -52,6 +52,7 @@ class StageCode:
         params: the parameter leaves this stage reads.
         flops: of one forward.
         modules: module paths, in order.
+        calls_host: whether any of its programs calls a Python function on the host.
     """
 
     index: int
@@ -64,6 +65,7 @@ class StageCode:
     params: tuple[int, ...]
     flops: float
     modules: tuple[str, ...]
+    calls_host: bool
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class StageBuilder:
             params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
+            calls_host=calls_host(traced.graph.eqns),
         )
 
     def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:
