@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import BatchError, StateError
-from jaxpp.runtime.prepare import Preparer, avals_of
+from jaxpp.runtime.prepare import Preparer
+from jaxpp.stages.microbatch import batch_avals
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 
 __all__ = ["by_hand", "compose", "scope"]
@@ -56,7 +57,7 @@ def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
 
 def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
     preparer.check_key_taken(preparer.settings.loss_fn, key)
-    cut = preparer.cut_for(preparer.settings.loss_fn, avals_of(batch), key, train=True)
+    cut = preparer.cut_for(preparer.settings.loss_fn, batch_avals(batch), key, train=True)
     code = cut.stages[stage]
     if preparer.settings.has_state:
         raise StateError(
@@ -68,7 +69,7 @@ def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: 
     assert preparer.layout is not None
     leaves = jax.tree.leaves(preparer.layout.slicing.of(params))
     values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(leaves)}
-    values |= {Ref(Role.BATCH, k): leaf for k, leaf in enumerate(jax.tree.leaves(batch))}
+    values |= {Ref(Role.BATCH, k, shared=k in cut.loss.shared): leaf for k, leaf in enumerate(jax.tree.leaves(batch))}
     values |= {Ref(Role.CONSTANT, k): value for k, value in enumerate(code.constants)}
     values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}
     values[Ref(Role.SCALE)] = jnp.ones(())

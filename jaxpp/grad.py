@@ -31,6 +31,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     devices: Sequence[Device] | None = None,
     remat: Remat | Sequence[Remat] = None,
     reduce_aux: ReduceAux = None,
+    shared: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -56,6 +57,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
             or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
             (``scan``) is one operation to a policy.
+        shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
+        ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
@@ -86,6 +89,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             devices=devices,
             remat=remat,
             reduce_aux=reduce_aux,
+            shared=shared,
         )
     )
 

@@ -75,6 +75,8 @@ class Pipeline(Asked):
             parameters that carry axis names.
         bank: parameter sets of tasks, theta[t]: the loss is then ``loss_fn(params, task_params, batch[, key])``, each step is told
             its ``task`` (or one a replica), and the state holds Theta alone. Theta has ``optimizer``, each theta[t] the bank's.
+        shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
+            ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run.
@@ -116,6 +118,7 @@ class Pipeline(Asked):
         data_parallel: int = 1,
         shardings: Any = None,
         bank: Bank | None = None,
+        shared: str | Sequence[str] = (),
     ):
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(
@@ -146,6 +149,7 @@ class Pipeline(Asked):
             mesh=mesh,
             data_parallel=data_parallel,
             shardings=shardings,
+            shared=shared,
         )
         if self._tasks is not None:
             check_scaling(options)
@@ -166,6 +170,7 @@ class Pipeline(Asked):
         weight: Callable[[Batch], Any] | None = None,
         devices: Sequence[Device] | None = None,
         remat: Remat | Sequence[Remat] = None,
+        shared: str | Sequence[str] = (),
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
@@ -178,6 +183,7 @@ class Pipeline(Asked):
             weight: as for ``Pipeline``.
             devices: as for ``Pipeline``.
             remat: as for ``Pipeline``.
+            shared: as for ``Pipeline``; the inputs are called ``"0"``, the targets ``"1"``.
 
         Returns:
             a pipeline whose parameters are a sequence of one tree a stage, and whose batch is a pair ``(inputs, targets)``.
@@ -193,6 +199,7 @@ class Pipeline(Asked):
             cuts=[scope(k) for k in range(1, len(functions))],
             devices=devices,
             remat=remat,
+            shared=shared,
         )
         pipe._functions = functions
         return pipe
@@ -289,7 +296,8 @@ class Pipeline(Asked):
             state: from ``init`` or the step before, a checkpoint, or another pipeline's of the same shapes. Its buffers are reused,
                 so it is consumed, but only if the step succeeds up to the optimizer; if some of its arrays live elsewhere than
                 this pipeline's, all are copied and nothing of it is consumed.
-            batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one.
+            batch: tree of arrays with one leading axis, the examples; of any size that gives each microbatch one. Leaves without
+                an axis (``{"x": ..., "beta": 0.5}``) go to every microbatch as they are; other values of them compile nothing.
             key: for the loss; one that takes a key needs it, unless it says ``key=None``. Microbatch i gets
                 ``jax.random.fold_in(key, i)``.
             task: with a bank, the set that the step uses and changes, or a list of one a replica. The bank has the changed set,

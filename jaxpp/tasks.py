@@ -24,6 +24,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.joint import Joint, join_losses
 from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.loss import describe
+from jaxpp.stages.microbatch import batch_avals
 from jaxpp.types import LossFn
 
 __all__ = ["Tasks", "check_bank", "check_scaling"]
@@ -85,7 +86,7 @@ class Tasks:
         self._token = token = object()  # copies for other homes are on other rows
         rows = [(token, r) for r in range(engine.placement.num_replicas)]
         self._forget = weakref.finalize(self, self.bank.shelf.forget, rows)
-        self._settled = *map(avals_of, (shared, batch)), None if key is None else avals_of(key)
+        self._settled = avals_of(shared), batch_avals(batch), None if key is None else avals_of(key)
         self._first = Fitted.of(engine, layout)
         self._fitted = {layout: self._first}
         return self._first

@@ -19,7 +19,7 @@ from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.joint import Joint
 from jaxpp.stages.keyed import positional_key
-from jaxpp.stages.microbatch import scale_dtype, sizes, slice_batch
+from jaxpp.stages.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.reduce import Reducer
 from jaxpp.stages.stack import assembled
 from jaxpp.state import State, states_of
@@ -49,6 +49,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     loss_scale: Any = 1.0,
     num_replicas: int = 1,
     groups: Sequence[Sequence[int]] = (),
+    shared: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
 
@@ -65,14 +66,16 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         loss_scale: what the backward starts from; the gradients are so many times as large.
         num_replicas: parts the batch is split into before that; the microbatches of replica r are numbered from r times theirs.
         groups: the replicas of each task, for losses of a ``Joint``: then ``params`` and the gradients are lists of one a replica.
+        shared: names of the batch leaves that every microbatch gets as they are, besides numbers.
 
     Returns:
         ``(loss, aux, grads)``, and with model state ``(loss, aux, grads, new_model_state)``.
     """
     loss_fn = positional_key(loss_fn, 2 + (model_state is not None))
     leaves, tree = jax.tree.flatten(batch)
-    parts = sizes(leaves[0].shape[0] // num_replicas, num_microbatches) * num_replicas
-    pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts)]
+    whole = shared_leaves(batch, shared)
+    parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
+    pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
     scales = weights / weights.sum()
     has_state = model_state is not None
@@ -198,7 +201,7 @@ def verify_grads(engine: Engine, leaves: Sequence[Any], batch: Batch, key: Key |
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     groups = engine.preparer.groups.current if _own(engine) else ()
     options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers, "groups": groups}
-    options |= {"num_replicas": engine.placement.num_replicas}
+    options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     params, old, batch, key = gather((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}
     if config.scaling is not None:

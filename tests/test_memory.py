@@ -43,7 +43,8 @@ def ready(name):
 def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
     batch, engine = jax.tree.map(np.asarray, case.batch), pipe._engine
-    book = account(engine, engine.draft("update", batch, case.key), homes_of(batch, case.key))
+    drafted = engine.draft("update", batch, case.key)
+    book = account(engine, drafted, homes_of(drafted, batch, case.key))
     own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), engine.homes, strict=True)]
     own = engine.run("update", own, batch, case.key).leaves
     jax.block_until_ready(own)

@@ -89,11 +89,11 @@ CASES = {
         "all batch leaves have the same first axis",
         "batch['y']: f32[5,2]",
     ),
-    "a scalar in the batch": (
-        lambda: grad(batch=BATCH | {"t": jnp.ones(()), "u": 3.0}),
+    "a text in the batch": (
+        lambda: grad(batch=BATCH | {"t": jnp.ones(()), "u": "three"}),
         BatchError,
         "first axis counts the examples",
-        "batch['u']: float",
+        "batch['u']: str",
     ),
     "an empty batch": (lambda: grad(batch={}), BatchError, "a batch is a tree of arrays", "a tree without leaves"),
     "a vector for a loss": (

@@ -116,7 +116,7 @@ def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]
     if name not in SCHEDULES:
         return
     count = microbatches * 2
-    while count <= check_batch(batch, 1):
+    while count <= check_batch(batch, 1, shared=now.shared):
         for settings in made(name, stages, count):
             yield "microbatches", f"num_microbatches={count}", settings
         for settings in made(name, stages, count, remat=recompute):

@@ -20,7 +20,7 @@ from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.plan import Instruction, Plan
 from jaxpp.runtime.submesh import devices_of
 from jaxpp.schedule.draw import align
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import Role
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.types import Device
 
@@ -132,7 +132,7 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
         the ledger, and the leaves of the new state.
     """
     plan, drafted = engine.plan("update", batch, key)
-    book = account(engine, drafted, homes_of(batch, key))
+    book = account(engine, drafted, homes_of(drafted, batch, key))
     extra = temporaries(drafted.draft, engine.preparer.programs)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
     state = dict(zip(drafted.inputs, leaves, strict=False))
@@ -147,11 +147,11 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
     return Ledger(book, tuple(sampler.samples), stats), outcome.leaves
 
 
-def homes_of(batch: Any, key: Any) -> dict[Name, Device]:
+def homes_of(drafted: Drafted, batch: Any, key: Any) -> dict[Name, Device]:
     """The devices of the caller's batch leaves and key, of those that are on one."""
-    named = [(Name(HOST, Ref(Role.BATCH, k)), leaf) for k, leaf in enumerate(jax.tree.leaves(batch))]
-    named += [] if key is None else [(Name(HOST, Ref(Role.KEY)), key)]
-    arrays = [(name, leaf.devices()) for name, leaf in named if isinstance(leaf, jax.Array)]
+    names = [name for name in drafted.inputs if name.stage == HOST]
+    given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
+    arrays = [(name, leaf.devices()) for name, leaf in zip(names, given, strict=True) if isinstance(leaf, jax.Array)]
     return {name: next(iter(devices)) for name, devices in arrays if len(devices) == 1}
 
 

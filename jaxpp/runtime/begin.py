@@ -40,7 +40,7 @@ def draft_begin(draft: Draft, job: Job, stage: int, totals: dict[Ref, Any]) -> N
         statics = code.statics
         outputs = [local_name(stage, ref, -1, variant) for ref in statics.outputs]
         part(statics.function, [local_name(stage, ref, -1, variant) for ref in statics.inputs], statics.avals, outputs)
-    leaves = job.read(stage, Role.BATCH)
+    leaves = [k for k in job.read(stage, Role.BATCH) if k not in job.shared]
     steps = range(len(job.sizes))
     part(
         lambda *batch: [piece for row in slice_batch(batch, job.sizes) for piece in row],

@@ -30,7 +30,7 @@ from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph, calls_host
 from jaxpp.stages.joint import Joint
-from jaxpp.stages.microbatch import scale_dtype
+from jaxpp.stages.microbatch import batch_avals, scale_dtype
 from jaxpp.stages.program import Ref, Role, shapes_of
 from jaxpp.stages.stack import Slicing, is_slices
 from jaxpp.stages.tracing import check_arrays, check_floating
@@ -273,7 +273,7 @@ class Engine:
                 draft_wait(draft, "the optimizer", made)
             split = len(self.owner) + len(self.opts)
             results = [*made[:split], *([] if self.settings.scaling else states), *made[split:]]
-        inputs += [Name(HOST, Ref(Role.BATCH, k)) for k in range(len(job.batch))]
+        inputs += [Name(HOST, job.batch_ref(k)) for k in range(len(job.batch))]
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
         return Drafted(draft, job, inputs, [loss, *aux, *results], len(aux))
 
@@ -313,7 +313,7 @@ class Engine:
             leaves = [*leaves[:num_params], *(rest if kind == "grads" else rest[:num_states])]
         given = [*map(private, jax.tree.leaves(batch))]
         if self.settings.placement.meshed:
-            given, keys = divided(given, keys, self.settings.placement.num_replicas)
+            given, keys = divided(given, keys, self.settings.placement.num_replicas, drafted.job.shared)
         arguments = [*leaves, *given, *keys]
         loss, *found = execute(plan, arguments, observer, hold)
         aux = drafted.job.cuts[0].loss.aux_tree.unflatten(found[: drafted.num_aux])
@@ -337,9 +337,11 @@ def _shapes(batch: Any, key: Any) -> Any:
 def _shape(leaf: Any) -> Any:
     """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype
-    aval = avals_of(leaf) if hasattr(leaf, "dtype") else None
-    return None if aval is None else (aval.shape, aval.dtype)
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        return None
+    aval = batch_avals(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
 
 
 def _aux_names(job: Job) -> list[Name]:

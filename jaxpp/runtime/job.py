@@ -34,6 +34,7 @@ class Job:
         state: shape of each model state leaf.
         state_owner: the stage that keeps each model state leaf between steps.
         batch: shape of each leaf of a replica's part of the batch.
+        shared: the batch leaves that every microbatch gets as they are.
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
         groups: which replicas run the same task.
@@ -49,6 +50,7 @@ class Job:
     state: tuple[Any, ...]
     state_owner: tuple[int, ...]
     batch: tuple[Any, ...]
+    shared: frozenset[int]
     key: Any
     implementation: str | None
     weigh: Program | None
@@ -63,6 +65,10 @@ class Job:
     def loss_stage(self) -> int:
         """The stage that returns the loss, and keeps its scale."""
         return self.num_stages - 1
+
+    def batch_ref(self, leaf: int) -> Ref:
+        """What a batch leaf is called."""
+        return Ref(Role.BATCH, leaf, shared=leaf in self.shared)
 
     def codes(self, stage: int) -> list[StageCode]:
         """The stage's programs, once a variant."""
@@ -165,4 +171,4 @@ def local_name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:
     """What a program of a stage calls ``ref``, for one microbatch of one variant."""
     if ref.role in (Role.STATIC, Role.CONSTANT):
         return Name(stage, Ref(ref.role, ref.index, variant))
-    return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH else -1)
+    return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH and not ref.shared else -1)

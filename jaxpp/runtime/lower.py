@@ -81,9 +81,9 @@ def _feed(draft: Draft, job: Job) -> None:
         sent.setdefault((source, device), target)
 
     for stage in range(job.num_stages):
-        for role in (Role.BATCH, Role.KEY):
-            for k in job.read(stage, role):
-                feed(f"send {role} {k} to stage {stage}", Name(HOST, Ref(role, k)), Name(stage, Ref(role, k)))
+        given = [*map(job.batch_ref, job.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in job.read(stage, Role.KEY))]
+        for ref in given:
+            feed(f"send {ref.role} {ref.index} to stage {stage}", Name(HOST, ref), Name(stage, ref))
         for k in job.read(stage, Role.LOSS_SCALE):
             feed(f"send loss scale to stage {stage}", scale_name(job.loss_stage, k), scale_name(stage, k))
         for leaf in job.read(stage, Role.PARAM):

@@ -6,14 +6,14 @@ by shape, so a shape is compiled once.
 """
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import ArgumentError, LossError
+from jaxpp.errors import ArgumentError
 from jaxpp.runtime.groups import Groups
 from jaxpp.runtime.job import Job
 from jaxpp.runtime.measure import clock_of, stage_times
@@ -21,15 +21,24 @@ from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.programs import Programs
 from jaxpp.runtime.rules import specs_of
 from jaxpp.runtime.settings import Settings
+from jaxpp.runtime.weigh import weigh
 from jaxpp.stages.cut import CutLoss, cut
-from jaxpp.stages.graph import aval_of, trace, variables
+from jaxpp.stages.graph import aval_of
 from jaxpp.stages.joint import Joint
 from jaxpp.stages.keyed import KeyArgument, key_argument, name_of
-from jaxpp.stages.loss import TracedLoss, describe
-from jaxpp.stages.microbatch import check_batch, scale_dtype, sizes, slice_batch
+from jaxpp.stages.loss import TracedLoss
+from jaxpp.stages.microbatch import (
+    batch_avals,
+    check_batch,
+    check_shared,
+    num_examples,
+    resized,
+    shared_leaves,
+    sizes,
+)
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Role
 from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
 from jaxpp.stages.scans import slices_between
 from jaxpp.stages.stack import Slicing, concatenated, joined
@@ -198,9 +207,10 @@ class Preparer:
         """
         settings = self.settings
         self.check_key_taken(settings.loss_fn, key)
+        check_shared(batch, settings.shared)
         size = sizes(self._check_batch(batch), settings.schedule.num_microbatches)[0]
         given = tuple(map(avals_of, variables))
-        microbatch = _resized(avals_of(batch), size)
+        microbatch = resized(batch_avals(batch), size, self.shared(batch))
         self.frozen = frozen
         singly = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
         self.layout, first = self._lay_out(singly, given, microbatch, key, frozen)
@@ -244,7 +254,12 @@ class Preparer:
 
     def _check_batch(self, batch: Any) -> int:
         """The number of examples that a replica gets."""
-        return check_batch(batch, self.settings.schedule.num_microbatches, self.settings.placement.num_replicas)
+        settings = self.settings
+        return check_batch(batch, settings.schedule.num_microbatches, settings.placement.num_replicas, settings.shared)
+
+    def shared(self, batch: Any) -> frozenset[int]:
+        """The batch leaves that every microbatch gets as they are."""
+        return shared_leaves(batch, self.settings.shared)
 
     def _choose(self, loss: TracedLoss) -> Cuts:
         """Where to cut: where the user says, or for balance."""
@@ -265,6 +280,7 @@ class Preparer:
     ) -> TracedLoss:
         params, *state = variables
         options = {"has_aux": self.settings.has_aux, "differentiable": train, "frozen": self.frozen, "singly": singly}
+        options |= {"shared": self.shared(microbatch)}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
     def _reducers(
@@ -276,13 +292,13 @@ class Preparer:
     @staticmethod
     def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any) -> frozenset[int]:
         """The aux leaves whose first axis follows the size of the microbatch."""
-        size = jax.tree.leaves(microbatch)[0].shape[0]
+        size = num_examples(jax.tree.leaves(microbatch), loss.shared)
         shapes = [aval_of(atom).shape for atom in loss.aux]
         rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
         if not rows:
             return frozenset()
         whole = jax.eval_shape(lambda params: joined(params, concatenated), variables[0])
-        args = (whole, *variables[1:], _resized(microbatch, 2 * size), *([] if key is None else [key]))
+        args = (whole, *variables[1:], resized(microbatch, 2 * size, loss.shared), *([] if key is None else [key]))
         try:
             _, aux = jax.eval_shape(loss_fn, *args)
         except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
@@ -294,7 +310,7 @@ class Preparer:
     def _cache_key(loss_fn: LossFn, microbatch: Any, key: Any, train: bool) -> Any:
         leaves, tree = jax.tree.flatten(microbatch)
         kind = None if key is None else (key.shape, key.dtype)
-        return loss_fn, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), kind, train
+        return loss_fn, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves), kind, train
 
     def cut_for(self, loss_fn: LossFn, microbatch: Any, key: Any, *, train: bool) -> CutLoss:
         """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
@@ -324,10 +340,11 @@ class Preparer:
         self.check_key_taken(loss_fn or settings.loss_fn, key)
         examples = self._check_batch(batch)
         parts = sizes(examples, settings.schedule.num_microbatches)
-        batch = _resized(avals_of(batch), examples)
+        shared = self.shared(batch)
+        batch = resized(batch_avals(batch), examples, shared)
         different = tuple(dict.fromkeys(parts))
         chosen = loss_fn or settings.loss_fn
-        cuts = tuple(self.cut_for(chosen, _resized(batch, size), key, train=train) for size in different)
+        cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
         return Job(
             cuts=cuts,
@@ -339,10 +356,11 @@ class Preparer:
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,
             batch=tuple(jax.tree.leaves(batch)),
+            shared=shared,
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),
             groups=self.groups,
-            weigh=None if settings.weight is None else _weigh(settings.weight, batch, parts, self.placement),
+            weigh=None if settings.weight is None else weigh(settings.weight, batch, shared, parts, self.placement),
         )
 
 
@@ -357,35 +375,5 @@ def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int | None]:
     return [None if place is None else bisect.bisect_right(cuts, place) for place in places]
 
 
-def _resized(batch: Any, size: int) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch)
-
-
 def _raw(key: Any) -> Any:
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-
-
-def _weigh(weight: Callable[[Any], Any], batch: Any, parts: Sequence[int], placement: Placement) -> Program:
-    """The program that computes every microbatch's share of the total weight, from the batch leaves it needs."""
-    leaves, tree = jax.tree.flatten(batch)
-    lead = (placement.num_replicas,) if placement.meshed else ()
-    leaves = [jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype) for leaf in leaves]
-
-    def scales(*batch_leaves: Any) -> list[Any]:
-        each = [[leaf[r] for leaf in batch_leaves] for r in range(*lead)] if lead else [batch_leaves]
-        pieces = [piece for leaves in each for piece in slice_batch(leaves, parts)]
-        found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
-        if any(value.shape != () for value in found):
-            shape = describe(next(value for value in found if value.shape != ()))
-            raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
-        stacked = jnp.stack(found).astype(scale_dtype())
-        return [(stacked / stacked.sum()).reshape(*lead, len(parts))]
-
-    graph, _ = trace(scales, *leaves)
-    read = set(variables(atom for eqn in graph.eqns for atom in eqn.invars))
-    used = [k for k, var in enumerate(graph.inputs) if var in read]
-    constants = list(graph.constants)
-    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *constants], graph.outputs)
-    refs = tuple(Ref(Role.BATCH, k) for k in used)
-    shapes = shapes_of(leaves[k] for k in used)
-    return Program(lambda *args: run(*args, *graph.constants.values()), refs, (Ref(Role.SCALE),), shapes, spans=bool(lead))

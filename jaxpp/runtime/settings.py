@@ -40,6 +40,7 @@ class Settings:
         scaling: of the loss, or None.
         balance: what stages have equally much of, ``flops`` or ``time``.
         shardings: of the parameters inside a stage, as the user wrote them.
+        shared: names of the batch leaves that every microbatch gets as they are, besides numbers.
     """
 
     loss_fn: LossFn
@@ -55,6 +56,7 @@ class Settings:
     scaling: Scaling | None = None
     balance: str = "flops"
     shardings: Any = None
+    shared: tuple[str, ...] = ()
 
     @cached_property
     def placement(self) -> Placement:
@@ -86,6 +88,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     mesh: Any = None,
     data_parallel: int = 1,
     shardings: Any = None,
+    shared: str | Sequence[str] = (),
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -112,7 +115,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
     places = submeshes(devices, mesh, data_parallel, made.num_ranks)
     loss_fn = positional_key(loss_fn, 2 + has_state)
-    options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings)
+    options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))
     found = Settings(loss_fn, made, places, *options)
     if has_state and found.placement.num_replicas > 1:
         raise ArgumentError(
@@ -177,6 +180,18 @@ def _cuts_of(cuts: Sequence[str] | None, num_stages: int) -> tuple[str, ...] | N
             f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
         )
     return tuple(cuts)
+
+
+def _shared_of(shared: Any) -> tuple[str, ...]:
+    names = (shared,) if isinstance(shared, str) or not isinstance(shared, Iterable) else tuple(shared)
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentError(
+            "shared",
+            "batch leaves for all microbatches are named by their paths, or patterns of paths",
+            repr(shared),
+            'pass for example shared=("beta", "graph/*")',
+        )
+    return names
 
 
 def _boundaries_of(cut_gradient: Any, num_stages: int) -> frozenset[int]:

@@ -6,7 +6,7 @@ edges: ``put`` and ``put_at`` (a value gets a copy of its own at a place), ``pri
 host memory, for parameter sets that wait for their turn).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -68,9 +68,17 @@ def private(value: Any) -> Any:
     return np.array(value) if isinstance(value, np.ndarray) else value
 
 
-def divided(batch: Sequence[Any], keys: Sequence[Any], num_replicas: int) -> tuple[list[Any], list[Any]]:
-    """The leaves of a batch, and a key, with the replicas as their first axis: each gets its part of the one, and the other."""
-    parts = [leaf.reshape(num_replicas, leaf.shape[0] // num_replicas, *leaf.shape[1:]) for leaf in map(_array, batch)]
+def divided(
+    batch: Sequence[Any], keys: Sequence[Any], num_replicas: int, shared: Collection[int] = ()
+) -> tuple[list[Any], list[Any]]:
+    """The leaves of a batch, and a key, with the replicas as their first axis: each gets its part of the one, and the other.
+
+    Leaves numbered ``shared`` are the same for all, and stay as they are.
+    """
+    parts = [
+        leaf if k in shared else leaf.reshape(num_replicas, leaf.shape[0] // num_replicas, *leaf.shape[1:])
+        for k, leaf in enumerate(map(_array, batch))
+    ]
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 

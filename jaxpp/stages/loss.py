@@ -57,6 +57,7 @@ class TracedLoss:
         frozen: the parameter leaves whose gradient nobody wants.
         layers: what loops over layers were split into.
         clock: where measured, after which part of the FLOPs which part of the time has passed.
+        shared: the batch leaves that every microbatch gets as they are.
     """
 
     graph: Graph
@@ -68,6 +69,7 @@ class TracedLoss:
     frozen: frozenset[int] = frozenset()
     layers: tuple[Layers, ...] = ()
     clock: tuple[tuple[float, float], ...] = ()
+    shared: frozenset[int] = frozenset()
 
     @cached_property
     def params(self) -> tuple[Var, ...]:

@@ -2,20 +2,37 @@
 
 The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, the larger ones first. The
 loss and the gradient of the step are the means over microbatches, weighted by size or by the user's ``weight(microbatch)``.
+Numbers (a coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the
+user calls *shared* (a graph that all examples live on).
 """
 
+import difflib
+import fnmatch
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import BatchError
-from jaxpp.stages.loss import describe
+from jaxpp.stages.loss import describe, path_name
 from jaxpp.types import Batch
 
-__all__ = ["check_batch", "fold_key", "scale_dtype", "sizes", "slice_batch"]
+__all__ = [
+    "batch_avals",
+    "check_batch",
+    "check_shared",
+    "fold_key",
+    "num_examples",
+    "resized",
+    "scale_dtype",
+    "shared_leaves",
+    "sizes",
+    "slice_batch",
+]
+
+_SHOWN = 8
 
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
@@ -29,43 +46,87 @@ def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(size + (i < rest) for i in range(num_microbatches))
 
 
-def slice_batch(leaves: Sequence[Any], parts: Sequence[int]) -> list[list[Any]]:
-    """The batch leaves of each microbatch: ``result[i][k]`` is microbatch i of leaf k."""
+def slice_batch(leaves: Sequence[Any], parts: Sequence[int], shared: Collection[int] = ()) -> list[list[Any]]:
+    """The batch leaves of each microbatch: ``result[i][k]`` is microbatch i of leaf k, those of ``shared`` whole."""
     ends = list(itertools.accumulate(parts))
-    return [[leaf[end - part : end] for leaf in leaves] for part, end in zip(parts, ends, strict=True)]
+    return [
+        [leaf if k in shared else leaf[end - part : end] for k, leaf in enumerate(leaves)]
+        for part, end in zip(parts, ends, strict=True)
+    ]
 
 
-def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1) -> int:
-    """The number of examples in a replica's part of a batch.
+def batch_avals(batch: Batch) -> Any:
+    """The tree of shapes and dtypes of a batch, as a traced loss sees them: a Python number takes the type of what it meets."""
+    return jax.tree.map(_aval, batch)
+
+
+def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf), weak_type=not isinstance(leaf, bool))
+    extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+
+
+def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Any:
+    """The shapes of a batch of so many examples; the leaves numbered ``shared`` keep theirs."""
+    leaves, tree = jax.tree.flatten(avals)
+    return tree.unflatten(
+        leaf if k in shared else jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+        for k, leaf in enumerate(leaves)
+    )
+
+
+def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
+    """The numbers of the leaves that every microbatch gets as they are: numbers, and those of a path or pattern of paths."""
+    found = enumerate(jax.tree_util.tree_leaves_with_path(batch))
+    return frozenset(k for k, (path, leaf) in found if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
+
+
+def num_examples(leaves: Sequence[Any], shared: Collection[int]) -> int:
+    """The length of the first axis of the leaves that are split."""
+    return next(leaf.shape[0] for k, leaf in enumerate(leaves) if k not in shared)
+
+
+def _matches(path: tuple[Any, ...], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(path_name(path), pattern) for pattern in (name, f"{name}/*"))
+
+
+def check_shared(batch: Batch, names: Sequence[str]) -> None:
+    """Refuse names of shared leaves that the batch does not have.
 
     Raises:
-        BatchError: no leaves, leaves that are not arrays or have no leading axis, leading axes that differ, fewer examples
-            than microbatches, or examples that cannot be divided evenly among the replicas.
+        BatchError: with the names that come near.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
-    wrong = [
-        f"batch{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'shape') else type(leaf).__name__}"
-        for path, leaf in leaves
-        if not getattr(leaf, "shape", ())
-    ]
-    if wrong:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    unknown = [name for name in names if not any(_matches(path, name) for path in paths)]
+    if unknown:
+        known = [path_name(path) for path in paths]
+        near = [f"{name!r}; near it: {', '.join(difflib.get_close_matches(name, known)) or 'none'}" for name in unknown]
+        listed = "\n".join(known[:_SHOWN] + ["..."] * (len(known) > _SHOWN))
         raise BatchError(
-            "batch",
-            "every batch leaf is an array whose first axis counts the examples",
-            wrong,
-            "give each leaf a leading batch axis, and close over constants in loss_fn",
+            f"shared={tuple(names)!r}",
+            "a name is the path of a batch leaf, or a pattern of paths",
+            near,
+            "use paths like these",
+            listed,
         )
-    lengths = {leaf.shape[0] for _, leaf in leaves}
-    if len(lengths) > 1:
-        raise BatchError(
-            "batch",
-            "all batch leaves have the same first axis, the number of examples",
-            [f"batch{jax.tree_util.keystr(path)}: {describe(leaf)}" for path, leaf in leaves],
-            "cut the leaves to one length",
-        )
-    (size,) = lengths
+
+
+def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = ()) -> int:
+    """The number of examples in a replica's part of a batch.
+
+    Args:
+        batch: arrays, or their shapes.
+        num_microbatches: parts that a replica's part is split into.
+        num_replicas: parts the batch is split into before that.
+        shared: names of the leaves that are not split.
+
+    Raises:
+        BatchError: no leaves, leaves that are neither arrays nor numbers, none that holds examples, leading axes that differ, fewer
+            examples than microbatches, or examples that cannot be divided evenly among the replicas.
+    """
+    size = _check_leaves(batch, shared)
     if size % num_replicas:
         raise BatchError(
             f"batch, {num_replicas} replicas",
@@ -88,6 +149,52 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1) -> i
             f"pass a larger batch, or num_microbatches={max(size, 1)} or fewer",
         )
     return size // num_replicas
+
+
+def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
+    """The number of examples in a batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
+    wrong = [
+        f"batch{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
+    ]
+    if wrong:
+        raise BatchError(
+            "batch",
+            "every batch leaf is an array whose first axis counts the examples, or a number for all of them",
+            _few(wrong),
+            "leave out what is neither, or close over it in loss_fn",
+        )
+    shared = shared_leaves(batch, names)
+    described = [
+        f"batch{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
+        + " (shared)" * (k in shared and bool(getattr(leaf, "shape", ())))
+        for k, (path, leaf) in enumerate(leaves)
+    ]
+    if len(shared) == len(leaves):
+        raise BatchError(
+            "batch",
+            "at least one batch leaf is an array whose first axis counts the examples",
+            _few(described),
+            "pass arrays (np.asarray of nested lists), and leave the leaf with the examples out of shared=(...)",
+        )
+    lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
+    if len(lengths) > 1:
+        raise BatchError(
+            "batch",
+            "all batch leaves have the same first axis, the number of examples",
+            _few(described),
+            "if examples differ in size (graphs), pad each to one size, stack them along a new first axis and jax.vmap the loss "
+            'over it; name what is the same for all examples: shared=("beta", "graph/*")',
+        )
+    return lengths.pop()
+
+
+def _few(lines: Sequence[str]) -> list[str]:
+    return [*lines[:_SHOWN], *[f"and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)]
 
 
 def fold_key(key: Any, implementation: str | None, microbatch: Any) -> Any:

@@ -51,7 +51,8 @@ SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_S
 class Ref:
     """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from.
 
-    ``shared`` says that it is the same on all replicas though others of its role are not: a gradient after it was summed.
+    ``shared`` says that it is the same on all replicas though others of its role are not: a gradient after it was summed; a batch
+    leaf that all microbatches read whole.
     """
 
     role: Role

@@ -91,7 +91,7 @@ class StageBuilder:
         numbers = {var: k for k, var in enumerate(self.crossing)}
         refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
         refs |= {var: Ref(Role.STATE, k) for k, var in enumerate(loss.state)}
-        refs |= {var: Ref(Role.BATCH, k) for k, var in enumerate(loss.batch)}
+        refs |= {var: Ref(Role.BATCH, k, shared=k in loss.shared) for k, var in enumerate(loss.batch)}
         refs |= {var: Ref(Role.ACTIVATION, k) for var, k in numbers.items()}
         if loss.key is not None:
             refs[loss.key] = Ref(Role.KEY)

@@ -18,7 +18,7 @@ from jaxpp.types import LossFn
 __all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]
 
 
-def trace_loss(
+def trace_loss(  # noqa: PLR0913  (what the user has decided)
     loss_fn: LossFn,
     params: Any,
     batch: Any,
@@ -29,6 +29,7 @@ def trace_loss(
     differentiable: bool = True,
     frozen: frozenset[int] = frozenset(),
     singly: bool = False,
+    shared: frozenset[int] = frozenset(),
 ) -> TracedLoss:
     """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
 
@@ -43,6 +44,7 @@ def trace_loss(
         differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
         frozen: the parameter leaves whose gradient nobody wants.
         singly: whether every layer of a loop over layers becomes an equation of its own.
+        shared: the batch leaves that every microbatch gets as they are.
 
     Raises:
         LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
@@ -77,7 +79,7 @@ def trace_loss(
     graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], singly=singly)
     _check_order(graph)
     paths = _paths(param_leaves), _paths(state_leaves)
-    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers)
+    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared)
     loss = graph.outputs[0]
     if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
         raise LossError(
