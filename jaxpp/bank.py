@@ -26,7 +26,7 @@ from tqdm import tqdm
 from jaxpp.errors import BankError
 from jaxpp.layout import Layout, check_params
 from jaxpp.runtime.shelf import Shelf
-from jaxpp.runtime.transfer import HOST, private, put, to_device
+from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
 from jaxpp.schedule.draw import align
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.subtree import bind, take
@@ -189,6 +189,7 @@ class Bank:
         if name in self._layouts:
             raise BankError(where, "the names of sets differ", f"a second {name!r}", f"bank.remove({name!r}) first, or rename it")
         check_params(where, params)
+        check_alive(where, (params, opt_state))
         if opt_state is not None:
             expected = jax.eval_shape(self.optimizer.init, params)
             wrong = Layout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))

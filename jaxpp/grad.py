@@ -11,7 +11,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
-from jaxpp.runtime.transfer import bring
+from jaxpp.runtime.transfer import bring, check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stack import assembled
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
@@ -97,6 +97,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     def grad_fn(params: Any, batch: Any, key: Any = None) -> Any:
         leaves, tree = jax.tree.flatten(params)
         _refuse_tracers((params, batch, key))
+        check_alive("grad_fn(params, batch, key)", (params, batch))
         layout = engine.preparer.layout
         if layout is None or not same_shapes(layout.given, (params,)):
             engine.settle((params,), batch, key)

@@ -16,6 +16,7 @@ from jaxpp.opened import Opened, first_leaves
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.hold import Hold
 from jaxpp.runtime.settings import settings
+from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.joint import join_losses, join_optimizers
 from jaxpp.stages.keyed import positional_key
@@ -276,6 +277,7 @@ class Pipeline(Asked):
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
         given = read_given(init_or_params, args)
+        check_alive("pipe.init", (init_or_params, args))
         try:
             self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0))
         except Exception as error:

@@ -1,8 +1,8 @@
 """What a step takes and gives: the state that training changes, and the metrics it reports."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +30,9 @@ class State(_Parts):
     """What training changes: ordinary trees whose leaves live on the stages that own them.
 
     Where a loop over layers is cut, the stacked leaves are arrays sharded over the stages' devices. If that cannot be (the slices
-    differ in size, or share a device), the state holds the slices, and reading ``params`` or ``opt_state`` puts them together on
-    the host; unpacking the state gives the slices themselves.
+    differ in size, or share a device), the state holds the slices, and reading ``params`` or ``opt_state``, by name, index or
+    unpacking, puts them together on the host. As a pytree the state has the slices as leaves: ``jax.tree.map`` and Orbax see
+    each on its device.
 
     Attributes:
         params: the user's parameter tree.
@@ -45,18 +46,38 @@ class State(_Parts):
     @property
     def params(self) -> Any:
         """The user's parameter tree."""
-        return assembled(self[0])
+        return self[0]
 
     @property
     def opt_state(self) -> Any:
         """The optax state for the whole of it."""
-        return assembled(self[1])
+        return self[1]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return tuple(map(assembled, found)) if isinstance(index, slice) else assembled(found)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(assembled, super().__iter__())
+
+    def _asdict(self) -> dict[str, Any]:
+        """The parts by name."""
+        return dict(zip(self._fields, self, strict=True))
+
+    def _replace(self, **parts: Any) -> "State":
+        """The state with other parts; those that are not named stay as they are held."""
+        if unknown := [name for name in parts if name not in self._fields]:
+            raise TypeError(f"a State has the parts {', '.join(self._fields)}, not {', '.join(unknown)}")
+        return State(**{**dict(zip(self._fields, super().__iter__(), strict=True)), **parts})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Metrics:
-    """What a step reports, as device scalars; reading one waits for it. ``metrics.loss`` and ``metrics["loss"]`` are the same.
+class Metrics(Mapping[str, Any]):
+    """What a step reports, as device scalars; reading one waits for it.
+
+    It is a mapping too: ``metrics.loss`` and ``metrics["loss"]`` are the same, and ``dict(metrics)`` has what there is: no ``aux``
+    without ``has_aux``, no ``grad_norm`` from ``evaluate``, no ``finite`` without ``loss_scale``.
 
     Attributes:
         loss: the weighted mean over microbatches.
@@ -71,8 +92,23 @@ class Metrics:
     grad_norm: Any = None
     finite: Any = None
 
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self) if self._has(field.name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
     def __getitem__(self, name: str) -> Any:
+        if not self._has(name):
+            raise KeyError(f"{name!r}; these metrics are {', '.join(self)}")
         return getattr(self, name)
+
+    def _has(self, name: object) -> bool:
+        """Whether it is a metric that the step reports."""
+        if name not in ("loss", "aux", "grad_norm", "finite"):
+            return False
+        value = getattr(self, name)
+        return value is not None and not (name == "aux" and isinstance(value, tuple) and not value)
 
 
 class States:
@@ -209,7 +245,8 @@ def _check_state(state: Any, tree: Any, expected: Sequence[Any]) -> None:
             where,
             "step reuses the buffers of the state it is given, so that state cannot be used again",
             f"a state consumed by an earlier step ({len(gone)} of {len(leaves)} leaves are gone)",
-            "go on with pipe.state, the newest, or call step(..., donate=False) to keep the old one",
+            "go on with pipe.state, the newest; to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, "
+            "state.params), or call step(..., donate=False) to keep all",
         )
     wrong = [
         f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"

@@ -242,10 +242,14 @@ def test_a_checkpointed_loss_with_a_loop_is_cut():
     assert [stage.num_params for stage in pipe.stages][:2] == [52, 32]
 
 
-def test_a_mask_that_looks_for_the_end_of_a_path_is_refused():
-    mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "bias", params)  # noqa: E731
-    with pytest.raises(OptimizerError, match="has no attribute 'key'"):
-        jaxpp.Pipeline(reversed_loop, optax.adamw(1e-2, mask=mask), num_stages=4, num_microbatches=2).init(PARAMS, BATCH)
+def test_a_mask_that_looks_for_the_end_of_a_path_is_refused_where_it_finds_other_leaves():
+    def pipe(name):
+        mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != name, params)  # noqa: E731
+        return jaxpp.Pipeline(reversed_loop, optax.adamw(1e-2, mask=mask), num_stages=4, num_microbatches=2)
+
+    with pytest.raises(OptimizerError, match="w: other equations for its slices"):
+        pipe("w").init(PARAMS, BATCH)
+    pipe("bias").init(PARAMS, BATCH)
 
 
 def test_cuts_can_be_named_by_layer():

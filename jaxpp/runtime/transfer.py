@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxpp.errors import StateError
 from jaxpp.runtime.submesh import Place, Submesh, leading
 from jaxpp.stages.program import Ref
 from jaxpp.stages.stack import Slices
@@ -23,6 +24,7 @@ __all__ = [
     "HOST",
     "apart",
     "bring",
+    "check_alive",
     "divided",
     "gather",
     "private",
@@ -102,8 +104,25 @@ def gather(tree: Any, device: Device | None = None) -> Any:
         >>> float(norm)
         2.0
     """
+    check_alive("jaxpp.gather", tree)
     device = jax.devices()[0] if device is None else device
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
+
+
+def check_alive(where: str, tree: Any) -> None:
+    """Refuse arrays whose buffers a step has taken over.
+
+    Raises:
+        StateError: there are some; JAX would say that an array has been deleted.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    if gone := sum(leaf.is_deleted() for leaf in leaves):
+        raise StateError(
+            where,
+            "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had",
+            f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise",
+            "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)",
+        )
 
 
 def spread(node: Slices) -> Any:

@@ -25,16 +25,6 @@ __all__ = [
 ]
 
 
-class _Rows(NamedTuple):
-    """The tree path of one slice: ``[0:3]``."""
-
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"[{self.start}:{self.stop}]"
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class Slices:
     """A stacked leaf as slices of its first axis, in order; a node of the tree."""
@@ -43,8 +33,9 @@ class Slices:
         self.parts, self.sizes = tuple(parts), tuple(sizes)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The parts, each under the rows that it holds."""
-        return [(_Rows(a, b), part) for (a, b), part in zip(rows(self.sizes), self.parts, strict=True)], self.sizes
+        """The parts, each under the rows that it holds: ``0:3``."""
+        keys = [jax.tree_util.DictKey(f"{a}:{b}") for a, b in rows(self.sizes)]
+        return list(zip(keys, self.parts, strict=True)), self.sizes
 
     @classmethod
     def tree_unflatten(cls, sizes: Sequence[int], parts: Sequence[Any]) -> "Slices":
