@@ -6,6 +6,18 @@ from jaxpp.grad import value_and_grad
 from jaxpp.observe.detector import DeadStageWarning
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.transfer import gather
+from jaxpp.stages.uneven import UnevenStagesWarning
 from jaxpp.state import Metrics, State
 
-__all__ = ["Bank", "DeadStageWarning", "Metrics", "Pipeline", "State", "gather", "observe", "schedule", "value_and_grad"]
+__all__ = [
+    "Bank",
+    "DeadStageWarning",
+    "Metrics",
+    "Pipeline",
+    "State",
+    "UnevenStagesWarning",
+    "gather",
+    "observe",
+    "schedule",
+    "value_and_grad",
+]

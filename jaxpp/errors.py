@@ -10,6 +10,9 @@ Every class is a ``ValueError``, so ``except ValueError`` catches all of them. A
 never wrapped: it comes out unchanged, with a note (``add_note``) that says what jaxpp was doing.
 """
 
+import pathlib
+import sys
+import warnings
 from collections.abc import Sequence
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "ScheduleError",
     "StateError",
     "VerifyError",
+    "warn",
 ]
 
 
@@ -101,3 +105,14 @@ class VerifyError(JaxppError):
 
 class BankError(JaxppError):
     """A parameter set that a bank does not have, cannot take, or cannot bring to the device."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the user's own line: the innermost one that is no part of jaxpp."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _PACKAGE in pathlib.Path(frame.f_code.co_filename).parents:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+_PACKAGE = pathlib.Path(__file__).parent

@@ -14,6 +14,7 @@ from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring, check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stack import assembled
+from jaxpp.stages.uneven import warn_of
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
 
 __all__ = ["value_and_grad"]
@@ -101,6 +102,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         layout = engine.preparer.layout
         if layout is None or not same_shapes(layout.given, (params,)):
             engine.settle((params,), batch, key)
+            warn_of(engine.unevenness)
         engine.plan("grads", batch, key)
         held = engine.sliced(params)
         outcome = engine.run("grads", bring(jax.tree.leaves(held), engine.homes), batch, key)

@@ -15,6 +15,7 @@ from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.submesh import devices_of, home_of
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.table import Stages, tabulate
+from jaxpp.stages.uneven import warn_of
 from jaxpp.state import States, states_of
 from jaxpp.tasks import Tasks
 
@@ -73,6 +74,7 @@ def open_engine(
         ) from error
     layout, update = engine.preparer.layout, engine.update
     assert layout is not None and update is not None
+    warn_of(engine.unevenness)
     engine.plan("update", batch, key)
     cut = engine.preparer.job(batch, key).cuts[0]
     places = [(place, devices_of(place)[0]) for place in engine.placement.places]

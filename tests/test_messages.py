@@ -50,7 +50,7 @@ CASES = {
         lambda: grad(giant),
         CutError,
         "one equation of it cannot",
-        "a scan in the loss: 9",
+        "a loop that counts (fori_loop, or scan without xs) in the loss: 9",
         "it reads a",
         "loop over layers with lax.scan over parameters",
     ),
@@ -230,6 +230,6 @@ def test_an_optimizer_that_is_none_is_refused():
 
 
 def test_every_error_is_a_value_error():
-    for name in jaxpp.errors.__all__:
+    for name in set(jaxpp.errors.__all__) - {"warn"}:
         assert issubclass(getattr(jaxpp.errors, name), ValueError)
         assert issubclass(getattr(jaxpp.errors, name), JaxppError)

@@ -216,6 +216,7 @@ def test_state_that_a_later_stage_would_have_to_send_back_is_refused():
         pipeline(2, 2, loss=backwards, cuts=["2"]).init(init, jnp.ones((4, 4)))
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")
 def test_state_made_of_other_state_that_is_made_later_is_refused_too():
     # A review found that only what a new value is made by was looked at, not what that is made of.
     def chained(params, model_state, batch):

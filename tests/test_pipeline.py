@@ -281,11 +281,22 @@ def test_the_stage_table_shows_where_everything_is():
     _, pipe, _ = trained(gpt_case)
     lines = str(pipe.stages).splitlines()
     assert lines[0].split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert "(+1 tied)" in lines[3]
+    share = max(stage.flops for stage in pipe.stages) / sum(stage.flops for stage in pipe.stages)
+    speed = f"at most {1 / share:.3g} times as fast as one device"
+    assert lines[4] == f"7,232 parameters; largest share {share:.1%}, on cpu:2: {speed}"
     assert "f32[6,8,16] to 1" in lines[1]
     assert pipe.stages._repr_html_().startswith("<table>")
     assert str(pipe.schedule).startswith("1f1b: 3 ranks")
+
+
+def test_stages_and_schedule_printed_together_stand_on_lines_of_their_own(capsys):
+    _, pipe, _ = trained(gpt_case)
+    print(pipe.stages, pipe.schedule, pipe.stages)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [k for k, line in enumerate(lines) if line.startswith("stage  device")] == [0, len(lines) - 6]
+    assert lines[5].startswith("1f1b: 3 ranks")
 
 
 def test_value_and_grad_brings_the_gradients_to_the_parameters():

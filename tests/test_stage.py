@@ -10,7 +10,8 @@ import jaxpp
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cut import cut
 from jaxpp.stages.graph import descendants, trace
-from jaxpp.stages.partition import balance, owners, resolve
+from jaxpp.stages.named_cuts import resolve
+from jaxpp.stages.partition import balance, owners
 from jaxpp.stages.program import Role
 from jaxpp.stages.tracing import trace_loss
 from models.gpt import GPT

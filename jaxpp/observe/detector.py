@@ -4,12 +4,13 @@ Each update returns, for each stage, the sum of its squared gradients, which the
 them some steps later, when they are there, so that nothing waits: at the first steps each, then now and then.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from jax.errors import JaxRuntimeError
+
+from jaxpp.errors import warn
 
 __all__ = ["DeadStageWarning", "Detector"]
 
@@ -56,7 +57,7 @@ class Detector:
         if dead and not self._warned:
             self._warned = True
             self._waiting.clear()
-            warnings.warn(_message(dead, list(self._zeros)), DeadStageWarning, stacklevel=3)
+            warn(_message(dead, list(self._zeros)), DeadStageWarning)
 
 
 def _message(dead: Sequence[int], stages: Sequence[int]) -> str:

@@ -114,6 +114,12 @@ class Engine:
         return self.preparer.layout.owner
 
     @property
+    def unevenness(self) -> str | None:
+        """What to warn of, where the cut that was found is uneven."""
+        assert self.preparer.layout is not None
+        return self.preparer.layout.unevenness
+
+    @property
     def params(self) -> list[Name]:
         """The name of each parameter leaf."""
         return [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]

@@ -36,13 +36,15 @@ from jaxpp.stages.microbatch import (
     shared_leaves,
     sizes,
 )
+from jaxpp.stages.named_cuts import resolve
 from jaxpp.stages.packing import Pack
-from jaxpp.stages.partition import Cuts, align, balance, owners, resolve
+from jaxpp.stages.partition import Cuts, align, balance, owners
 from jaxpp.stages.program import Role
 from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
 from jaxpp.stages.scans import slices_between
 from jaxpp.stages.stack import Slicing, concatenated, joined
 from jaxpp.stages.tracing import key_implementation, trace_loss
+from jaxpp.stages.uneven import check_giant, uneven
 from jaxpp.types import LossFn
 
 __all__ = ["Layout", "Preparer", "avals_of", "check_key", "same_shapes"]
@@ -91,6 +93,7 @@ class Layout:
         packs: the small gradients that each stage sums as one vector.
         state_owner: the stage of each model state leaf.
         known: what sub-meshes are told of the values that live there.
+        unevenness: what to warn of, where the cut that was found is uneven.
     """
 
     given: tuple[Any, ...]
@@ -103,6 +106,7 @@ class Layout:
     packs: tuple[tuple[Pack, ...], ...]
     state_owner: tuple[int, ...]
     known: Mapping[str, Any] = field(default_factory=dict)
+    unevenness: str | None = None
 
     @property
     def params(self) -> Any:
@@ -240,7 +244,8 @@ class Preparer:
         first = cut(loss, cuts, owner, reducers=reducers, **options)
         packs = tuple(code.packs for code in first.stages)
         decided = (owner, _spine(loss), cuts, reducers, packs, first.state_home)
-        return Layout(given, slicing, variables, *decided, self._known(given[0], slicing)), first
+        unevenness = uneven(loss, cuts) if settings.cuts is None and self.like is None else None
+        return Layout(given, slicing, variables, *decided, self._known(given[0], slicing), unevenness), first
 
     def _known(self, params: Any, slicing: Slicing) -> dict[str, Any]:
         """How the parameter leaves are sharded inside their stages, and which of them each replica has of its own."""
@@ -266,7 +271,10 @@ class Preparer:
         names, count, like = self.settings.cuts, self.settings.schedule.num_stages, self.like
         if like is not None:
             return like.cuts if _spine(loss) == like.spine else align(loss, count, like.owner, like.state_owner, train=True)
-        return balance(loss, count) if names is None else resolve(loss, names)
+        if names is not None:
+            return resolve(loss, names)
+        check_giant(loss, count)
+        return balance(loss, count)
 
     def _trace(
         self,

@@ -101,4 +101,4 @@ class Schedule(Drawn):
         return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
 
     def __str__(self) -> str:
-        return self.table()
+        return self.table() + "\n"  # a line of its own for what is printed behind it

@@ -31,7 +31,10 @@ from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
 from jaxpp.stages.joint import without_joint
 from jaxpp.stages.scans import Layers
 
-__all__ = ["TracedLoss", "cheap_values", "describe", "path_name"]
+__all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "describe", "path_name"]
+
+STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
+"""Why no stage may begin at some places (``TracedLoss.barred``)."""
 
 
 def describe(aval: Any) -> str:
@@ -273,6 +276,15 @@ class TracedLoss:
             end if end is not None else max((ends[k] or 0 for k in floating[leaf]), default=None) for leaf, end in enumerate(ends)
         ]
         return tuple(None if end is None else (min(first.get(leaf, end), end), end) for leaf, end in enumerate(ends))
+
+    @cached_property
+    def barred(self) -> dict[int, str]:
+        """The spine positions where no stage may begin, each with the model state leaf that it would divide."""
+        found: dict[int, str] = {}
+        for path, place in zip(self.state_paths, self.together, strict=True):
+            if place is not None:
+                found.update((k, path) for k in range(place[0] + 1, place[1] + 1))
+        return found
 
     def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Any, frozenset[int]]]:
         """The leaves that each spine equation needs, and those that each value needs which is made again where it is read."""

@@ -1,66 +1,113 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
 
-Problem: stages should take equally long, and little should cross between them. Idea: among all cuts whose stages are within
-``SLACK`` of the mean (``LOOSE``, if that saves arrays and a third of the bytes), take the one that sends the fewest; where there
-are none, weigh bytes against balance. Mechanism: one small dynamic program over prefix sums. On a transformer the cheap places are
-between blocks, so the blocks come out whole without anyone naming them.
+Problem: a pipeline is as fast as its largest stage, every stage should have something to do, and little should cross between them.
+Idea: satisfy these in that order. The yardstick is the least that the largest stage can cost over all cuts. Of the cuts whose
+largest stage costs at most ``SLACK`` more, keep those with the fewest stages without real work or without parameters; of these,
+take the one that sends the fewest bytes. Mechanism: the yardstick by bisection, the rest by one dynamic program over prefix sums.
+On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
 
-A user who wants to say where gives names (``resolve``). A second trace of the same model (another batch shape, an evaluation loss)
-must leave every parameter with its owner, so it is cut where it fits the owners best (``align``); what does not fit is copied.
+A second trace of the same model (another batch shape, an evaluation loss) must leave every parameter with its owner, so it is cut
+where it fits the owners best (``align``); what does not fit is copied.
 """
 
-import difflib
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxpp.errors import CutError
-from jaxpp.stages.cost import count_bytes, has_inner
-from jaxpp.stages.loss import TracedLoss
-from jaxpp.stages.scans import same_layer
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.loss import STATE_RULE, TracedLoss
 
-__all__ = ["Cuts", "align", "balance", "owners", "resolve"]
+__all__ = ["Cuts", "align", "balance", "least_largest", "owners"]
 
 Cuts = tuple[int, ...]
 """``cuts[k]`` is the spine position at which stage k + 1 begins."""
 
-Window = tuple[np.ndarray, np.ndarray]
-"""For each position where a stage may end, the first and last position where it may start."""
-
-SLACK, LOOSE = 0.1, 0.2
-"""How far from the mean a stage's cost may be for fewer bytes; and for fewer arrays with two thirds of the bytes."""
+SLACK = 0.05
+"""How much more than the least possible the largest stage may cost, for fewer bytes."""
+REAL_WORK = 0.05
+"""The part of the mean cost below which a stage counts as empty; where that cannot be avoided, a hundredth of it is worse."""
 
 
 def balance(loss: TracedLoss, num_stages: int) -> Cuts:
-    """Cut for balanced FLOPs with the smallest boundaries.
+    """Cut for the smallest largest stage, then for stages that all have something to do, then for the fewest bytes.
 
     Raises:
         CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
     """
     size = len(loss.spine)
     _check_size(size, num_stages)
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(loss.costs) + 1e-9)])
-    nowhere = np.zeros((num_stages, size + 1))
-    mean = total[-1] / num_stages
-    _check_giant(loss, num_stages)
-    even, loose = (
-        _cheapest(loss, num_stages, _window(total, (1 - slack) * mean, (1 + slack) * mean), nowhere) for slack in (SLACK, LOOSE)
-    )
-    if even is not None and loose is not None:
-        size, number = ([sum(at[k] for k in cuts) for cuts in (even, loose)] for at in (loss.boundary_bytes, loss.boundary_values))
-        return loose if 3 * size[1] <= 2 * size[0] and number[1] < number[0] else even
-    if loose is not None:
-        return loose
-    typical = float(np.median(loss.boundary_bytes[1:]))
-    traded = _cheapest(loss, num_stages, _window(total, 0.0, np.inf), nowhere, evenness=20 * typical + 1.0)
-    return _found(loss, num_stages, traded)
+    total = _prefix_sums(loss)
+    least = least_largest(loss, num_stages)
+    if least is None:
+        raise _divided(loss, num_stages)
+    first = np.searchsorted(total, total - (1 + SLACK) * least * (1 + 1e-12))
+    idle = np.zeros((num_stages, size + 1))
+    cuts = _cheapest(loss, num_stages, first, idle, poor=_Poor.of(loss, total, num_stages))
+    assert cuts is not None, "the yardstick itself is a way to cut"
+    return cuts
 
 
-def _window(total: np.ndarray, low: float, high: float) -> Window:
-    """For each end of a stage, the first and last position at which it may start to cost between ``low`` and ``high``."""
-    first = np.searchsorted(total, total - high * (1 + 1e-12)) if np.isfinite(high) else np.zeros(len(total), dtype=int)
-    last = np.searchsorted(total, total - low * (1 - 1e-12), side="right") - 1
-    return first, np.minimum(last, np.arange(len(total)) - 1)
+def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
+    """The least that the largest of ``num_stages`` stages can cost, over all cuts; None if model state leaves too few places."""
+    total = _prefix_sums(loss)
+    allowed = [k for k in range(1, len(total) - 1) if k not in loss.barred]
+    if len(allowed) < num_stages - 1:
+        return None
+    ends = np.asarray([*allowed, len(total) - 1])
+    sums = total[ends]
+
+    def reach(limit: float) -> float:
+        """The largest stage if each is as long as ``limit`` lets it be; infinite if that takes more stages than there are."""
+        start, largest, at = 0.0, 0.0, -1
+        for _ in range(num_stages):
+            last = int(np.searchsorted(sums, start + limit, side="right")) - 1
+            if last <= at:
+                return np.inf
+            largest, start, at = max(largest, float(sums[last] - start)), float(sums[last]), last
+            if at == len(ends) - 1:
+                return largest
+        return np.inf
+
+    low, high = 0.0, float(total[-1])
+    for _ in range(100):
+        middle = (low + high) / 2
+        found = reach(middle)
+        low, high = (low, min(middle, found)) if np.isfinite(found) else (middle, high)
+        if high - low <= 1e-9 * high:
+            break
+    return high
+
+
+class _Poor:
+    """Says which stages have no real work, by how many hundreds too little, or read no parameter.
+
+    Args:
+        total: prefix sums of the cost.
+        floor: the cost below which a stage counts as empty.
+        reading: the spine positions that read a parameter.
+        price: what each fault counts, in bytes: more than all that could cross.
+    """
+
+    def __init__(self, total: np.ndarray, floor: float, reading: Sequence[int], price: float):
+        self._total, self._floor, self._price = total, floor, price
+        self._last_reader = np.asarray([bisect.bisect_left(reading, end) - 1 for end in range(len(total))])
+        self._reading = np.asarray([-1, *reading])
+
+    @classmethod
+    def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Poor":
+        """What is poor of a loss cut into so many stages."""
+        reading = [k for k, uses in enumerate(loss.param_uses) if uses]
+        price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)
+        return cls(total, REAL_WORK * float(total[-1]) / num_stages, reading, price)
+
+    def scores(self, starts: slice, end: int) -> np.ndarray:
+        """What the stages from each of ``starts`` to ``end`` are to be charged."""
+        work = np.maximum(self._total[end] - self._total[starts], 1e-9)
+        idle = np.ceil(np.log(np.maximum(self._floor / work, 1.0)) / np.log(100.0))
+        last = self._reading[self._last_reader[end] + 1]
+        return self._price * (idle + (np.arange(starts.start, starts.stop) > last))
 
 
 def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
@@ -86,8 +133,10 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
         for k, uses in enumerate(all_uses):
             for stage in range(num_stages):
                 moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
-    anywhere = _window(np.arange(size + 1.0), 0.0, np.inf)
-    return _found(loss, num_stages, _cheapest(loss, num_stages, anywhere, 8.0 * np.cumsum(moved, axis=1)))
+    cuts = _cheapest(loss, num_stages, np.zeros(size + 1, dtype=int), 8.0 * np.cumsum(moved, axis=1))
+    if cuts is None:
+        raise _divided(loss, num_stages)
+    return cuts
 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
@@ -103,66 +152,9 @@ def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     return tuple(result)
 
 
-def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
-    """Cut where the user says: stage k + 1 begins at the module, or the first use of the parameters, called ``names[k]``.
-
-    Raises:
-        CutError: a name that is neither, or names out of order.
-    """
-    where = f"cuts={list(names)!r}"
-    places = [_place(loss, name) for name in names]
-    unknown = [name for name, place in zip(names, places, strict=True) if place is None]
-    if unknown:
-        known = _known_names(loss)
-        near = [match for name in unknown for match in difflib.get_close_matches(str(name), known, n=1)]
-        error = CutError(
-            where,
-            "a cut names a module path or a parameter prefix of the model",
-            [repr(name) for name in unknown],
-            f"write {near[0]!r}" if near else "use one of the names below",
-            "names: " + ", ".join(known),
-        )
-        error.unknown = tuple(unknown)
-        raise error
-    cuts = tuple(place for place in places if place is not None)
-    if list(cuts) != sorted(set(cuts)) or cuts[:1] == (0,) or cuts[-1:] == (len(loss.spine),):
-        raise CutError(
-            where,
-            "cuts stand in the order in which the model runs, each after the start and before the end",
-            [f"{name!r} begins at equation {cut} of {len(loss.spine)}" for name, cut in zip(names, cuts, strict=True)],
-            "list the names in the order the model runs them, each once, without the first module",
-        )
-    barred = _barred(loss)
-    divided = [f"{name!r} divides model_state {barred[cut]}" for name, cut in zip(names, cuts, strict=True) if cut in barred]
-    if divided:
-        raise CutError(where, _STATE_RULE, divided, "begin the stage before or after the module that updates this state")
-    return cuts
-
-
-_STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
-
-
-def _barred(loss: TracedLoss) -> dict[int, str]:
-    """The positions where no stage may begin, each with the model state leaf that it would divide."""
-    barred: dict[int, str] = {}
-    for path, place in zip(loss.state_paths, loss.together, strict=True):
-        if place is not None:
-            barred.update((k, path) for k in range(place[0] + 1, place[1] + 1))
-    return barred
-
-
-def _found(loss: TracedLoss, num_stages: int, cuts: Cuts | None) -> Cuts:
-    """The cuts, which only model state can make impossible."""
-    if cuts is None:
-        barred = _barred(loss)
-        lengths = sorted(((list(barred.values()).count(path), path) for path in set(barred.values())), reverse=True)
-        raise CutError(
-            f"num_stages={num_stages}",
-            _STATE_RULE,
-            [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths[:8]],
-            "update the state where it is read, or pass fewer stages",
-        )
-    return cuts
+def _prefix_sums(loss: TracedLoss) -> np.ndarray:
+    """The cost before each spine position; every equation costs a little, so that no two positions are the same."""
+    return np.concatenate([[0.0], np.cumsum(np.asarray(loss.costs) + 1e-9)])
 
 
 def _check_size(size: int, num_stages: int) -> None:
@@ -175,37 +167,25 @@ def _check_size(size: int, num_stages: int) -> None:
         )
 
 
-def _check_giant(loss: TracedLoss, num_stages: int) -> None:
-    """Refuse a loss of which one equation that cannot be cut does more than two stages' work."""
-    total = sum(loss.costs)
-    giant = max(range(len(loss.spine)), key=loss.costs.__getitem__)
-    eqn = loss.graph.eqns[loss.spine[giant]]
-    share = loss.costs[giant] / max(total, 1.0)
-    if has_inner(eqn) and num_stages > 1 and (share * num_stages > 2 or share > 0.9):
-        kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
-        where = f"{kind} in {loss.graph.names[loss.spine[giant]] or 'the loss'}"
-        reads = sorted(loss.param_uses[giant])
-        shown = ", ".join(loss.param_paths[leaf] for leaf in reads[:3]) + (", ..." if len(reads) > 3 else "")
-        raise CutError(
-            f"num_stages={num_stages}",
-            "stages of equal work need a loss that can be cut, and one equation of it cannot",
-            [f"{where}: {share:.0%} of the work", f"it reads {shown or 'no parameter'}"],
-            "loop over layers with lax.scan over parameters stacked along their first axis (as they are, or cast), without stacked "
-            "model state; put jax.checkpoint or a custom rule around each layer instead of all; say where stages begin with "
-            f"cuts=[...]; or pass num_stages={max(1, int(1 / share))}",
-        )
+def _divided(loss: TracedLoss, num_stages: int) -> CutError:
+    """The error for model state that leaves too few places for a stage to begin."""
+    paths = list(loss.barred.values())
+    lengths = sorted(((paths.count(path), path) for path in set(paths)), reverse=True)
+    return CutError(
+        f"num_stages={num_stages}",
+        STATE_RULE,
+        [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths[:8]],
+        "update the state where it is read, or pass fewer stages",
+    )
 
 
-_KINDS = {
-    "while": "a while loop",
-    "scan": "a scan",
-    "cond": "a cond",
-    "checkpoint": "a jax.checkpoint",
-    "remat2": "a jax.checkpoint",
-}
-
-
-def _cheapest(loss: TracedLoss, num_stages: int, window: Window, misplaced: np.ndarray, evenness: float = 1e-4) -> Cuts | None:
+def _cheapest(
+    loss: TracedLoss,
+    num_stages: int,
+    first: np.ndarray,
+    misplaced: np.ndarray,
+    poor: _Poor | None = None,
+) -> Cuts | None:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
     Equal bytes are decided by neatness (between modules rather than inside one), then by an even spread of cost.
@@ -213,20 +193,19 @@ def _cheapest(loss: TracedLoss, num_stages: int, window: Window, misplaced: np.n
     Args:
         loss: what to cut.
         num_stages: stages.
-        window: a stage that ends at position e may start from ``window[0][e]`` to ``window[1][e]``.
+        first: a stage that ends at position e may start from ``first[e]``.
         misplaced: ``misplaced[stage, e]``, bytes moved if positions 0 to e were all on that stage (prefix sums).
-        evenness: the bytes that the square of a stage's cost, in units of the mean, is worth.
+        poor: charges for stages without work or parameters.
 
     Returns:
-        the cuts, or None if the window leaves none.
+        the cuts, or None if there are none.
     """
-    first, final = window
     size = len(loss.spine)
     price = np.asarray(loss.boundary_bytes, dtype=float) + 1e-3 * np.asarray(_untidiness(loss))
-    price[list(_barred(loss))] = np.inf
+    price[list(loss.barred)] = np.inf
     price[size] = 0.0
     total = np.concatenate([[0.0], np.cumsum(loss.costs)])
-    share = evenness * (num_stages / max(total[-1], 1.0)) ** 2
+    evenness = 1e-4 * (num_stages / max(total[-1], 1.0)) ** 2
     best = np.full(size + 1, np.inf)
     best[0] = 0.0
     came: list[np.ndarray] = []
@@ -235,11 +214,13 @@ def _cheapest(loss: TracedLoss, num_stages: int, window: Window, misplaced: np.n
         origin = np.zeros(size + 1, dtype=int)
         last = stage == num_stages - 1
         for end in [size] if last else range(stage + 1, size - (num_stages - stage - 1) + 1):
-            low, high = max(int(first[end]), stage), int(final[end]) + 1
-            if low >= high:
+            low = max(int(first[end]), stage)
+            if low >= end or not np.isfinite(price[end]):
                 continue
-            spread = share * (total[end] - total[low:high]) ** 2
-            scores = best[low:high] + spread + misplaced[stage, end] - misplaced[stage, low:high]
+            starts = slice(low, end)
+            scores = best[starts] + evenness * (total[end] - total[starts]) ** 2 + misplaced[stage, end] - misplaced[stage, starts]
+            if poor is not None:
+                scores = scores + poor.scores(starts, end)
             choice = int(np.argmin(scores))
             following[end] = scores[choice] + price[end]
             origin[end] = low + choice
@@ -255,42 +236,11 @@ def _cheapest(loss: TracedLoss, num_stages: int, window: Window, misplaced: np.n
 
 
 def _untidiness(loss: TracedLoss) -> list[int]:
-    """How deep inside a module each position lies; a position right before a parameter's use is tidier."""
+    """How deep inside a module each position lies; one between modules or right before a parameter's use is tidier."""
     paths = [tuple(filter(None, loss.graph.names[i].split("/"))) for i in loss.spine]
     untidy = [0] * (len(paths) + 1)
     for k in range(1, len(paths)):
         pairs = zip(paths[k - 1], paths[k], strict=False)
         shared = next((depth for depth, (a, b) in enumerate(pairs) if a != b), min(len(paths[k - 1]), len(paths[k])))
-        untidy[k] = 2 * shared + (not loss.param_uses[k])
+        untidy[k] = 2 * shared + (paths[k - 1] == paths[k]) + (not loss.param_uses[k])
     return untidy
-
-
-def _components(name: str) -> str:
-    return f"/{same_layer(name).strip('/')}/"
-
-
-def _place(loss: TracedLoss, name: str) -> int | None:
-    wanted = _components(str(name))
-    for k, i in enumerate(loss.spine):
-        if wanted in _components(loss.graph.names[i]):
-            return k
-    leaves = {leaf for leaf, path in enumerate(loss.param_paths) if _components(path).startswith(wanted)}
-    for k, uses in enumerate(loss.param_uses):
-        if uses & leaves:
-            return _retreat(loss, k)
-    return None
-
-
-def _retreat(loss: TracedLoss, position: int) -> int:
-    """From the first use of a parameter back to where least crosses, not before the last use of an earlier one."""
-    low = max((k + 1 for k in range(position) if loss.param_uses[k]), default=0)
-    return min(range(position, low - 1, -1), key=lambda k: loss.boundary_bytes[k])
-
-
-def _known_names(loss: TracedLoss) -> list[str]:
-    if tuple(loss.graph.names[i] for i in loss.spine) != loss.modules:
-        return [name.replace(".", "/") for name in dict.fromkeys(loss.modules) if name]
-    modules = dict.fromkeys(loss.graph.names[i] for i in loss.spine)
-    depth_two = dict.fromkeys("/".join(name.split("/")[1:2]) for name in modules)
-    tops = dict.fromkeys(path.split("/")[0] for path in loss.param_paths)
-    return [name for name in dict.fromkeys([*depth_two, *tops]) if name]

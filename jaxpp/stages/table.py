@@ -4,6 +4,7 @@
 """
 
 import html
+import posixpath
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,17 +125,29 @@ class Stages(Sequence[Stage]):
             )
         return rows
 
+    def _summary(self) -> str:
+        """All parameters, and the speed-up that the device with the most work allows."""
+        total = sum(stage.flops for stage in self) or 1.0
+        shares: dict[str, float] = {}
+        for stage in self:
+            shares[str(stage.device)] = shares.get(str(stage.device), 0.0) + stage.flops / total
+        device, share = max(shares.items(), key=lambda item: item[1])
+        speed = f"at most {1 / share:.3g} times as fast as one device" if share else "no work is counted"
+        return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}: {speed}"
+
     def __str__(self) -> str:
         rows = self._cells()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, self._summary(), ""])  # a line of its own for what is printed behind it
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         head, *body = ([html.escape(cell) for cell in row] for row in self._cells())
         lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
-        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+        table = f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+        return f"{table}<p>{html.escape(self._summary())}</p>"
 
 
 def bytes_in_words(num_bytes: float) -> str:
@@ -162,6 +175,7 @@ def tabulate(
         functions: what ``Stage.forward`` runs.
     """
     stages = []
+    labels = _labels([code.modules for code in cut.stages])
     for code, (place, home), function in zip(cut.stages, places, functions, strict=True):
         mine = [leaf for leaf, stage in enumerate(owner) if stage == code.index]
         avals = [aval_of(cut.loss.params[leaf]) for leaf in mine]
@@ -175,7 +189,7 @@ def tabulate(
                 index=code.index,
                 device=place,
                 home=home,
-                modules=_shorten(code.modules),
+                modules=labels[code.index],
                 params=tuple(cut.loss.param_paths[leaf] for leaf in mine),
                 borrowed=tuple(cut.loss.param_paths[leaf] for leaf in code.params if owner[leaf] != code.index),
                 num_params=sum(aval.size for aval in avals),
@@ -193,11 +207,21 @@ def _own(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _shorten(modules: Sequence[str]) -> str:
-    """First and last of the modules, at the shallowest level that tells them apart."""
-    paths = [path.split("/") for path in modules if path]
-    if not paths:
-        return "-"
-    depth = 2 if any(len(path) > 1 for path in paths) else 1
-    tops = list(dict.fromkeys(path[depth - 1] for path in paths if len(path) >= depth))
-    return tops[0] if len(tops) == 1 else f"{tops[0]} .. {tops[-1]}"
+def _labels(stages: Sequence[Sequence[str]]) -> list[str]:
+    """The first and last module of each stage, at the shallowest level that tells the stages apart, if any does."""
+    paths = [[tuple(path.split("/")) for path in modules if path] for modules in stages]
+    longest = max((len(path) for found in paths for path in found), default=1)
+    shared = posixpath.commonpath(["/".join(path) for found in paths for path in found] or [""])
+    top = len(list(filter(None, shared.split("/"))))
+    levels = [
+        [_span(found, min(top, longest - 1), depth) for found in paths] for depth in range(min(top + 1, longest), longest + 1)
+    ]
+    return max(levels, key=lambda labels: len(set(labels)))
+
+
+def _span(paths: Sequence[tuple[str, ...]], top: int, depth: int) -> str:
+    """The first and last of some module paths, between two levels."""
+    shown = list(dict.fromkeys("/".join(path[top:depth]) for path in paths if len(path) > top))
+    if not shown:
+        return paths[0][-1] if paths else "-"
+    return shown[0] if len(shown) == 1 else f"{shown[0]} .. {shown[-1]}"
