@@ -215,6 +215,18 @@ def test_elementwise_optimizers_and_global_norms_are_exact(optimizer):
     pipe.verify(state, BATCH)
 
 
+def test_a_global_norm_is_exact_where_the_first_leaf_of_all_is_a_stack():
+    # A sum over leaves begins with zero: the first slice was said to be treated in another way than the others, and refused.
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["w"])
+        return ((x @ params["z"]) ** 2).mean()
+
+    params, optimizer = {"w": PARAMS["w"], "z": jnp.ones((4, 2))}, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=4, num_microbatches=2)
+    state = pipe.init(params, BATCH)
+    pipe.verify(state, BATCH)
+
+
 @pytest.mark.parametrize("frozen", ["a", "w", "z"])
 def test_frozen_parameters_beside_and_in_a_stack(frozen):
     # A review found their numbers taken for those of the sliced tree; the step failed and the state was lost.

@@ -6,6 +6,7 @@ their path, does not, and is refused. To find out, the update is traced on the u
 to the leaf and to each of its slices is compared.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +53,8 @@ def check_sliced(optimizer: optax.GradientTransformation, whole: Any, held: Any,
     wrong = []
     for leaf, sizes in enumerate(slicing.sizes):
         if sizes:
-            found, odd = _treatment(plain[0], leaf, len(paths))
-            same = all(_treatment(sliced[0], k, len(jax.tree.leaves(held)))[0] == found for k in slicing.leaves([leaf]))
+            found, odd = plain[0].of(leaf)
+            same = all(sliced[0].of(k)[0] == found for k in slicing.leaves([leaf]))
             odd = odd or ("" if same else "other equations for its slices")
             wrong += [f"{paths[leaf]}: {odd}"] if odd else []
     if not wrong and assembled_shapes(sliced[1]) != plain[1]:
@@ -72,55 +73,73 @@ def _refusal(got: list[str]) -> OptimizerError:
     )
 
 
-def _traced(optimizer: optax.GradientTransformation, params: Any) -> tuple[Graph, Any]:
+def _traced(optimizer: optax.GradientTransformation, params: Any) -> tuple["_Treatments", Any]:
     update, opt_leaves, tree = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
     graph = trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype()))
-    return graph, tree.unflatten(opt_leaves)
+    return _Treatments(graph, len(leaves)), tree.unflatten(opt_leaves)
 
 
-def _treatment(graph: Graph, leaf: int, num_params: int) -> tuple[list[Any], str]:
-    """What is done to a parameter and its gradient, in order; and what of that is not done row by row, if anything."""
-    num_opt = len(graph.inputs) - 2 * num_params - 1
-    given = graph.inputs[leaf], graph.inputs[num_params + num_opt + leaf]
-    shape = aval_of(given[0]).shape
-    by_row, even, sums = set(given), set[Var](), set[Var]()
-    mates = {var for var in graph.inputs[num_params : num_params + num_opt] if aval_of(var).shape == shape}
-    done: list[Any] = []
-    odd = ""
-    for eqn in graph.eqns:
-        operands = variables(eqn.invars)
-        if by_row.isdisjoint(operands) and sums.isdisjoint(operands):
-            plain = [var for var in operands if aval_of(var).shape != () and var not in even]
-            if not plain and eqn.primitive.name in _ROWWISE | {"broadcast_in_dim"}:
+class _Treatments:
+    """Finds what an update does with a parameter, following its own equations alone."""
+
+    def __init__(self, graph: Graph, num_params: int):
+        self.graph = graph
+        self.users = graph.users()
+        self.opt = len(graph.inputs) - num_params - 1
+        self.num_params = num_params
+        self.alike = self._alike()
+
+    def _alike(self) -> set[Var]:
+        """The arrays made of scalars alone, each of one number, and those made row by row of them and of optimizer leaves."""
+        even, mates = set[Var](), set(self.graph.inputs[self.num_params : self.opt])
+        for eqn in self.graph.eqns:
+            arrays = [var for var in variables(eqn.invars) if aval_of(var).shape != () and var not in even]
+            if not arrays and eqn.primitive.name in _ROWWISE | {"broadcast_in_dim"}:
                 even.update(eqn.outvars)
-            elif mates.issuperset(plain) and eqn.primitive.name in _ROWWISE:
+            elif mates.issuperset(arrays) and eqn.primitive.name in _ROWWISE:
                 mates.update(eqn.outvars)
-            continue
-        done.append((eqn.primitive.name, [str(atom) for atom in eqn.invars if isinstance(atom, Literal)]))
-        if not sums.isdisjoint(operands):
-            kept, fine = _summed(eqn, sums)
-            sums.update(eqn.outvars if kept else ())
-        elif eqn.primitive.name == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
-            sums.update(eqn.outvars)
-            fine = True
-        else:
-            known = by_row | even | mates
-            fine = eqn.primitive.name in _ROWWISE and all(aval_of(var).shape == () or var in known for var in operands)
-            by_row.update(eqn.outvars)
-        odd = odd or ("" if fine else eqn.primitive.name)
-    return done, odd
+        return even | mates
+
+    def of(self, leaf: int) -> tuple[list[Any], str]:
+        """What is done to a parameter and its gradient, in order; and what of that is not done row by row, if anything."""
+        by_row, sums = {self.graph.inputs[leaf], self.graph.inputs[self.opt + leaf]}, set[Var]()
+        waiting = sorted({i for var in by_row for i in self.users.get(var, ())})
+        seen = set(waiting)
+        done: list[Any] = []
+        odd = ""
+        while waiting:
+            eqn = self.graph.eqns[heapq.heappop(waiting)]
+            operands = variables(eqn.invars)
+            reached, zero = by_row, False
+            if not sums.isdisjoint(operands):
+                kept, zero, fine = _summed(eqn, sums)
+                reached = sums if kept else None
+            elif eqn.primitive.name == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
+                reached, fine = sums, True
+            else:
+                known = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
+                fine = eqn.primitive.name in _ROWWISE and all(known)
+            if not zero:
+                done.append((eqn.primitive.name, [str(atom) for atom in eqn.invars if isinstance(atom, Literal)]))
+            odd = odd or ("" if fine else eqn.primitive.name)
+            if reached is not None:
+                reached.update(eqn.outvars)
+                for i in {i for var in eqn.outvars for i in self.users.get(var, ())} - seen:
+                    seen.add(i)
+                    heapq.heappush(waiting, i)
+        return done, odd
 
 
-def _summed(eqn: JaxprEqn, sums: set[Var]) -> tuple[bool, bool]:
-    """For an equation that reads the sum of a leaf: whether its result is such a sum again, and whether it may.
+def _summed(eqn: JaxprEqn, sums: set[Var]) -> tuple[bool, bool, bool]:
+    """For an equation that reads the sum of a leaf: whether its result is such a sum again, whether it adds zero, whether it may.
 
-    A sum may be added to those of other leaves, as in a norm over all; after that it is no leaf's.
+    A sum may be added to those of other leaves, as in a norm over all; after that it is no leaf's. Zero is added to the first.
     """
     if eqn.primitive.name == "convert_element_type":
-        return True, True
+        return True, False, True
     others: Sequence[Any] = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in sums]
     if eqn.primitive.name not in ("add", "add_any") or len(others) > 1:
-        return False, False
-    zero = all(isinstance(atom, Literal) and atom.val == 0 for atom in others)
-    return zero, zero or not any(isinstance(atom, Literal) for atom in others)
+        return False, False, False
+    kept = all(isinstance(atom, Literal) and atom.val == 0 for atom in others)
+    return kept, kept and bool(others), kept or not any(isinstance(atom, Literal) for atom in others)

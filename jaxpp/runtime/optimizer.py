@@ -10,6 +10,9 @@ An optimizer state leaf belongs to the stage whose gradients it is combined with
 belongs to stage 0.
 """
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend.core import Literal, Var
 
@@ -25,7 +27,7 @@ from jaxpp.errors import OptimizerError
 from jaxpp.runtime.draft import Name
 from jaxpp.runtime.job import param_name, scale_name, state_name, total_name
 from jaxpp.runtime.loss_scale import Scaling
-from jaxpp.stages.graph import Graph, aval_of, descendants, trace, variables
+from jaxpp.stages.graph import Graph, ancestors, aval_of, marked, trace, variables
 from jaxpp.stages.loss import describe, path_name
 from jaxpp.stages.program import Ref, Role, shapes_of
 
@@ -117,8 +119,8 @@ def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss:
     update, opt_leaves, _ = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
     graph = trace_update(update, leaves, opt_leaves, leaves, loss)
-    results = set(variables(graph.outputs))
-    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if results.isdisjoint(descendants(graph, [var])))
+    read = ancestors(graph, variables(graph.outputs))
+    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
 
 
 def plan_update(
@@ -227,16 +229,13 @@ def _wide(grad: Any) -> Any:
 
 def _born_with(birth: Graph, owner: Sequence[int]) -> list[int | None]:
     """The stage of each optimizer leaf that is made from one parameter (a copy, an average), None for others."""
-    reached = [descendants(birth, [var]) for var in birth.inputs]
-    result: list[int | None] = []
-    for atom in birth.outputs:
-        stages = {owner[k] for k, vars_ in enumerate(reached) if not isinstance(atom, Literal) and atom in vars_}
-        result.append(stages.pop() if len(stages) == 1 else None)
-    return result
+    found = marked(birth, {var: 1 << stage for var, stage in zip(birth.inputs, owner, strict=True)})
+    stages = [0 if isinstance(atom, Literal) else found.get(atom, 0) for atom in birth.outputs]
+    return [bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages]
 
 
 def _size(atom: Any) -> int:
-    return int(np.prod(getattr(aval_of(atom), "shape", ()), dtype=np.int64))
+    return math.prod(getattr(aval_of(atom), "shape", ()))
 
 
 class _Placer:
@@ -254,21 +253,26 @@ class _Placer:
         """Follow the dataflow: a leaf goes to the stage of the first owned value it is combined with."""
         self.stage |= {var: stage for var, stage in zip(self.opt, born, strict=True) if stage is not None}
         stage = dict(self.stage)
-        origins: dict[Var, set[Var]] = {var: {var} for var in self.opt if var not in stage}
+        lost = {1 << k: var for k, var in enumerate(self.opt) if var not in stage}  # leaves without a stage yet, a bit each
+        origins = {var: bit for bit, var in lost.items()}
+        arrays = sum(bit for bit, var in lost.items() if _size(var) > 1)
+        inexact = sum(bit for bit, var in lost.items() if jnp.issubdtype(aval_of(var).dtype, jnp.inexact))
         for eqn in self.graph.eqns:
             operands = variables(eqn.invars)
             owned = [var for var in operands if var in stage]
-            leaves = set().union(*(origins.get(var, set()) for var in operands))
+            leaves = functools.reduce(operator.or_, (origins.get(var, 0) for var in operands), 0)
             if not owned:
-                origins.update((var, leaves) for var in eqn.outvars)
+                origins.update(dict.fromkeys(eqn.outvars, leaves))
                 continue
-            home = stage[max(owned, key=_size)]
-            scalar = max(map(_size, owned)) == 1
-            sized = {leaf for leaf in leaves if _size(leaf) > 1 or (scalar and jnp.issubdtype(aval_of(leaf).dtype, jnp.inexact))}
-            stage.update((var, home) for var in (*eqn.outvars, *sized))
-            self.stage.update((var, home) for var in sized)
-            for derived in origins.values():
-                derived.difference_update(sized)
+            largest = max(owned, key=_size)
+            home = stage[largest]
+            found = leaves & (arrays | inexact if _size(largest) == 1 else arrays)
+            arrays, inexact = arrays & ~found, inexact & ~found
+            while found:
+                var = lost[found & -found]
+                stage[var] = self.stage[var] = home
+                found &= found - 1
+            stage.update(dict.fromkeys(eqn.outvars, home))
 
     def opt_owner(self) -> tuple[int, ...]:
         """The stage of each optimizer leaf."""

@@ -80,6 +80,10 @@ class _Drafter:
         homes = {atom: self.result_color[k] for k, atom in enumerate(graph.outputs) if isinstance(atom, Var)}
         self.pieces: Mapping[Color, Piece] = carve(graph, update.colors, homes)
         self.made = {var: color for color, piece in self.pieces.items() for var in piece.outputs}
+        self.readers: dict[Var, list[Color]] = {}
+        for color, piece in self.pieces.items():
+            for var in piece.inputs:
+                self.readers.setdefault(var, []).append(color)
         self.held: dict[tuple[int, Var], tuple[Name, int | None]] = {
             (name.stage, var): (name, None) for var, name in self.source.items()
         }
@@ -100,8 +104,10 @@ class _Drafter:
     def run(self) -> list[Name]:
         graph = self.update.graph
         results: dict[int, Name] = {}
-        for color in sorted({*self.pieces, *self.result_color}):
-            mine = [k for k, chosen in enumerate(self.result_color) if chosen == color]
+        chosen: dict[Color, list[int]] = {color: [] for color in sorted({*self.pieces, *self.result_color})}
+        for k, color in enumerate(self.result_color):
+            chosen[color].append(k)
+        for color, mine in chosen.items():
             names = self._compute(color, mine)
             results.update(zip(mine, names, strict=True))
         return [self._home(k, results[k]) for k in range(len(graph.outputs))]
@@ -136,7 +142,7 @@ class _Drafter:
         results = [graph.outputs[k] for k in mine]
         inputs = [var for var in piece.inputs if var not in graph.constants]
         held = [self._hold(stage, var) for var in inputs]
-        donated = self._donated(color)
+        donated = self._donated(color, mine)
         names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
         packs = self._packs(color)
         returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
@@ -165,7 +171,7 @@ class _Drafter:
         return self.pieces.get(color, Piece((), (), ()))
 
     def _readers(self, var: Var) -> set[int]:
-        return {stage for (_, stage), piece in self.pieces.items() if var in piece.inputs}
+        return {stage for _, stage in self.readers.get(var, ())}
 
     def _packs(self, color: Color) -> dict[tuple[int, Any], list[Var]]:
         """The scalars that this program makes for each other stage, by stage and dtype."""
@@ -192,18 +198,20 @@ class _Drafter:
             self.held[stage, var] = target, None
         return self.held[stage, var]
 
-    def _donated(self, color: Color) -> list[Name]:
+    def _donated(self, color: Color, mine: Sequence[int]) -> list[Name]:
         """The old versions of this program's results that nobody reads later, in the order of the results.
 
         In that order each result takes over the buffer of its own old version; any other pairing costs copies.
         """
-        graph, count = self.update.graph, self.update.num_params
+        inputs, count = self.update.graph.inputs, self.update.num_params
         split = count + len(self.update.opt_owner)
-        old = [*graph.inputs[split : split + count], *graph.inputs[count:split]]
         donated = []
-        for var, chosen in zip(old, self.result_color, strict=False):
-            readers = [other for other, piece in self.pieces.items() if var in piece.inputs]
+        for k in mine:
+            if k >= split:
+                break
+            var = inputs[split + k] if k < count else inputs[k]
+            readers = self.readers.get(var, ())
             alone = all(stage == color[1] for _, stage in readers) and self.source[var].stage == color[1]
-            if self.donate and chosen == color and alone and readers and max(readers) == color:
+            if self.donate and alone and readers and max(readers) == color:
                 donated.append(self.source[var])
         return donated

@@ -14,7 +14,20 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-__all__ = ["Graph", "Piece", "aval_of", "calls_host", "carve", "descendants", "inline_remat", "live", "trace", "variables"]
+__all__ = [
+    "Graph",
+    "Piece",
+    "ancestors",
+    "aval_of",
+    "calls_host",
+    "carve",
+    "descendants",
+    "inline_remat",
+    "live",
+    "marked",
+    "trace",
+    "variables",
+]
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _REMAT = frozenset({"checkpoint", "remat", "remat2"})
@@ -191,6 +204,28 @@ def descendants(graph: Graph, sources: Iterable[Var]) -> set[Var]:
     return reached
 
 
+def ancestors(graph: Graph, results: Iterable[Var]) -> set[Var]:
+    """``results`` and every variable that one of them is computed from."""
+    needed = set(results)
+    for eqn in reversed(graph.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+    return needed
+
+
+def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
+    """The marks (bits of an integer) of all variables that each variable is computed from, its own among them; in one pass."""
+    found = dict(marks)
+    for eqn in graph.eqns:
+        union = 0
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal):
+                union |= found.get(atom, 0)
+        if union:
+            found.update(dict.fromkeys(eqn.outvars, union))
+    return found
+
+
 def carve(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, Color] | None = None) -> dict[Color, Piece]:
     """Split a graph into one piece a colour.
 
@@ -206,20 +241,23 @@ def carve(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, Colo
     wanted: dict[Color, list[Var]] = {color: [] for color in colors if color is not None}
     for var, color in (homes or {}).items():
         wanted.setdefault(color, []).append(var)
-    members = {color: _members(graph, colors, color, producers, vars_) for color, vars_ in wanted.items()}
+    own: dict[Color, list[int]] = {color: [] for color in wanted}
+    for i, color in enumerate(colors):
+        if color is not None:
+            own[color].append(i)
+    members = {color: _members(graph, colors, own[color], producers, vars_) for color, vars_ in wanted.items()}
     inputs = {color: _inputs(graph, eqns, wanted[color]) for color, eqns in members.items()}
-    pieces = {}
-    for color, eqns in members.items():
-        elsewhere = {var for other, needs in inputs.items() if other != color for var in needs}
-        made = (var for i in eqns if colors[i] == color for var in graph.eqns[i].outvars)
-        pieces[color] = Piece(tuple(eqns), tuple(inputs[color]), tuple(var for var in made if var in elsewhere))
-    return pieces
+    read = {var for needs in inputs.values() for var in needs}  # a piece never reads what it makes itself
+    return {
+        color: Piece(tuple(eqns), tuple(inputs[color]), tuple(v for i in own[color] for v in graph.eqns[i].outvars if v in read))
+        for color, eqns in members.items()
+    }
 
 
 def _members(
-    graph: Graph, colors: Sequence[Color | None], color: Color, producers: Mapping[Var, int], wanted: list[Var]
+    graph: Graph, colors: Sequence[Color | None], own: Iterable[int], producers: Mapping[Var, int], wanted: list[Var]
 ) -> list[int]:
-    members = {i for i, c in enumerate(colors) if c == color}
+    members = set(own)
     pending = [var for i in members for var in variables(graph.eqns[i].invars)] + wanted
     while pending:
         i = producers.get(pending.pop())
