@@ -60,11 +60,11 @@ class State(_Parts):
     def __iter__(self) -> Iterator[Any]:
         return map(assembled, super().__iter__())
 
-    def _asdict(self) -> dict[str, Any]:
+    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The parts by name."""
         return dict(zip(self._fields, self, strict=True))
 
-    def _replace(self, **parts: Any) -> "State":
+    def _replace(self, **parts: Any) -> "State":  # pyright: ignore[reportIncompatibleMethodOverride]
         """The state with other parts; those that are not named stay as they are held."""
         if unknown := [name for name in parts if name not in self._fields]:
             raise TypeError(f"a State has the parts {', '.join(self._fields)}, not {', '.join(unknown)}")
