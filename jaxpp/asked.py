@@ -16,7 +16,9 @@ from jaxpp.observe.record import record
 from jaxpp.opened import Opened, open_engine
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
+from jaxpp.runtime.submesh import devices_of
 from jaxpp.schedule.laws import is_count
+from jaxpp.stages.table import bytes_in_words
 from jaxpp.state import State
 from jaxpp.tasks import Tasks
 from jaxpp.types import Batch, Key
@@ -32,6 +34,22 @@ class Asked:
     _tasks: Tasks | None
     _functions: tuple[Callable[..., Any], ...]
     _ready: Opened | None
+
+    def __repr__(self) -> str:
+        options, ready = self._engine.settings, self._ready
+        schedule, placement = options.schedule, options.placement
+        devices = list(dict.fromkeys(str(device) for place in placement.by_rank for device in devices_of(place)))
+        names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
+        counts = {"replicas": placement.num_replicas, "shards": placement.num_shards}
+        shared = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+        lines = [
+            f"Pipeline of {'stages by hand' if self._functions else getattr(options.loss_fn, '__name__', 'a loss')}",
+            f"  schedule: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches",
+            f"  devices: {names}" + f" ({shared} a rank)" * bool(shared),
+            *([] if self._tasks is None else [f"  bank: {self._tasks.bank!r}"]),
+            "  init: not called yet" if ready is None else f"  init: called, {_size(ready)}; print(pipe.stages)",
+        ]
+        return "\n".join(lines)
 
     def _open(self, made: Any, batch: Any, key: Any) -> None:
         engine = self._engine
@@ -69,7 +87,7 @@ class Asked:
         much.
 
         Raises:
-            VerifyError: naming the first leaf that differs, with both values.
+            VerifyError: naming the first leaf that differs, with both values; or what is NaN in both.
         """
         if self._engine.settings.severed:
             raise ArgumentError(
@@ -177,3 +195,8 @@ def check_no_task(task: Any) -> None:
     """
     if task is not None:
         raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
+
+
+def _size(ready: Opened) -> str:
+    total, size = sum(stage.num_params for stage in ready.stages), sum(stage.num_bytes for stage in ready.stages)
+    return f"{total:,} parameters in {bytes_in_words(size)}"

@@ -281,7 +281,11 @@ class Bank:
         total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.shelf.slots} slots on {self.device}"
         return "\n".join([*align(rows), "", total, hits])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        each = [bytes_in_words(size) for size in sorted(set(self.shelf.sizes.values()))]
+        sizes = f" of {' to '.join(dict.fromkeys((each[0], each[-1])))} each" if each else ""
+        slots = f"{self.shelf.slots} slot{'s' if self.shelf.slots > 1 else ''} on {self.device}"
+        return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {slots})"
 
     def check_name(self, name: Any, where: str) -> None:
         """Refuse what is no name of a set.

@@ -228,6 +228,30 @@ def verify_grads(engine: Engine, leaves: Sequence[Any], batch: Batch, key: Key |
         noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
+    _check_numbers([("loss", found.loss), *([] if config.scaling else [("grads", spread)])])
+
+
+def _check_numbers(found: Sequence[tuple[str, Any]]) -> None:
+    """Refuse NaN on both sides.
+
+    Not in the gradients of a scaled loss: they may overflow, and what is to be seen then is that the step is skipped.
+
+    Raises:
+        VerifyError: naming what is NaN.
+    """
+    got = []
+    for name, tree in found:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if _inexact(leaf.dtype) and (count := int(np.isnan(_wide(leaf)).sum())):
+                got.append(f"{name}{jax.tree_util.keystr(path)} is NaN" + f", {count} of {leaf.size} elements" * (leaf.size > 1))
+    if got:
+        raise VerifyError(
+            "verify",
+            "NaN compared with NaN proves nothing, and the pipelined and the single-device step both have it",
+            got[:8] + [f"and {len(got) - 8} more"] * (len(got) > 8),
+            "verify with a batch and a state whose loss is a number; jax.config.update('jax_debug_nans', True) before pipe.step "
+            "says where the NaN begins",
+        )
 
 
 def _own(engine: Engine) -> bool:

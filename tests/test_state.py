@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxpp
-from jaxpp.errors import StateError
+from jaxpp.errors import StateError, VerifyError
 from tests.test_bugs import PARAMS, X, loss_fn, pipeline
 
 LAYERS = {"w": jnp.stack([jnp.eye(4) * 0.9] * 5), "out": jnp.ones((4, 2))}
@@ -149,3 +149,29 @@ def test_arrays_that_a_step_consumed_are_refused_in_our_words():
             call()
         assert "ema = jax.tree.map(jnp.copy, state.params)" in str(caught.value)
     assert pipe.state is state
+
+
+def test_verify_says_that_nan_on_both_sides_proves_nothing():
+    pipe = pipeline()
+    state = pipe.init(PARAMS, X)
+    with pytest.raises(VerifyError, match="NaN compared with NaN proves nothing") as caught:
+        pipe.verify(state, X.at[0, 0].set(jnp.nan))
+    assert "Got: loss is NaN\n       grads['a'] is NaN, 24 of 24 elements" in str(caught.value)
+    params = {**PARAMS, "d": jnp.zeros(3)}
+    pipe = pipeline(lambda p, x: loss_fn(p, x) + jnp.where(p["d"] > 0, jnp.sqrt(p["d"]), 0).sum())  # the gradient alone is NaN
+    with pytest.raises(VerifyError, match=r"Got: grads\['d'\] is NaN, 3 of 3 elements"):
+        pipe.verify(pipe.init(params, X), X)
+
+
+def test_a_pipeline_and_a_bank_say_what_they_are():
+    pipe = pipeline(schedule="zb-h1", microbatches=3)
+    assert repr(pipe) == (
+        "Pipeline of loss_fn\n  schedule: zb-h1, 2 stages, 3 microbatches\n  devices: cpu:0, cpu:1\n  init: not called yet"
+    )
+    pipe.init(PARAMS, X)
+    assert repr(pipe).splitlines()[-1] == "  init: called, 72 parameters in 288 B; print(pipe.stages)"
+    bank = jaxpp.Bank({"a": {"c": PARAMS["c"]}, "b": {"c": jnp.ones(3)}}, optax.adam(1e-2))
+    assert repr(bank) == "Bank(2 sets of 40 B to 148 B each, 188 B on the host, 2 slots on cpu:0)"
+    assert repr(jaxpp.Bank({}, optax.sgd(0.1))) == "Bank(0 sets, 0 B on the host, 2 slots on cpu:0)"
+    with_bank = pipeline(lambda p, q, x: loss_fn({**p, **q}, x), bank=bank, data_parallel=2)
+    assert f"\n  devices: cpu:0, cpu:1, cpu:2, cpu:3 (2 replicas a rank)\n  bank: {bank!r}\n" in repr(with_bank)
