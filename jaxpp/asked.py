@@ -14,6 +14,7 @@ from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile import Profile
 from jaxpp.observe.record import record
 from jaxpp.opened import Opened, open_engine
+from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.submesh import devices_of
@@ -21,12 +22,14 @@ from jaxpp.schedule.laws import is_count
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.state import State
 from jaxpp.tasks import Tasks
+from jaxpp.tracebacks import entries
 from jaxpp.types import Batch, Key
 from jaxpp.verify import verify_grads, verify_update
 
 __all__ = ["Asked", "check_no_task"]
 
 
+@entries
 class Asked:
     """The questions of a ``Pipeline``, which inherits them."""
 
@@ -67,9 +70,10 @@ class Asked:
         return self._ready
 
     @contextmanager
-    def _whole(self, state: State, task: Any, where: str) -> Iterator[tuple[Engine, list[Any]]]:
+    def _whole(self, where: str, state: State, batch: Any, key: Any, task: Any) -> Iterator[tuple[Engine, list[Any]]]:
         """The engine, and the leaves of a state, theta[t] among them if there is a bank; for what changes neither."""
-        leaves = self._opened(where).states.unwrap(state)
+        refuse_tracers(f"pipe.{where}(state, batch, key)", batch, key)
+        leaves = self._opened(where).states.unwrap(state, where)
         if self._tasks is None:
             check_no_task(task)
             yield self._engine, leaves
@@ -96,7 +100,7 @@ class Asked:
                 f"cut_gradient={sorted(self._engine.settings.severed)}",
                 "make a pipeline without cut_gradient",
             )
-        with self._whole(state, task, "verify") as (engine, leaves):
+        with self._whole("verify", state, batch, key, task) as (engine, leaves):
             found = engine.run("grads", leaves, batch, key)
             verify_grads(engine, leaves, batch, key, found)
             stepped = engine.run("update", leaves, batch, key, donate=False)
@@ -183,7 +187,7 @@ class Asked:
         """
         if not is_count(num_steps, least=1):
             raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
-        with self._whole(state, task, "profile") as (engine, leaves):
+        with self._whole("profile", state, batch, key, task) as (engine, leaves):
             return record(engine, leaves, batch, key, num_steps)
 
 

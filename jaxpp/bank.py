@@ -14,7 +14,6 @@ Sets that are not used are not touched: no zero gradient, no weight decay, no mo
 import difflib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -23,13 +22,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
-from jaxpp.errors import BankError
+from jaxpp.errors import BankError, shown
 from jaxpp.layout import Layout, check_params
 from jaxpp.runtime.shelf import Shelf
 from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
 from jaxpp.schedule.draw import align
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.subtree import bind, take
+from jaxpp.tracebacks import entries, managed
 from jaxpp.types import Array, Device, Params
 
 __all__ = ["Bank", "Task"]
@@ -57,6 +57,7 @@ class Task:
         raise AttributeError(field)
 
 
+@entries
 class Bank:
     """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
 
@@ -96,6 +97,9 @@ class Bank:
 
     def __init__(self, sets: Mapping[Any, Params], optimizer: Any, *, device: Device | None = None, slots: int = 2):
         self.device = jax.devices()[0] if device is None else device
+        if not hasattr(self.device, "addressable_memories"):
+            fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
+            raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
         kinds = [memory.kind for memory in self.device.addressable_memories()]
         if HOST not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"
@@ -223,7 +227,7 @@ class Bank:
         layout = self._layout(name, f"bank.prefetch({name!r})")
         self.shelf.prefetch(name, (self._home,) * len(layout.shapes))
 
-    @contextmanager
+    @managed
     def use(self, name: Any) -> Iterator[Task]:
         """Bring a set to the device; where the block ends, write it back without waiting.
 

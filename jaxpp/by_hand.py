@@ -4,23 +4,46 @@
 is cut exactly there. ``by_hand`` goes the other way: it gives each stage of a cut loss as a function one can call in a notebook.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import BatchError, StateError
+from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
+from jaxpp.runtime.arguments import check_function
 from jaxpp.runtime.prepare import Preparer
 from jaxpp.stages.microbatch import batch_avals
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 
-__all__ = ["by_hand", "compose", "scope"]
+__all__ = ["by_hand", "check_stages", "compose", "scope"]
 
 
 def scope(stage: int) -> str:
     """The name under which a hand-written stage is traced."""
     return f"stage_{stage}__by_hand"
+
+
+def check_stages(stages: Any, loss: Any) -> tuple[Callable[[Any, Any], Any], ...]:
+    """The stage functions, if that is what they are.
+
+    Raises:
+        ArgumentError: they are no list of functions, or the loss is none.
+    """
+    where, rule = "Pipeline.from_stages(stages, loss=...)", "the stages are a list of functions (params, x) -> x, one a stage"
+    fix = "pass a list such as [lambda params, x: jnp.tanh(x @ params), ...]"
+    if callable(stages):
+        raise ArgumentError(
+            where, rule, f"one function instead of a list: {shown(stages)}", "pass a list, such as [stage_0, stage_1]"
+        )
+    if isinstance(stages, (str, Mapping)) or not isinstance(stages, Iterable):
+        raise ArgumentError(where, rule, shown(stages), fix)
+    functions = tuple(stages)
+    wrong = [f"stages[{k}]: {shown(stage)}" for k, stage in enumerate(functions) if not callable(stage)]
+    if wrong or not functions:
+        raise ArgumentError(where, rule, wrong or "an empty list", fix)
+    check_function(where, "the loss is a function (output, targets) -> scalar", loss)
+    return functions
 
 
 def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -30,6 +53,14 @@ def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, An
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BatchError(
                 "batch", "a pipeline from_stages takes a pair (inputs, targets)", type(batch).__name__, "pass (inputs, targets)"
+            )
+        if isinstance(params, Mapping) or not isinstance(params, Sequence) or len(params) != len(stages):
+            counted = isinstance(params, Sequence)
+            raise ParamsError(
+                "params",
+                "a pipeline from_stages takes a list of parameters, one tree a stage",
+                f"{len(params)} trees for {len(stages)} stages" if counted else f"{type(params).__name__} for {len(stages)} stages",
+                "pass [params_0, params_1, ...]; a stage without parameters has {}",
             )
         x, targets = batch
         for k, (stage, own) in enumerate(zip(stages, params, strict=True)):

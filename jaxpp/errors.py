@@ -14,6 +14,7 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -29,8 +30,15 @@ __all__ = [
     "ScheduleError",
     "StateError",
     "VerifyError",
+    "shown",
     "warn",
 ]
+
+_MOST_LINES = 10
+"""Violations that a message names; of the others it says how many there are."""
+
+_MOST_LETTERS = 80
+"""Of a value that a message shows."""
 
 
 class JaxppError(ValueError):
@@ -39,18 +47,32 @@ class JaxppError(ValueError):
     Args:
         where: the place, as the user wrote it.
         rule: the rule that was broken, one sentence without its full stop.
-        got: names and numbers; several violations are several lines.
+        got: names and numbers; several violations are several lines, of which at most ten are shown, and how many more there are.
         fix: what to do, imperative.
         picture: a table or listing with the bad cell marked; shown last.
     """
 
     def __init__(self, where: str, rule: str, got: str | Sequence[str], fix: str, picture: str = ""):
         lines = [got] if isinstance(got, str) else list(got)
+        more = len(lines) - _MOST_LINES
+        if more > 0:
+            lines = [*lines[:_MOST_LINES], f"and {more} more"]
         body = "\n       ".join(lines)
         text = f"{where}: {rule}.\n  Got: {body}.\n  Fix: {fix}."
         if picture:
             text += "\n\n" + "\n".join("  " + line for line in picture.splitlines())
         super().__init__(text)
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its printed form on one line, not longer than can be read.
+
+    Example:
+        >>> shown(3), len(shown("a" * 1000))
+        ('3', 80)
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
 class ScheduleError(JaxppError):

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
-from jaxpp.errors import ArgumentError
+from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
@@ -15,11 +14,13 @@ from jaxpp.runtime.transfer import bring, check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stack import assembled
 from jaxpp.stages.uneven import warn_of
+from jaxpp.tracebacks import entry
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
 
 __all__ = ["value_and_grad"]
 
 
+@entry
 def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     loss_fn: LossFn,
     *,
@@ -66,7 +67,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         are where the caller's parameters are. Microbatch i uses ``jax.random.fold_in(key, i)``.
 
     Raises:
-        JaxppError: a ``ValueError`` for every option or input that cannot be run.
+        JaxppError: a ``ValueError`` for every option or input that cannot be run. Tracebacks end at the caller's own line;
+            ``jax.config.update("jax_traceback_filtering", "off")`` shows every frame.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -94,10 +96,11 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         )
     )
 
+    @entry
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def grad_fn(params: Any, batch: Any, key: Any = None) -> Any:
         leaves, tree = jax.tree.flatten(params)
-        _refuse_tracers((params, batch, key))
+        refuse_tracers("grad_fn(params, batch, key)", params, batch, key)
         check_alive("grad_fn(params, batch, key)", (params, batch))
         layout = engine.preparer.layout
         if layout is None or not same_shapes(layout.given, (params,)):
@@ -113,13 +116,3 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn
-
-
-def _refuse_tracers(tree: Any) -> None:
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
-        raise ArgumentError(
-            "grad_fn(params, batch, key)",
-            "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap",
-            "a traced argument",
-            "call grad_fn outside of jax.jit, and jit what comes after it",
-        )

@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 
 from jaxpp.asked import Asked, check_no_task
 from jaxpp.bank import Bank
-from jaxpp.by_hand import compose, scope
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.by_hand import check_stages, compose, scope
+from jaxpp.errors import StateError
 from jaxpp.given import are_swapped, read_given, swapped
 from jaxpp.opened import Opened, first_leaves
+from jaxpp.runtime.arguments import check_function, check_optimizer, refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.hold import Hold
 from jaxpp.runtime.settings import settings
@@ -23,11 +24,13 @@ from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
 from jaxpp.tasks import Tasks, check_scaling
+from jaxpp.tracebacks import entries
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
 
+@entries
 class Pipeline(Asked):
     """Trains a loss over several devices, the model unedited.
 
@@ -80,7 +83,8 @@ class Pipeline(Asked):
             ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
 
     Raises:
-        JaxppError: a ``ValueError`` for every option that cannot be run.
+        JaxppError: a ``ValueError`` for every option that cannot be run. Tracebacks end at the caller's own line;
+            ``jax.config.update("jax_traceback_filtering", "off")`` shows every frame.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp, optax
@@ -121,13 +125,7 @@ class Pipeline(Asked):
         bank: Bank | None = None,
         shared: str | Sequence[str] = (),
     ):
-        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise ArgumentError(
-                "Pipeline(loss_fn, optimizer, ...)",
-                "the optimizer is an optax transformation, with init and update",
-                repr(optimizer),
-                "pass for example optax.adamw(3e-4)",
-            )
+        check_optimizer(loss_fn, optimizer)
         self._tasks = None if bank is None else Tasks(bank)
         if self._tasks is not None:
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
@@ -189,7 +187,7 @@ class Pipeline(Asked):
         Returns:
             a pipeline whose parameters are a sequence of one tree a stage, and whose batch is a pair ``(inputs, targets)``.
         """
-        functions = tuple(stages)
+        functions = check_stages(stages, loss)
         pipe = cls(
             compose(functions, loss),
             optimizer,
@@ -276,6 +274,7 @@ class Pipeline(Asked):
             InitError: ``init_fn`` cannot be traced.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
+        refuse_tracers("pipe.init(...)", init_or_params, args)
         given = read_given(init_or_params, args)
         check_alive("pipe.init", (init_or_params, args))
         try:
@@ -321,6 +320,7 @@ class Pipeline(Asked):
             DeadStageWarning: the gradients of a stage were zero in several steps before; the boundary that carries none is named.
         """
         ready = self._opened("step")
+        refuse_tracers("pipe.step(state, batch, key)", batch, key)
         leaves = ready.states.unwrap(state, consumed=donate)
         ready.detector.look()  # before anything is consumed: a warning may be an error
         self._kept = state
@@ -356,7 +356,9 @@ class Pipeline(Asked):
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
-        with self._whole(state, task, "evaluate") as (engine, leaves):
+        if loss_fn is not None:
+            check_function("pipe.evaluate(..., loss_fn=...)", "the loss is a function of (params, batch[, key])", loss_fn)
+        with self._whole("evaluate", state, batch, key, task) as (engine, leaves):
             chosen = self._tasks.joined(loss_fn) if self._tasks else positional_key(loss_fn, 2 + engine.settings.has_state)
             outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
         return Metrics(loss=outcome.loss, aux=outcome.aux)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import StateError
+from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import apart, bring, put, spread
@@ -148,21 +149,24 @@ class States:
         self._last = list(map(weakref.ref, jax.tree.leaves(state) if self._sliced else leaves))
         return state
 
-    def unwrap(self, state: Any, *, consumed: bool = False) -> list[Any]:
+    def unwrap(self, state: Any, where: str = "step", *, consumed: bool = False) -> list[Any]:
         """The leaves of a state, each on its owner.
 
         Args:
             state: what the user passed.
+            where: to which method.
             consumed: whether their buffers will be taken over. If some of its arrays live elsewhere, all leaves are copies then:
                 all of a state is consumed, or nothing.
 
         Raises:
+            ArgumentError: it is traced.
             StateError: it is consumed, or has other leaves than this pipeline's.
         """
         leaves = jax.tree.leaves(state)
         mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
         if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
             return self._held(state) if self._sliced else leaves
+        refuse_tracers(f"pipe.{where}(state, batch, key)", state)
         whole = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
         _check_state(state, whole, self._whole)
         leaves = self._held(state)
@@ -228,7 +232,7 @@ def _check_state(state: Any, tree: Any, expected: Sequence[Any]) -> None:
     where = "state"
     odd = [path for path, leaf in jax.tree_util.tree_leaves_with_path(state) if not hasattr(leaf, "dtype")]
     if isinstance(state, State) and odd:
-        got = [f"state{jax.tree_util.keystr(path)} is none" for path in odd[:8]]
+        got = [f"state{jax.tree_util.keystr(path)} is none" for path in odd]
         raise StateError(where, "the leaves of a state are arrays", got, "restore it with its arrays, or convert with jnp.asarray")
     shapes = joined(state, whole_shape) if isinstance(state, State) else None
     if jax.tree.structure(shapes) != tree:

@@ -14,8 +14,9 @@ ROOT = pathlib.Path(jaxpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [name for _, name, _ in pkgutil.walk_packages([str(ROOT)], "jaxpp.")]
 ALLOWED = {
-    "schedule": {"schedule", "errors"},
+    "schedule": {"schedule", "errors", "tracebacks"},
     "stages": {"stages", "errors", "types"},
+    "tracebacks.py": {"errors"},
     "runtime": {"runtime", "stages", "schedule", "errors", "types"},
     "observe": {"observe", "runtime", "stages", "schedule", "errors", "types"},
 }

@@ -210,7 +210,7 @@ def test_all_violations_are_listed_and_a_long_list_is_cut():
     with pytest.raises(ScheduleError) as error:
         Schedule("mine", [[f"0F{i}" for i in range(40)]])
     assert "0B0 is missing\n" in str(error.value)
-    assert "... and 28 more" in str(error.value)
+    assert "\n       and 30 more.\n" in str(error.value)
     assert "(32 more)" in str(error.value)
 
 

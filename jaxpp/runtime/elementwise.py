@@ -60,7 +60,7 @@ def check_sliced(optimizer: optax.GradientTransformation, whole: Any, held: Any,
     if not wrong and assembled_shapes(sliced[1]) != plain[1]:
         wrong = ["an optimizer state of another structure"]
     if wrong:
-        raise _refusal(wrong[:8])
+        raise _refusal(wrong)
 
 
 def _refusal(got: list[str]) -> OptimizerError:

@@ -13,6 +13,7 @@ belongs to stage 0.
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,9 @@ HUB = 0
 
 _MOVABLE = 1024
 """The most elements of a value that may move between stages in an update."""
+
+_LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")
+"""What Python says of an update that wants to call the loss."""
 
 Color = tuple[int, int]
 """(level, stage): one program of the update."""
@@ -192,7 +196,11 @@ def plan_update(
 def flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
     """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state."""
     tree = jax.tree.structure(params)
-    opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+    try:
+        opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+    except Exception as error:
+        error.add_note("jaxpp: raised while tracing the optimizer's init(params)")
+        raise
     with_value = optax.with_extra_args_support(optimizer)
 
     def update(grads: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
@@ -208,18 +216,23 @@ def trace_update(update: Callable[..., list[Any]], *shapes: Any) -> Graph:
 
     Raises:
         OptimizerError: it calls the loss (a line search).
+        Exception: whatever else it raises, unchanged, with a note.
     """
     try:
         return trace(update, *shapes)[0]
-    except TypeError as error:
-        if "value_fn" not in str(error) and "keyword-only" not in str(error):
-            raise
-        raise OptimizerError(
-            "optimizer",
-            "an optimizer sees gradients, its state, the parameters and the value of the loss, and cannot call the loss again",
-            str(error),
-            "use a transformation without a line search, such as optax.adamw or optax.sgd",
-        ) from error
+    except Exception as error:
+        if isinstance(error, TypeError) and _LINE_SEARCH.search(str(error)):
+            raise OptimizerError(
+                "optimizer",
+                "an optimizer sees gradients, its state, the parameters and the value of the loss, and cannot call the loss again",
+                str(error),
+                "use a transformation without a line search, such as optax.adamw or optax.sgd",
+            ) from error
+        error.add_note(
+            "jaxpp: raised while tracing the optimizer's update(grads, state, params); a transformation that takes more is given "
+            "value=loss"
+        )
+        raise
 
 
 def _wide(grad: Any) -> Any:
@@ -307,7 +320,7 @@ class _Placer:
             raise OptimizerError(
                 "optimizer",
                 "an update may combine small values of different stages (a norm), but not move large arrays between them",
-                crossed[:8],
+                crossed,
                 "use a transformation that treats each parameter by itself, or pass num_stages=1",
                 f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
             )

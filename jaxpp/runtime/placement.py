@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError
+from jaxpp.runtime.arguments import check_devices
 from jaxpp.runtime.submesh import DATA, MODEL, Place, Submesh
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.laws import is_count
 from jaxpp.types import Device
 
-__all__ = ["PIPE", "Placement", "place", "pool", "submeshes"]
+__all__ = ["PIPE", "Placement", "place", "submeshes"]
 
 PIPE = "pipe"
 
@@ -63,18 +63,6 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
     return Placement(tuple(by_rank[rank] for rank in schedule.stage_to_rank), by_rank)
 
 
-def pool(devices: Sequence[Device] | None) -> tuple[Device, ...]:
-    """The devices given, or all there are.
-
-    Raises:
-        ArgumentError: an empty list of devices.
-    """
-    found = tuple(jax.devices() if devices is None else devices)
-    if not found:
-        raise ArgumentError("devices=[]", "a pipeline needs at least one device", "an empty list", "leave devices out to use all")
-    return found
-
-
 def submeshes(
     devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int
 ) -> tuple[Device, ...] | tuple[Submesh, ...]:
@@ -93,7 +81,7 @@ def submeshes(
         rule = "data_parallel is the number of replicas, at least 1"
         raise ArgumentError(f"data_parallel={data_parallel!r}", rule, repr(data_parallel), "pass 1 or more")
     if mesh is None:
-        found = pool(devices)
+        found = check_devices(devices)
         if data_parallel == 1:
             return found
         if len(set(found)) < len(found):

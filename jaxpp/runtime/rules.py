@@ -136,7 +136,7 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[Any, Any]], nu
         raise ArgumentError(
             "shardings",
             'one axis of a parameter may be sharded over "model", evenly',
-            wrong[:8] + [f"and {len(wrong) - 8} more"] * (len(wrong) > 8),
+            wrong,
             'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]',
         )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxpp.errors import ArgumentError, ScheduleError
+from jaxpp.errors import ArgumentError, ScheduleError, shown
+from jaxpp.runtime.arguments import check_function, check_shardings, cuts_of
 from jaxpp.runtime.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.placement import Placement, place, submeshes
 from jaxpp.runtime.submesh import Place, devices_of
@@ -99,14 +100,18 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     """
     num_microbatches = num_stages if num_microbatches is None else num_microbatches
     _check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    if not callable(loss_fn):
-        raise ArgumentError(
-            "loss_fn", "the loss is a function of (params, batch[, key])", repr(loss_fn), "pass the function itself"
-        )
+    check_function("loss_fn", "the loss is a function of (params, batch[, key])", loss_fn)
+    if weight is not None:
+        fix = 'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out'
+        check_function("weight", "the weight is a function that makes one number of a microbatch", weight, fix)
+    if reduce_aux is not None and not (has_aux or has_state):
+        rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
+        fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
+        raise ArgumentError(f"reduce_aux={shown(reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
     made = _schedule_of(schedule, int(num_stages), int(num_microbatches))
     if has_state:
         _check_order(made)
-    names = _cuts_of(cuts, num_stages)
+    names = cuts_of(cuts, num_stages)
     severed = _boundaries_of(cut_gradient, num_stages)
     policies = policies_of(remat, num_stages)
     if balance not in ("flops", "time"):
@@ -114,6 +119,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
     places = submeshes(devices, mesh, data_parallel, made.num_ranks)
+    check_shardings(shardings, mesh)
     loss_fn = positional_key(loss_fn, 2 + has_state)
     options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))
     found = Settings(loss_fn, made, places, *options)
@@ -167,19 +173,6 @@ def _check_order(schedule: Schedule) -> None:
             wrong,
             "use a schedule whose forwards are in order, as those of jaxpp.schedule.make are",
         )
-
-
-def _cuts_of(cuts: Sequence[str] | None, num_stages: int) -> tuple[str, ...] | None:
-    if cuts is None:
-        return None
-    if len(cuts) != num_stages - 1:
-        raise ArgumentError(
-            f"cuts={list(cuts)!r}",
-            "n stages have n - 1 cuts between them",
-            f"{len(cuts)} cuts and num_stages={num_stages}",
-            f"pass num_stages={len(cuts) + 1}, or {num_stages - 1} cuts",
-        )
-    return tuple(cuts)
 
 
 def _shared_of(shared: Any) -> tuple[str, ...]:

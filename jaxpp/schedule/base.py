@@ -17,10 +17,12 @@ from jaxpp.schedule.circles import check_runs
 from jaxpp.schedule.clock import UNIT, Number, Row, Times, bars, replay
 from jaxpp.schedule.draw import Drawing, Drawn
 from jaxpp.schedule.laws import check_complete, check_owners, count, owners, read
+from jaxpp.tracebacks import entries
 
 __all__ = ["Schedule"]
 
 
+@entries
 @dataclass(frozen=True)
 class Schedule(Drawn):
     """Rows of actions, one row a rank, checked when made.

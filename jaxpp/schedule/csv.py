@@ -5,17 +5,20 @@ Empty cells are idle slots and are passed over: the clock finds them again. A pa
 """
 
 import csv
+import os
 import re
 
-from jaxpp.errors import ScheduleError
+from jaxpp.errors import ScheduleError, shown
 from jaxpp.schedule.action import Action, parse
 from jaxpp.schedule.base import Schedule
+from jaxpp.tracebacks import entry
 
 __all__ = ["from_csv"]
 
 _PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 
+@entry
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Read a schedule; ``Schedule.to_csv`` writes one.
 
@@ -36,8 +39,14 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         True
     """
     if not isinstance(text, str):
+        fix = "read the file: from_csv(path.read_text())" if isinstance(text, os.PathLike) else "pass the text of a file"
+        raise ScheduleError(f"from_csv({shown(text)})", "the CSV is text", type(text).__name__, fix)
+    if _looks_like_path(text):
         raise ScheduleError(
-            f"from_csv({name!r})", "the CSV is text", type(text).__name__, "pass the text of the file, read with read_text()"
+            f"from_csv({text!r})",
+            "it takes the CSV itself, not the path of a file",
+            repr(text),
+            f"read the file: from_csv(pathlib.Path({text!r}).read_text())",
         )
     rows: list[list[Action]] = []
     wrong: list[str] = []
@@ -55,3 +64,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         fix = "write cells like 2F0; of PyTorch's formats use compute_only, without sends"
         raise ScheduleError(f"from_csv({name!r})", rule, wrong, fix)
     return Schedule(name, tuple(map(tuple, rows)))
+
+
+def _looks_like_path(text: str) -> bool:
+    """Whether a text is one line that ends as a file's name does, or has folders, which no action does."""
+    line = text.strip()
+    return "\n" not in line and bool(re.search(r"[/\\]|\.\w+$", line))

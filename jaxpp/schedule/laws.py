@@ -21,7 +21,6 @@ __all__ = ["check_complete", "check_owners", "count", "is_count", "owners", "pic
 
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
-_MOST_LINES = 12
 _RUN = 8
 
 
@@ -59,7 +58,7 @@ def read(name: str, rows: Any) -> tuple[Row, ...]:
     if wrong or not found:
         rule = "a row holds the actions of its rank, at least one, each an Action or its text <stage><kind><microbatch>"
         fix = "write rows like [['0F0', '0B0'], ['1F0', '1B0']]"
-        raise ScheduleError(f"schedule {name!r}", rule, _short(wrong) or "no rows", fix)
+        raise ScheduleError(f"schedule {name!r}", rule, wrong or "no rows", fix)
     return tuple(found)
 
 
@@ -140,15 +139,10 @@ def check_complete(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int],
         raise ScheduleError(
             f"schedule {name!r}",
             "each stage runs each microbatch's forward once and its backward once (B, or I and W), on the rank that owns it",
-            _short(wrong),
+            wrong,
             "write each action once, in the row of its stage's rank",
             picture(rows, marked, missing),
         )
-
-
-def _short(lines: list[str]) -> list[str]:
-    more = len(lines) - _MOST_LINES
-    return lines if more <= 1 else [*lines[:_MOST_LINES], f"... and {more} more"]
 
 
 def _outside(what: str, rows: Sequence[Row], size: int) -> list[str]:

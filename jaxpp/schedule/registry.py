@@ -17,6 +17,7 @@ from jaxpp.schedule.naive import naive
 from jaxpp.schedule.one_f_one_b import one_f_one_b
 from jaxpp.schedule.v_shape import v_half, v_min, zb_v
 from jaxpp.schedule.zero_bubble import zb_h1, zb_h2
+from jaxpp.tracebacks import entry
 
 __all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]
 
@@ -66,7 +67,8 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
 """Every schedule there is, by name. A new one is a function and a line here; the tests walk this table."""
 
 
-def make(name: str, *, num_ranks: int, num_microbatches: int | None = None, stages_per_rank: int | None = None) -> Schedule:
+@entry
+def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_per_rank: int | None = None) -> Schedule:
     """Build the schedule called ``name``.
 
     Args:

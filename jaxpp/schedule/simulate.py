@@ -21,6 +21,7 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number, Times, bars, replay
 from jaxpp.schedule.draw import Drawing, Drawn, align
+from jaxpp.tracebacks import entry
 
 __all__ = ["Costs", "Idle", "Simulation", "simulate"]
 
@@ -184,6 +185,7 @@ _STAGED = frozenset({"forward", "input_grad", "weight_grad"})
 _MOST = 1e100
 
 
+@entry
 def simulate(
     schedule: Schedule,
     *,

@@ -165,8 +165,20 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         raise BatchError(
             "batch",
             "every batch leaf is an array whose first axis counts the examples, or a number for all of them",
-            _few(wrong),
+            wrong,
             "leave out what is neither, or close over it in loss_fn",
+        )
+    lists = [
+        f"batch{jax.tree_util.keystr(path)}: a list of {len(node)} number{'s' * (len(node) != 1)}"
+        for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)
+        if _is_list(node)
+    ]
+    if lists:
+        raise BatchError(
+            "batch",
+            "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item",
+            lists,
+            "make arrays of the lists, nested ones included, with np.asarray",
         )
     shared = shared_leaves(batch, names)
     described = [
@@ -178,23 +190,24 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         raise BatchError(
             "batch",
             "at least one batch leaf is an array whose first axis counts the examples",
-            _few(described),
-            "pass arrays (np.asarray of nested lists), and leave the leaf with the examples out of shared=(...)",
+            described,
+            "pass arrays, and leave the leaf with the examples out of shared=(...)",
         )
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
     if len(lengths) > 1:
         raise BatchError(
             "batch",
             "all batch leaves have the same first axis, the number of examples",
-            _few(described),
+            described,
             "if examples differ in size (graphs), pad each to one size, stack them along a new first axis and jax.vmap the loss "
             'over it; name what is the same for all examples: shared=("beta", "graph/*")',
         )
     return lengths.pop()
 
 
-def _few(lines: Sequence[str]) -> list[str]:
-    return [*lines[:_SHOWN], *[f"and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)]
+def _is_list(node: Any) -> bool:
+    """Whether it is a list that people take for an array; to JAX it is a tree of numbers."""
+    return isinstance(node, list) and bool(node) and all(isinstance(item, (bool, int, float, complex)) for item in node)
 
 
 def fold_key(key: Any, implementation: str | None, microbatch: Any) -> Any:

@@ -174,7 +174,7 @@ def _divided(loss: TracedLoss, num_stages: int) -> CutError:
     return CutError(
         f"num_stages={num_stages}",
         STATE_RULE,
-        [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths[:8]],
+        [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths],
         "update the state where it is read, or pass fewer stages",
     )
 

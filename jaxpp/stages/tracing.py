@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxpp.errors import LossError, ParamsError
+from jaxpp.errors import JaxppError, LossError, ParamsError
 from jaxpp.stages.graph import Graph, inline_remat, trace
 from jaxpp.stages.loss import TracedLoss, describe, path_name
 from jaxpp.stages.scans import split_scans
@@ -71,7 +71,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     try:
         graph, _ = trace(flat, [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys)
     except Exception as error:
-        if not isinstance(error, LossError):
+        if not isinstance(error, JaxppError):
             shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
             error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
         raise
@@ -142,7 +142,7 @@ def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
         raise LossError(
             where,
             "the new model state is a tree like the old one",
-            got[:8] or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
+            got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
             "return every leaf of the model state, changed or not, and no other",
         )
     _check_aux(new, "model_state")
@@ -235,6 +235,11 @@ def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
         raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
     aval = jax.eval_shape(jnp.asarray, loss)
-    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+    if aval.shape != ():
         raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
+    if not jnp.issubdtype(aval.dtype, jnp.floating):
+        fix = "return a loss made of floating numbers; what counts or compares (argmax, ==, a cast to integers) has no gradient"
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            fix = "return a real number, for example with jnp.abs or .real"
+        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), fix)
     return loss, aux

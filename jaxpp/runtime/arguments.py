@@ -1,0 +1,146 @@
+"""The arguments that stand for themselves (functions, names, devices), checked as the user wrote them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jaxpp.errors import ArgumentError, shown
+from jaxpp.runtime.submesh import MODEL
+from jaxpp.types import Device
+
+__all__ = ["check_devices", "check_function", "check_optimizer", "check_shardings", "cuts_of", "refuse_tracers"]
+
+
+def check_function(where: str, rule: str, value: Any, fix: str = "pass the function itself") -> None:
+    """Refuse what cannot be called.
+
+    Args:
+        where: the argument.
+        rule: what it is, one sentence.
+        value: what the user passed.
+        fix: what to pass instead.
+
+    Raises:
+        ArgumentError: it cannot be called.
+    """
+    if not callable(value):
+        raise ArgumentError(where, rule, shown(value), fix)
+
+
+def check_optimizer(loss_fn: Any, optimizer: Any) -> None:
+    """Refuse what is no optax transformation.
+
+    Raises:
+        ArgumentError: it has no ``init`` and ``update``.
+    """
+    if _is_optimizer(optimizer):
+        return
+    fix = "pass for example optax.adamw(3e-4)"
+    if _is_optimizer(loss_fn):
+        fix = "change their places: the loss comes first"
+    elif callable(optimizer) and str(getattr(optimizer, "__module__", "")).startswith("optax"):
+        fix = f"call it: optax.{getattr(optimizer, '__name__', 'adamw')}(3e-4), for example"
+    rule = "the optimizer is an optax transformation, with init and update"
+    raise ArgumentError("Pipeline(loss_fn, optimizer, ...)", rule, shown(optimizer), fix)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def check_devices(devices: Any) -> tuple[Device, ...]:
+    """The devices given, or all there are.
+
+    Raises:
+        ArgumentError: they are none, or no devices.
+    """
+    if devices is None:
+        return tuple(jax.devices())
+    rule = "a pipeline runs on a list of JAX's devices, one a rank"
+    if isinstance(devices, Mesh):
+        raise ArgumentError("devices", rule, shown(devices), "pass it as mesh=mesh, and leave devices out")
+    if isinstance(devices, str):
+        raise ArgumentError(f"devices={devices!r}", rule, f"the name {devices!r}", f"pass devices=jax.devices({devices!r})")
+    if isinstance(devices, jax.Device):
+        raise ArgumentError(f"devices={devices}", rule, "one device", f"pass a list: devices=[jax.devices()[{devices.id}]]")
+    if not isinstance(devices, Iterable):
+        raise ArgumentError("devices", rule, shown(devices), _those_devices(devices, [devices]))
+    found = tuple(devices)
+    if not found:
+        raise ArgumentError("devices=[]", "a pipeline needs at least one device", "an empty list", "leave devices out to use all")
+    wrong = [f"devices[{k}]: {shown(device)}" for k, device in enumerate(found) if not isinstance(device, jax.Device)]
+    if wrong:
+        raise ArgumentError("devices", rule, wrong, _those_devices(devices, found))
+    return found
+
+
+def _those_devices(devices: Any, found: Sequence[Any]) -> str:
+    """How to write the devices that a number, or several, may have meant."""
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
+        return f"pass devices=jax.devices()[:{devices}]"
+    if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):
+        return f"pass devices=[jax.devices()[k] for k in {shown(list(found))}]"
+    return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
+
+
+def check_shardings(shardings: Any, mesh: Mesh | None) -> None:
+    """Refuse shardings where there is no axis over which parameters could be sharded.
+
+    Raises:
+        ArgumentError: there is no mesh, or none with the axis.
+    """
+    if shardings is None or (mesh is not None and MODEL in mesh.axis_names):
+        return
+    got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
+    raise ArgumentError(
+        "shardings",
+        'parameters are sharded over the "model" axis of a mesh',
+        got,
+        'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out',
+    )
+
+
+def cuts_of(cuts: Any, num_stages: int) -> tuple[str, ...] | None:
+    """The names at which stages begin; a string is one name.
+
+    Raises:
+        ArgumentError: not one name a boundary.
+    """
+    if cuts is None:
+        return None
+    names = (cuts,) if isinstance(cuts, str) or not isinstance(cuts, Iterable) else tuple(cuts)
+    wrong = [shown(name) for name in names if not isinstance(name, str)]
+    if wrong:
+        rule = "a cut is the name of a module or parameter at which a stage begins"
+        raise ArgumentError("cuts", rule, wrong, 'pass a list of names, such as cuts=["h_2", "h_4"]')
+    if len(names) != num_stages - 1:
+        raise ArgumentError(
+            f"cuts={list(names)!r}",
+            "n stages have n - 1 cuts between them",
+            f"{len(names)} cut{'s' * (len(names) != 1)} and num_stages={num_stages}",
+            f"pass num_stages={len(names) + 1}, or {num_stages - 1} cut{'s' * (num_stages != 2)}",
+        )
+    return names
+
+
+def refuse_tracers(where: str, *trees: Any) -> None:
+    """Refuse to run inside a transformation of JAX.
+
+    Args:
+        where: the call.
+        *trees: its arguments.
+
+    Raises:
+        ArgumentError: a leaf is traced.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
+        call = where.partition("(")[0]
+        raise ArgumentError(
+            where,
+            "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap",
+            "a traced argument",
+            f"call {call} outside of these (it compiles what it runs itself), and jit what comes after it",
+        )

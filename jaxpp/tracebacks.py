@@ -1,0 +1,138 @@
+"""Tracebacks that end at the user's own line.
+
+An error of jaxpp says what is wrong with what the user wrote; how jaxpp found out is of no interest to them, and forty frames of
+it push their own line off the screen. So the public functions and methods take the frames of jaxpp and JAX out of the traceback
+of an exception that leaves them, as JAX does with its own. Frames of the user's model stay, notes and causes too.
+
+JAX's option says how, for both: ``jax.config.update("jax_traceback_filtering", mode)``, or the environment variable
+``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` leaves them in and marks them, which IPython and pytest
+understand; ``"auto"``, the default, is that under IPython, and takes them out elsewhere.
+"""
+
+import builtins
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+from jaxpp.errors import JaxppError
+
+__all__ = ["entries", "entry", "fold", "managed"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+_OURS = frozenset({"jaxpp", "jax", "jaxlib"})
+_BETWEEN = frozenset({"contextlib", "concurrent", "functools", "threading"})
+"""Modules of Python whose frames are taken out where jaxpp or JAX called them."""
+
+
+def entry(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function: the traceback of what it raises ends at the user's line, and goes on in the user's own functions.
+
+    To see every frame, ``jax.config.update("jax_traceback_filtering", "off")``.
+    """
+
+    @functools.wraps(function)
+    def public(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            fold(error)
+            raise
+
+    return public
+
+
+def entries(cls: C) -> C:
+    """A public class: its constructor, and all methods and properties without an underscore, are each an ``entry``."""
+    for name, value in list(vars(cls).items()):
+        if name != "__init__" and name.startswith("_"):
+            continue
+        if inspect.isfunction(value):
+            setattr(cls, name, entry(value))
+        elif isinstance(value, (classmethod, staticmethod)):
+            setattr(cls, name, type(value)(entry(value.__func__)))
+        elif isinstance(value, property) and value.fget is not None:
+            setattr(cls, name, property(entry(value.fget), value.fset, value.fdel))
+    return cls
+
+
+def managed(function: Callable[P, Iterator[T]]) -> Callable[P, contextlib.AbstractContextManager[T]]:
+    """``contextlib.contextmanager`` for a public method: to enter and to leave it is an ``entry`` each."""
+    made = contextlib.contextmanager(function)
+
+    @functools.wraps(function)
+    def manager(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
+        return _Managed(made(*args, **kwargs))
+
+    return manager
+
+
+class _Managed(contextlib.AbstractContextManager[T]):
+    def __init__(self, inner: contextlib.AbstractContextManager[T]):
+        self._inner = inner
+
+    @entry
+    def __enter__(self) -> T:
+        return self._inner.__enter__()
+
+    @entry
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._inner.__exit__(*raised)
+
+
+def fold(error: BaseException) -> None:
+    """Take the frames of jaxpp and JAX out of the traceback of an exception, and out of those of its causes."""
+    mode = _mode()
+    if mode == "off":
+        return
+    if isinstance(error, JaxppError) and hasattr(error, "__notes__"):  # JAX's, of frames that are nobody's business here
+        error.__notes__ = [note for note in error.__notes__ if "JAX has removed its internal frames" not in note]
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        steps = list(_steps(found.__traceback__))
+        hidden = _hidden([step.tb_frame for step in steps])
+        if found is not error and not any(hidden):
+            continue  # raised elsewhere
+        if mode == "tracebackhide":
+            for step, hide in zip(steps, hidden, strict=True):
+                if hide:
+                    step.tb_frame.f_locals["__tracebackhide__"] = True
+        else:
+            left: types.TracebackType | None = None
+            for step, hide in zip(reversed(steps), reversed(hidden), strict=True):
+                left = left if hide else types.TracebackType(left, step.tb_frame, step.tb_lasti, step.tb_lineno)
+            found.__traceback__ = left
+        waiting += [found.__cause__, found.__context__] if mode != "remove_frames" else []  # there JAX's cause has all frames
+
+
+def _mode() -> str:
+    config = getattr(sys.modules.get("jax"), "config", None)  # not imported: the schedules do without
+    mode = getattr(config, "jax_traceback_filtering", None) or "auto"
+    return mode if mode != "auto" else "tracebackhide" if hasattr(builtins, "__IPYTHON__") else "quiet_remove_frames"
+
+
+def _steps(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _hidden(frames: list[types.FrameType]) -> list[bool]:
+    """Which frames the user does not want to see."""
+    found: list[bool] = []
+    for frame in frames:
+        root = frame.f_globals.get("__name__", "").partition(".")[0]
+        found.append(root in _OURS or (root in _BETWEEN and found[-1:] == [True]))
+    return found
