@@ -346,10 +346,12 @@ class Pipeline(Asked):
 
         Args:
             state: from ``init`` or ``step``.
-            batch: as for ``step``.
+            batch: as for ``step``, of any number of examples: with fewer than microbatches these hold one each, and those that
+                cannot be divided evenly among replicas count as evenly.
             key: as for ``step``.
-            loss_fn: another loss over the same parameters (one without dropout, say). Keep one function and pass it again: each
-                new function object is traced and compiled.
+            loss_fn: another loss over the same parameters (one without dropout, say); it may return ``(loss, aux)`` or a loss
+                alone, whatever the pipeline's does. Keep one function and pass it again: each new function object is traced and
+                compiled.
             task: as for ``step``; the set is left as it is.
 
         Raises:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpp.runtime.draft import Draft, Name
 from jaxpp.runtime.job import Job, local_name
+from jaxpp.runtime.submesh import home_of
 from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
@@ -101,11 +102,15 @@ def _scales(draft: Draft, job: Job, stage: int, part: Any) -> None:
     place, count, replicas = job.placement[stage], len(job.sizes), job.placement.num_replicas
     if job.weigh is None:
         known: dict[int, Any] = {}
+        total = job.split.num_examples(replicas)
         for i, size in enumerate(job.sizes):
             if size not in known:
-                share = np.asarray(size / (replicas * sum(job.sizes)), scale_dtype())
-                known[size] = put_at(place, Ref(Role.SCALE), share)
+                known[size] = put_at(place, Ref(Role.SCALE), np.asarray(size / total, scale_dtype()))
             draft.constants[Name(stage, Ref(Role.SCALE), i)] = known[size]
+        if job.split.num_idle:
+            shares = np.full(replicas, job.sizes[-1] / total, scale_dtype())
+            shares[replicas - job.split.num_idle :] = 0
+            draft.constants[Name(stage, Ref(Role.SCALE), count - 1)] = put(shares, home_of(place, Ref(Role.SCALE)))
         return
     source = Name(job.loss_stage, Ref(Role.SCALE))
     if stage == job.loss_stage:

@@ -147,7 +147,7 @@ class Draft:
             donated |= line.taken
         return found[::-1]
 
-    def _compile(self, programs: Programs) -> list[Any]:
+    def _compile(self, programs: Programs, what: str) -> list[Any]:
         """The compiled program of each line, None for sends.
 
         Those that read what the compiler sharded as it liked wait for the ones that make it; all others are compiled at once.
@@ -158,7 +158,7 @@ class Draft:
 
         def flush() -> None:
             jobs = [job for number in waiting if (job := self.lines[number].job) is not None]
-            programs.compile(jobs, [given[number] for number in waiting])
+            programs.compile(jobs, [given[number] for number in waiting], what)
             for number, job in zip(waiting, jobs, strict=True):
                 made = zip(job[0].outputs, self.lines[number].outputs, strict=True)
                 free = [isinstance(job[1], Submesh) and job[1].is_free(ref) for ref, _ in made]
@@ -191,7 +191,9 @@ class Draft:
         """A draft with the same lines, to which others can be added."""
         return Draft(dict(self.homes), list(self.lines), dict(self.constants), dict(self.chosen), dict(self._alias))
 
-    def finish(self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name], *, watched: bool = False) -> Plan:
+    def finish(
+        self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name], *, watched: bool = False, what: str = ""
+    ) -> Plan:
         """Compile the programs and turn names into slots.
 
         Args:
@@ -199,9 +201,10 @@ class Draft:
             inputs: names of the arguments.
             outputs: names of the results.
             watched: whether it must be possible to ask every instruction whether it is done.
+            what: what the programs are compiled for, for the progress bar.
         """
         watch = self._watched(programs) if watched else [None] * len(self.lines)
-        calls = self._compile(programs)
+        calls = self._compile(programs, what)
         last = self.last_uses()
         results = tuple(map(self.resolve, outputs))
         kept = set(results)

@@ -241,7 +241,8 @@ class Engine:
         if found is None:
             drafted = self.draft(kind, batch, key, loss_fn=loss_fn, donate=donate)
             draft = drafted.draft.copy()
-            plan = draft.finish(self.preparer.programs, drafted.inputs, drafted.outputs, watched=watched)
+            what = f"for a batch of {drafted.job.split.num_examples(self.settings.placement.num_replicas)}"
+            plan = draft.finish(self.preparer.programs, drafted.inputs, drafted.outputs, watched=watched, what=what)
             drafted.draft.chosen.update(draft.chosen)
             found = self._plans[cache_key] = plan, drafted
         return found
@@ -254,7 +255,7 @@ class Engine:
         if cache_key not in self._drafts:
             schedule = self.settings.schedule
             job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
-            actions = schedule.order if train else forward_actions(schedule.num_stages, schedule.num_microbatches)
+            actions = schedule.order if train else forward_actions(schedule.num_stages, len(job.sizes))
             self._drafts[cache_key] = job, lower(job, actions)
         job, lines = self._drafts[cache_key]
         draft = lines.copy()

@@ -4,7 +4,7 @@ A ``Job`` is a cut loss at every microbatch size of a step, with the owners and 
 but for the order of its actions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from jaxpp.runtime.groups import Groups
 from jaxpp.runtime.placement import Placement
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cut import CutLoss
+from jaxpp.stages.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 
@@ -27,7 +28,7 @@ class Job:
     Attributes:
         cuts: the cut loss, once for each different microbatch size.
         variants: ``cuts[variants[i]]`` is the one for microbatch i.
-        sizes: examples of a replica in each microbatch.
+        split: examples of a replica in each microbatch, and the replicas that have one fewer.
         owner: the stage that owns each parameter leaf.
         placement: where each stage lives.
         params: shape of each parameter leaf.
@@ -38,12 +39,13 @@ class Job:
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
         groups: which replicas run the same task.
+        known: programs that are the same for batches of all sizes, by what they do.
         weigh: computes the vector of scales from batch leaves; None when sizes decide.
     """
 
     cuts: tuple[CutLoss, ...]
     variants: tuple[int, ...]
-    sizes: tuple[int, ...]
+    split: Split
     owner: tuple[int, ...]
     placement: Placement
     params: tuple[Any, ...]
@@ -55,6 +57,23 @@ class Job:
     implementation: str | None
     weigh: Program | None
     groups: Groups
+    known: dict[Any, Program]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples of a replica in each microbatch."""
+        return self.split.sizes
+
+    def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
+        """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once.
+
+        Args:
+            key: what it does, and all that it depends on.
+            make: makes it.
+        """
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
 
     @property
     def num_stages(self) -> int:

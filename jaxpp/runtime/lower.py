@@ -28,7 +28,8 @@ from jaxpp.runtime.job import Job, grad_name, local_name, param_name, scale_name
 from jaxpp.runtime.model_state import Passing
 from jaxpp.runtime.submesh import Submesh
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.stages.microbatch import scale_dtype
+from jaxpp.stages.microbatch import Split, scale_dtype
+from jaxpp.stages.packing import Pack
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
 __all__ = ["draft_wait", "draft_zeros", "forward_actions", "lower"]
@@ -115,15 +116,18 @@ def _unpack(draft: Draft, job: Job) -> None:
     for stage in range(job.num_stages):
         packs = job.codes(stage)[0].packs
         if packs:
-            program = Program(
-                lambda *vectors, packs=packs: [v for pack, x in zip(packs, vectors, strict=True) for v in pack.split(x).values()],
-                tuple(pack.ref for pack in packs),
-                tuple(ref for pack in packs for ref in pack.members),
-                tuple(pack.aval for pack in packs),
-            )
+            program = job.once(("unpack", packs), functools.partial(_unpacking, packs))
             names_in = [Name(stage, ref) for ref in program.inputs]
             names_out = [Name(stage, ref) for ref in program.outputs]
             draft.compute(f"unpack stage {stage}", program, job.placement[stage], names_in, names_out, ())
+
+
+def _unpacking(packs: Sequence[Pack]) -> Program:
+    def unpack(*vectors: Any) -> list[Any]:
+        return [value for pack, vector in zip(packs, vectors, strict=True) for value in pack.split(vector).values()]
+
+    members = tuple(ref for pack in packs for ref in pack.members)
+    return Program(unpack, tuple(pack.ref for pack in packs), members, tuple(pack.aval for pack in packs))
 
 
 def _tie(draft: Draft, job: Job) -> None:
@@ -150,7 +154,8 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
         return [functools.reduce(operator.add, [next(supply) for _ in group]) for group in groups]
 
     totals = [group[0] for group in groups]
-    program = Program(tie, tuple(n.ref for n in names), tuple(n.ref for n in totals), shapes_of(avals))
+    refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
+    program = job.once(("tie", refs), lambda: Program(tie, *refs, shapes_of(avals)))
     donated = tuple(k for k, name in enumerate(names) if name in totals)
     draft.compute(f"tie stage {stage}", program, job.placement[stage], names, totals, donated)
 
@@ -175,7 +180,9 @@ def _total(draft: Draft, job: Job, stage: int) -> None:
     elif found:
         count = job.placement.num_replicas
         avals = tuple(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype) for _, aval in found)
-        program = Program(_sum_replicas, tuple(refs), tuple(name.ref for name in names[1]), avals, spans=True)
+        outputs = tuple(name.ref for name in names[1])
+        make = functools.partial(Program, _sum_replicas, tuple(refs), outputs, avals, spans=True)
+        program = job.once(("total", tuple(refs), avals), make)
         draft.compute(f"total stage {stage}", program, place, *names, ())
 
 
@@ -203,9 +210,8 @@ def draft_zeros(draft: Draft, job: Job, wanted: Sequence[int]) -> None:
         names = [total_name(stage, Role.GRAD, leaf) for leaf in missing if job.owner[leaf] == stage]
         avals = [job.params[name.ref.index] for name in names]
         if names:
-            program = Program(
-                lambda avals=avals: [jnp.zeros(aval.shape, aval.dtype) for aval in avals], (), tuple(n.ref for n in names), ()
-            )
+            zeros, refs = functools.partial(_zeros, avals), tuple(n.ref for n in names)
+            program = job.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
             draft.compute(f"zeros stage {stage}", program, job.placement[stage], [], names, ())
 
 
@@ -216,6 +222,10 @@ def draft_wait(draft: Draft, what: str, names: Sequence[Name]) -> None:
         return jax.block_until_ready(values)[:1]
 
     draft.call(f"the wait for host callbacks of {what}", wait, draft.homes[draft.resolve(names[0])], names, names[:1])
+
+
+def _zeros(avals: Sequence[Any]) -> list[Any]:
+    return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
 
 def _reduce(draft: Draft, job: Job) -> None:
@@ -236,15 +246,17 @@ def _reduce(draft: Draft, job: Job) -> None:
             output = total_name(stage, Role.AUX, ref.index)
             program = Program(reduced, refs, (output.ref,), shapes_of(avals))
             if job.placement.meshed:
-                program = _across(program, job.placement.num_replicas, count)
+                program = _across(program, job.placement.num_replicas, job.split)
             draft.compute(f"reduce aux {ref.index}", program, job.placement[stage], names, [output], ())
 
 
-def _across(program: Program, num_replicas: int, count: int) -> Program:
-    """A reduction of the values and weights of ``count`` microbatches as one of those of all replicas, in the batch's order."""
+def _across(program: Program, num_replicas: int, split: Split) -> Program:
+    """A reduction of the values and weights of a replica's microbatches as one of those of all replicas, in the batch's order."""
+    count = len(split.sizes)
+    pairs = [(r, i) for r in range(num_replicas) for i in range(count - (r >= num_replicas - split.num_idle))]
 
     def function(*args: Any) -> list[Any]:
-        values, weights = ([part[r] for r in range(num_replicas) for part in parts] for parts in (args[:count], args[count:]))
+        values, weights = ([parts[i][r] for r, i in pairs] for parts in (args[:count], args[count:]))
         return program.function(*values, *weights, count=len(values))
 
     avals = tuple(jax.ShapeDtypeStruct((num_replicas, *aval.shape), aval.dtype) for aval in program.avals)

@@ -15,7 +15,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxpp.runtime.job import param_name, scale_name, state_name, total_name
 from jaxpp.runtime.loss_scale import Scaling
 from jaxpp.stages.graph import Graph, ancestors, aval_of, marked, trace, variables
 from jaxpp.stages.loss import describe, path_name
-from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
 __all__ = ["HUB", "Color", "Update", "flat_update", "opt_name", "plan_update", "trace_update", "unread_gradients"]
 
@@ -69,6 +69,7 @@ class Update:
         watched: the stages that own parameters which are not frozen.
         state_owner: the stage of each model state leaf, if the loss is scaled.
         loss_stage: the stage that has the loss, and its scale.
+        programs: made so far: they are the same at every batch size.
     """
 
     graph: Graph
@@ -81,6 +82,7 @@ class Update:
     scaling: Scaling | None
     state_owner: tuple[int, ...]
     loss_stage: int
+    programs: dict[Any, Program] = field(default_factory=dict)
 
     @property
     def scales(self) -> tuple[Name, ...]:

@@ -28,6 +28,7 @@ from jaxpp.stages.joint import Joint
 from jaxpp.stages.keyed import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.microbatch import (
+    Split,
     batch_avals,
     check_batch,
     check_shared,
@@ -35,11 +36,12 @@ from jaxpp.stages.microbatch import (
     resized,
     shared_leaves,
     sizes,
+    split_any,
 )
 from jaxpp.stages.named_cuts import resolve
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners
-from jaxpp.stages.program import Role
+from jaxpp.stages.program import Program, Role
 from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
 from jaxpp.stages.scans import slices_between
 from jaxpp.stages.stack import Slicing, concatenated, joined
@@ -131,6 +133,7 @@ class Preparer:
         self.groups = Groups()
         self.like = like
         self._cuts: dict[Any, CutLoss] = {}
+        self._known_programs: dict[Any, Program] = {}
 
     @property
     def _scaled_by(self) -> int | None:
@@ -148,7 +151,7 @@ class Preparer:
     def share(self, other: "Preparer") -> None:
         """Take over the layout, the cuts and the compiled programs of another preparer of the same loss."""
         self.programs, self.layout, self.frozen, self._cuts = other.programs, other.layout, other.frozen, other._cuts
-        self.groups = other.groups
+        self.groups, self._known_programs = other.groups, other._known_programs
 
     def takes_key(self, variables: Sequence[Any], batch: Any) -> bool:
         """Whether the loss takes a key; one of ``*args`` is tried.
@@ -212,7 +215,7 @@ class Preparer:
         settings = self.settings
         self.check_key_taken(settings.loss_fn, key)
         check_shared(batch, settings.shared)
-        size = sizes(self._check_batch(batch), settings.schedule.num_microbatches)[0]
+        size = self._split(batch).sizes[0]
         given = tuple(map(avals_of, variables))
         microbatch = resized(batch_avals(batch), size, self.shared(batch))
         self.frozen = frozen
@@ -257,10 +260,13 @@ class Preparer:
             own = frozenset((role, k) for k in slicing.leaves(range(first, count)) for role in (Role.PARAM, Role.GRAD))
         return {"specs": held, "own": own}
 
-    def _check_batch(self, batch: Any) -> int:
-        """The number of examples that a replica gets."""
+    def _split(self, batch: Any, *, train: bool = True) -> Split:
+        """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
         settings = self.settings
-        return check_batch(batch, settings.schedule.num_microbatches, settings.placement.num_replicas, settings.shared)
+        counts = settings.schedule.num_microbatches, settings.placement.num_replicas
+        if not train:
+            return split_any(check_batch(batch, 1, shared=settings.shared), *counts)
+        return Split(sizes(check_batch(batch, *counts, settings.shared), counts[0]))
 
     def shared(self, batch: Any) -> frozenset[int]:
         """The batch leaves that every microbatch gets as they are."""
@@ -287,14 +293,15 @@ class Preparer:
         singly: bool = False,
     ) -> TracedLoss:
         params, *state = variables
-        options = {"has_aux": self.settings.has_aux, "differentiable": train, "frozen": self.frozen, "singly": singly}
+        has_aux = self.settings.has_aux if loss_fn == self.settings.loss_fn else None
+        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "singly": singly}
         options |= {"shared": self.shared(microbatch)}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
     def _reducers(
         self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Any], microbatch: Any, key: Any
     ) -> Mapping[int, Reducer]:
-        own = loss_fn is self.settings.loss_fn
+        own = loss_fn == self.settings.loss_fn
         return reducers_of(loss, self.settings.reducers, lambda: self._rows(loss, loss_fn, variables, microbatch, key), strict=own)
 
     @staticmethod
@@ -329,7 +336,7 @@ class Preparer:
             loss = self._trace(loss_fn, layout.variables, microbatch, key, train=train)
             same = _spine(loss) == layout.spine
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, layout.state_owner, train=train)
-            own = loss_fn is settings.loss_fn
+            own = loss_fn == settings.loss_fn
             reducers = layout.reducers if own else self._reducers(loss, loss_fn, layout.variables, microbatch, key)
             options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
             options |= {"state_owner": layout.state_owner, "scaled_by": self._scaled_by, "pack": self._pack}
@@ -346,10 +353,9 @@ class Preparer:
         settings, layout = self.settings, self.layout
         assert layout is not None
         self.check_key_taken(loss_fn or settings.loss_fn, key)
-        examples = self._check_batch(batch)
-        parts = sizes(examples, settings.schedule.num_microbatches)
-        shared = self.shared(batch)
-        batch = resized(batch_avals(batch), examples, shared)
+        split, shared = self._split(batch, train=train), self.shared(batch)
+        parts = split.sizes
+        batch = resized(batch_avals(batch), sum(parts), shared)
         different = tuple(dict.fromkeys(parts))
         chosen = loss_fn or settings.loss_fn
         cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
@@ -357,7 +363,7 @@ class Preparer:
         return Job(
             cuts=cuts,
             variants=tuple(different.index(size) for size in parts),
-            sizes=parts,
+            split=split,
             owner=layout.owner,
             placement=self.placement,
             params=tuple(jax.tree.leaves(layout.params)),
@@ -368,7 +374,8 @@ class Preparer:
             key=None if key is None else jax.eval_shape(_raw, key),
             implementation=key_implementation(key),
             groups=self.groups,
-            weigh=None if settings.weight is None else weigh(settings.weight, batch, shared, parts, self.placement),
+            known=self._known_programs,
+            weigh=None if settings.weight is None else weigh(settings.weight, batch, shared, split, self.placement),
         )
 
 

@@ -46,12 +46,13 @@ class Programs:
             self._alive.append(program)
         return self._tokened[id(program)]
 
-    def compile(self, jobs: Iterable[Job], given: Iterable[Shardings] | None = None) -> None:
+    def compile(self, jobs: Iterable[Job], given: Iterable[Shardings] | None = None, what: str = "") -> None:
         """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered.
 
         Args:
             jobs: what to compile.
             given: for each how the arguments are sharded whose sharding the compiler chose when it made them.
+            what: what for, for the progress bar.
         """
         fresh = {}
         for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
@@ -63,7 +64,7 @@ class Programs:
         self._alive += (job[0] for job, _ in fresh.values())
         with (
             ThreadPoolExecutor(os.cpu_count()) as pool,
-            tqdm(total=len(fresh), desc="compiling", unit="program", delay=_PATIENCE, leave=False) as bar,
+            tqdm(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", delay=_PATIENCE, leave=False) as bar,
         ):
             waiting = {pool.submit(_lower(job, chosen).compile): found for found, (job, chosen) in fresh.items()}
             for done in as_completed(waiting):

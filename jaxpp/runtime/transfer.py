@@ -75,12 +75,20 @@ def divided(
 ) -> tuple[list[Any], list[Any]]:
     """The leaves of a batch, and a key, with the replicas as their first axis: each gets its part of the one, and the other.
 
-    Leaves numbered ``shared`` are the same for all, and stay as they are.
+    Leaves numbered ``shared`` are the same for all, and stay as they are. Of examples left over the first replicas get one more
+    each, the others a copy of the first replica's.
     """
-    parts = [
-        leaf if k in shared else leaf.reshape(num_replicas, leaf.shape[0] // num_replicas, *leaf.shape[1:])
-        for k, leaf in enumerate(map(_array, batch))
-    ]
+
+    def part(leaf: Any) -> Any:
+        whole, rest = divmod(leaf.shape[0], num_replicas)
+        if not rest:
+            return leaf.reshape(num_replicas, whole, *leaf.shape[1:])
+        replicas = np.arange(num_replicas)
+        begins = whole * replicas + np.minimum(replicas, rest)
+        last = np.where(replicas < rest, begins + whole, whole)
+        return leaf[np.concatenate([begins[:, None] + np.arange(whole), last[:, None]], axis=1)]
+
+    parts = [leaf if k in shared else part(leaf) for k, leaf in enumerate(map(_array, batch))]
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 

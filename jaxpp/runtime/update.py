@@ -160,7 +160,8 @@ class _Drafter:
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        program = Program(function, *refs, shapes_of(shapes[name] for name in names_in))
+        made = Program(function, *refs, shapes_of(shapes[name] for name in names_in))
+        program = self.update.programs.setdefault((color, self.donate, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage} level {level}"
         self.draft.compute(label, program, self.placement[stage], names_in, names_out, tuple(range(len(donated))))
         for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):

@@ -1,23 +1,25 @@
 """The weights of the microbatches, where the user says what they are: one program, run once a step."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp.errors import LossError
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import trace, variables
 from jaxpp.stages.loss import describe
-from jaxpp.stages.microbatch import scale_dtype, slice_batch
+from jaxpp.stages.microbatch import Split, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 
 __all__ = ["weigh"]
 
 
-def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], parts: Sequence[int], placement: Placement) -> Program:
+def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], split: Split, placement: Placement) -> Program:
     """The program that computes every microbatch's share of the total weight, from the batch leaves it needs."""
+    parts = split.sizes
     leaves, tree = jax.tree.flatten(batch)
     lead = (placement.num_replicas,) if placement.meshed else ()
     leaves = [
@@ -32,7 +34,9 @@ def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], par
         if any(value.shape != () for value in found):
             shape = describe(next(value for value in found if value.shape != ()))
             raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
-        stacked = jnp.stack(found).astype(scale_dtype())
+        counts = np.ones((placement.num_replicas, len(parts)))
+        counts[placement.num_replicas - split.num_idle :, -1] = 0
+        stacked = jnp.where(counts.ravel() > 0, jnp.stack(found).astype(scale_dtype()), 0)
         return [(stacked / stacked.sum()).reshape(*lead, len(parts))]
 
     graph, _ = trace(scales, *leaves)

@@ -4,13 +4,16 @@ The batch is split along axis 0 into ``num_microbatches`` parts whose sizes diff
 loss and the gradient of the step are the means over microbatches, weighted by size or by the user's ``weight(microbatch)``.
 Numbers (a coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the
 user calls *shared* (a graph that all examples live on).
+
+An evaluation takes any number of examples. With fewer than microbatches there are fewer microbatches. Those that cannot be divided
+evenly among replicas are a last microbatch of one example each, which counts nothing where a replica has none left.
 """
 
 import difflib
 import fnmatch
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from jaxpp.stages.loss import describe, path_name
 from jaxpp.types import Batch
 
 __all__ = [
+    "Split",
     "batch_avals",
     "check_batch",
     "check_shared",
@@ -30,6 +34,7 @@ __all__ = [
     "shared_leaves",
     "sizes",
     "slice_batch",
+    "split_any",
 ]
 
 _SHOWN = 8
@@ -44,6 +49,38 @@ def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """
     size, rest = divmod(batch_size, num_microbatches)
     return tuple(size + (i < rest) for i in range(num_microbatches))
+
+
+class Split(NamedTuple):
+    """How the examples of a batch are divided.
+
+    Attributes:
+        sizes: examples of each microbatch of a replica, the same for all replicas.
+        num_idle: replicas, the last ones, whose last microbatch is a copy of another's example, and counts nothing.
+    """
+
+    sizes: tuple[int, ...]
+    num_idle: int = 0
+
+    def num_examples(self, num_replicas: int) -> int:
+        """How many examples count."""
+        return num_replicas * sum(self.sizes) - self.num_idle * self.sizes[-1]
+
+
+def split_any(num_examples: int, num_microbatches: int, num_replicas: int = 1) -> Split:
+    """How any number of examples is divided, at least one.
+
+    Example:
+        >>> split_any(3, 4)
+        Split(sizes=(1, 1, 1), num_idle=0)
+        >>> split_any(11, 3, num_replicas=4)
+        Split(sizes=(1, 1, 1), num_idle=1)
+    """
+    whole, rest = divmod(num_examples, num_replicas)
+    if not rest:
+        return Split(sizes(whole, min(whole, num_microbatches)))
+    full = sizes(whole, min(whole, max(num_microbatches - 1, 1))) if whole else ()
+    return Split((*full, 1), num_replicas - rest)
 
 
 def slice_batch(leaves: Sequence[Any], parts: Sequence[int], shared: Collection[int] = ()) -> list[list[Any]]:

@@ -24,7 +24,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     batch: Any,
     key: Any,
     *,
-    has_aux: bool,
+    has_aux: bool | None,
     model_state: Any = None,
     differentiable: bool = True,
     frozen: frozenset[int] = frozenset(),
@@ -38,7 +38,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         params: tree of arrays or shapes.
         batch: tree of shapes of one microbatch.
         key: a key, its shape, or None when the loss takes none.
-        has_aux: whether the loss returns ``(loss, aux)``.
+        has_aux: whether the loss returns ``(loss, aux)``; None: that is seen by what it returns.
         model_state: tree of shapes of the model state, or None when the loss has none; with one it returns
             ``(loss, (new_model_state, aux))``.
         differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
@@ -59,9 +59,11 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     def flat(leaves: list[Any], state: list[Any], batch_leaves: list[Any], keys: list[Any]) -> tuple[Any, list[Any]]:
         states = () if model_state is None else (state_tree.unflatten(state),)
         args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
-        loss, aux = _check_result(loss_fn(*args), has_aux or model_state is not None)
-        new = []
-        if model_state is not None:
+        result = loss_fn(*args)
+        pair = isinstance(result, tuple) if has_aux is None else has_aux or model_state is not None
+        loss, aux = _check_result(result, pair)
+        new = state
+        if model_state is not None and pair:
             new, aux = _check_state(aux, model_state)
         _check_aux(aux)
         aux_leaves, aux_tree = jax.tree.flatten(aux)
@@ -221,8 +223,8 @@ def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
         if not isinstance(result, tuple) or len(result) != 2:
             raise LossError(
                 "loss_fn",
-                "with has_aux=True the function returns a pair (loss, aux)",
-                type(result).__name__,
+                "a loss with aux returns a pair (loss, aux)",
+                f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__,
                 "return (loss, aux), or leave has_aux out",
             )
         loss, aux = result
