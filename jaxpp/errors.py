@@ -24,6 +24,7 @@ __all__ = [
     "InitError",
     "JaxppError",
     "LossError",
+    "NonFiniteError",
     "OptimizerError",
     "ParamsError",
     "PullbackError",
@@ -123,6 +124,10 @@ class PullbackError(JaxppError):
 
 class VerifyError(JaxppError):
     """The pipelined step differs from the single-device step."""
+
+
+class NonFiniteError(JaxppError, FloatingPointError):
+    """With ``jax_debug_nans`` on, a program returned NaN (or an infinity, with ``jax_debug_infs``); a FloatingPointError too."""
 
 
 class BankError(JaxppError):

@@ -314,6 +314,8 @@ class Pipeline(Asked):
             StateError: the state was consumed before, or has other trees or shapes than this pipeline's.
             BatchError: the batch cannot be split.
             Exception: what the user's loss raises at a new batch shape, or a host callback in it, unchanged, with a note.
+            FloatingPointError: with ``jax_debug_nans`` on, naming the action, the stage, the microbatch and the line of the model
+                that made the first NaN; each program is then waited for, and no buffer is reused.
             KeyboardInterrupt: on Ctrl-C, once the step has changed nothing or all: ``pipe.state`` is the state to go on with.
 
         Warns:

@@ -192,7 +192,14 @@ class Draft:
         return Draft(dict(self.homes), list(self.lines), dict(self.constants), dict(self.chosen), dict(self._alias))
 
     def finish(
-        self, programs: Programs, inputs: Sequence[Name], outputs: Sequence[Name], *, watched: bool = False, what: str = ""
+        self,
+        programs: Programs,
+        inputs: Sequence[Name],
+        outputs: Sequence[Name],
+        *,
+        watched: bool = False,
+        what: str = "",
+        checked: Callable[[Line, Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> Plan:
         """Compile the programs and turn names into slots.
 
@@ -202,7 +209,10 @@ class Draft:
             outputs: names of the results.
             watched: whether it must be possible to ask every instruction whether it is done.
             what: what the programs are compiled for, for the progress bar.
+            checked: makes of each line's program what runs instead, to look at its results; then none takes over a buffer.
         """
+        if checked is not None:
+            self.lines = [line if line.job is None else line._replace(job=(*line.job[:2], ())) for line in self.lines]
         watch = self._watched(programs) if watched else [None] * len(self.lines)
         calls = self._compile(programs, what)
         last = self.last_uses()
@@ -223,6 +233,8 @@ class Draft:
             elif line.job is None:
                 home = home_of(line.device, line.outputs[0].ref)
                 call = senders.setdefault(home, sender(home))
+            elif checked is not None:
+                call = checked(line, call)
             seen = -1 if watch[number] is None else slots[watch[number]]
             about = About(line.device, line.stage, line.action, line.is_send, seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpp.runtime.birth import INIT_KEY, draft_params
+from jaxpp.runtime.checked import Checked, flags
 from jaxpp.runtime.draft import HOST, Draft, Name
 from jaxpp.runtime.elementwise import check_sliced
 from jaxpp.runtime.execute import Observer, execute
@@ -236,13 +237,15 @@ class Engine:
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
     ) -> tuple[Plan, Drafted]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        cache_key = (kind, loss_fn, donate, watched, _shapes(batch, key))
+        cache_key = (kind, loss_fn, donate, watched, flags(), _shapes(batch, key))
         found = self._plans.get(cache_key)
         if found is None:
             drafted = self.draft(kind, batch, key, loss_fn=loss_fn, donate=donate)
             draft = drafted.draft.copy()
             what = f"for a batch of {drafted.job.split.num_examples(self.settings.placement.num_replicas)}"
-            plan = draft.finish(self.preparer.programs, drafted.inputs, drafted.outputs, watched=watched, what=what)
+            checked = Checked(drafted.job, scaled=self.settings.scaling is not None) if any(flags()) else None
+            options = {"watched": watched, "checked": checked, "what": what}
+            plan = draft.finish(self.preparer.programs, drafted.inputs, drafted.outputs, **options)
             drafted.draft.chosen.update(draft.chosen)
             found = self._plans[cache_key] = plan, drafted
         return found
