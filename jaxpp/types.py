@@ -39,7 +39,7 @@ Activation = Any
 Cotangent = Any
 """What crosses a stage boundary backward."""
 LossFn = Callable[..., Any]
-"""``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``."""
+"""``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``; the key may be passed by keyword alone: ``*, key``, ``*, rngs``."""
 Policy = Callable[..., bool]
 """Whether an operation's result is kept for the backward (``jax.checkpoint_policies``)."""
 ReduceAux = str | Callable[[Any, Any], Any] | Mapping[str, Any] | None

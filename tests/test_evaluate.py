@@ -51,7 +51,7 @@ def test_an_evaluation_takes_fewer_examples_than_microbatches():
         check(pipe.evaluate(state, X[:count]), X[:count])
     with pytest.raises(BatchError, match="3 examples for 4 microbatches"):
         pipe.step(state, X[:3])
-    with pytest.raises(BatchError, match="each microbatch needs at least one example"):
+    with pytest.raises(BatchError, match="a batch has at least one example"):
         pipe.evaluate(state, X[:0])
 
 

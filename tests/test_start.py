@@ -90,7 +90,7 @@ def test_the_message_on_parameters_that_are_functions_says_how_to_divide_a_modul
         ((init_fn, None, BATCH), "a function, None, a dict of 2 leaves"),
         ((PARAMS,), "a dict of 2 leaves"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_arguments_of_init_in_another_order_are_told_apart(args, got):
     with pytest.raises(ArgumentError) as error:
