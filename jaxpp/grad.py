@@ -10,9 +10,9 @@ from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.runtime.settings import settings
-from jaxpp.runtime.transfer import bring, check_alive
+from jaxpp.runtime.transfer import bring, check_alive, together
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.stack import assembled
+from jaxpp.stages.stack import is_slices
 from jaxpp.stages.uneven import warn_of
 from jaxpp.tracebacks import entry
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
@@ -110,8 +110,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         held = engine.sliced(params)
         outcome = engine.run("grads", bring(jax.tree.leaves(held), engine.homes), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
-        made = assembled(jax.tree.structure(held).unflatten(outcome.leaves))
-        grads = tree.unflatten(bring(jax.tree.leaves(made), homes))
+        made = jax.tree.leaves(jax.tree.structure(held).unflatten(outcome.leaves), is_leaf=is_slices)
+        grads = tree.unflatten(bring(list(map(together, made, homes)), homes))
         loss, aux = jax.tree.map(lambda leaf: bring([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads
 

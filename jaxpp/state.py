@@ -30,10 +30,10 @@ class _Parts(NamedTuple):
 class State(_Parts):
     """What training changes: ordinary trees whose leaves live on the stages that own them.
 
-    Where a loop over layers is cut, the stacked leaves are arrays sharded over the stages' devices. If that cannot be (the slices
-    differ in size, or share a device), the state holds the slices, and reading ``params`` or ``opt_state``, by name, index or
-    unpacking, puts them together on the host. As a pytree the state has the slices as leaves: ``jax.tree.map`` and Orbax see
-    each on its device.
+    Where a loop over layers is cut, or stages read rows of one leaf, such leaves are arrays sharded over the stages' devices. If
+    that cannot be (the slices differ in size, or share a device), the state holds the slices, and reading ``params`` or
+    ``opt_state``, by name, index or unpacking, puts them together on the host. As a pytree the state has the slices as leaves:
+    ``jax.tree.map`` and Orbax see each on its device.
 
     Attributes:
         params: the user's parameter tree.

@@ -170,3 +170,16 @@ def test_a_bank_takes_numpy_scalars():
     assert bank.params("cat")["scale"] == 3
     with pytest.raises(BankError, match=r"params\['scale'\] is a float\.\n  Fix: make a Python number an array with np.float32"):
         bank.add("dog", {"scale": 2.0})
+
+
+@pytest.mark.parametrize("params", [{"w": jnp.ones((4, 4, 4)) / 4}, {"a": jnp.ones((4, 4, 4)) / 4, "z": jnp.ones(4)}])
+def test_a_clipped_norm_is_no_norm_of_one_leaf_because_that_is_the_first_or_the_only_one(params):
+    # A sum over all leaves begins as 0 + the first leaf's, and is the leaf's own if there is no other: the optimizer was refused.
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params.get("w", params.get("a")))
+        return jnp.mean((x * params.get("z", 1.0)) ** 2)
+
+    pipe = pipeline(loss, optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-2)))
+    state = pipe.init(params, X)
+    assert pipe.stages[1].num_params >= 2 * 16
+    pipe.verify(state, X)

@@ -5,6 +5,7 @@ trees.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ import optax
 from jaxpp.runtime.birth import INIT_KEY, draft_params
 from jaxpp.runtime.checked import Checked, flags
 from jaxpp.runtime.draft import HOST, Draft, Name
-from jaxpp.runtime.elementwise import check_sliced
+from jaxpp.runtime.elementwise import slicing_for
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.job import Job, param_name, state_name, total_name
 from jaxpp.runtime.lower import draft_wait, draft_zeros, forward_actions, lower
@@ -194,11 +195,10 @@ class Engine:
         preparer = Preparer(
             self.settings, self.preparer.programs, self.preparer.like
         )  # the old one stays as it is, should anything be refused
-        layout = preparer.settle(variables, batch, key, frozen)
+        layout = preparer.settle(variables, batch, key, frozen, functools.partial(slicing_for, self.optimizer))
         if self.optimizer is not None:
             job = preparer.job(batch, key)
             (loss,) = shapes_of(job.cuts[0].loss.graph.outputs[:1])
-            check_sliced(self.optimizer, layout.given[0], layout.params, layout.slicing)
             states = list(zip(layout.state_owner, layout.state_shapes, strict=True))
             joint = layout.params if isinstance(layout.params, Joint) else None
             count = len(layout.owner) if joint is None else len(jax.tree.leaves(joint.shared))

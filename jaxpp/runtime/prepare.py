@@ -5,7 +5,6 @@ batch, an evaluation loss) is traced again at its own shapes and cut so that the
 by shape, so a shape is compiled once.
 """
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +20,7 @@ from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.programs import Programs
 from jaxpp.runtime.rules import specs_of
 from jaxpp.runtime.settings import Settings
+from jaxpp.runtime.sliced import Permit, slicing_at
 from jaxpp.runtime.weigh import weigh
 from jaxpp.stages.cut import CutLoss, cut
 from jaxpp.stages.graph import aval_of
@@ -43,8 +43,7 @@ from jaxpp.stages.packing import Pack
 from jaxpp.stages.partition import Cuts, align, balance, owners
 from jaxpp.stages.program import Program, Role
 from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
-from jaxpp.stages.scans import slices_between
-from jaxpp.stages.stack import Slicing, concatenated, joined
+from jaxpp.stages.stack import Slicing, concatenated, joined, slicing_of
 from jaxpp.stages.tracing import key_implementation, trace_loss
 from jaxpp.stages.uneven import check_giant, uneven
 from jaxpp.types import LossFn
@@ -196,7 +195,14 @@ class Preparer:
                 f"pass one, such as jax.random.key(0); or write {found.name}=None in the loss, where it can do without",
             )
 
-    def settle(self, variables: Sequence[Any], batch: Any, key: Any, frozen: frozenset[int] = frozenset()) -> Layout:
+    def settle(
+        self,
+        variables: Sequence[Any],
+        batch: Any,
+        key: Any,
+        frozen: frozenset[int] = frozenset(),
+        permit: Permit = lambda _, *divisions: slicing_of(*divisions),
+    ) -> Layout:
         """Decide the layout at the shapes given.
 
         Args:
@@ -204,6 +210,8 @@ class Preparer:
             batch: the whole batch, or its shapes.
             key: or None.
             frozen: the parameter leaves whose gradient nobody wants.
+            permit: decides which leaves may be held as slices, of the parameters, the slices that cut loops need, and those of what
+                is read row by row (``slicing_for``, with an optimizer).
 
         Returns:
             the layout; where a loop over layers is cut, it has more parameter leaves than were given.
@@ -220,26 +228,26 @@ class Preparer:
         microbatch = resized(batch_avals(batch), size, self.shared(batch))
         self.frozen = frozen
         singly = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
-        self.layout, first = self._lay_out(singly, given, microbatch, key, frozen)
+        self.layout, first = self._lay_out(singly, given, microbatch, key, frozen, permit)
         if settings.balance == "time" and settings.cuts is None and settings.schedule.num_stages > 1 and self.like is None:
             clock = clock_of([code.flops for code in first.stages], stage_times(first, settings, self.programs))
-            self.layout, first = self._lay_out(replace(singly, clock=clock), given, microbatch, key, frozen)
+            self.layout, first = self._lay_out(replace(singly, clock=clock), given, microbatch, key, frozen, permit)
         self._cuts.clear()
         self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
         return self.layout
 
     def _lay_out(
-        self, loss: TracedLoss, given: tuple[Any, ...], microbatch: Any, key: Any, frozen: frozenset[int]
+        self, loss: TracedLoss, given: tuple[Any, ...], microbatch: Any, key: Any, frozen: frozenset[int], permit: Permit
     ) -> tuple[Layout, CutLoss]:
         """Cut a loss whose loops were split singly, and say what that decides."""
-        settings, clock = self.settings, loss.clock
-        cuts = self._choose(loss)
-        slicing, variables = Slicing(), given
-        if loss.layers:
-            slicing = Slicing(slices_between(loss.params, loss.layers, _stages_of(loss, cuts)))
+        settings, clock, spine = self.settings, loss.clock, _spine(loss)
+        cuts = () if self.like else self._choose(loss)
+        slicing, variables = slicing_at(loss, cuts, given[0], settings, permit, self.like and self.like.slicing), given
+        if loss.layers or slicing.any:
             variables = (slicing.of(given[0]), *given[1:])
             self.frozen = frozenset(slicing.leaves(frozen))
             loss = replace(self._trace(settings.loss_fn, variables, microbatch, key), clock=clock)
+        if self.like or _spine(loss) != spine:
             cuts = self._choose(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
@@ -381,13 +389,6 @@ class Preparer:
 
 def _spine(loss: TracedLoss) -> tuple[str, ...]:
     return tuple(loss.graph.eqns[i].primitive.name for i in loss.spine)
-
-
-def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int | None]:
-    """The stage of each part of a loop over layers; None for one that no cut divides, as it depends on parameters alone."""
-    position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
-    places = [position.get(layer.result) for layer in loss.layers]
-    return [None if place is None else bisect.bisect_right(cuts, place) for place in places]
 
 
 def _raw(key: Any) -> Any:

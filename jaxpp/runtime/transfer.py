@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.submesh import Place, Submesh, leading
@@ -34,6 +34,7 @@ __all__ = [
     "spread",
     "to_device",
     "to_host",
+    "together",
 ]
 
 HOST = "pinned_host"
@@ -141,6 +142,15 @@ def spread(node: Slices) -> Any:
     sharding = NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
     shape = (sum(node.sizes), *node.parts[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, list(node.parts))
+
+
+def together(node: Any, home: Any) -> Any:
+    """Slices as one array on a device (or with its sharding), put together there; any other leaf as it is."""
+    if not isinstance(node, Slices):
+        return node
+    if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
+        return np.concatenate([np.asarray(part) for part in jax.device_get(node.parts)])
+    return jnp.concatenate(bring(node.parts, [home] * len(node.parts)))
 
 
 def apart(leaf: Array) -> list[Array]:

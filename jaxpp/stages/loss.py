@@ -29,6 +29,7 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import CHEAP, count_bytes, count_flops
 from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
 from jaxpp.stages.joint import without_joint
+from jaxpp.stages.rows import Read, first_reads
 from jaxpp.stages.scans import Layers
 
 __all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "describe", "path_name"]
@@ -61,6 +62,7 @@ class TracedLoss:
         layers: what loops over layers were split into.
         clock: where measured, after which part of the FLOPs which part of the time has passed.
         shared: the batch leaves that every microbatch gets as they are.
+        stacks: for each parameter leaf the path of the user's leaf, and which row of that is its first (those of slices differ).
     """
 
     graph: Graph
@@ -73,6 +75,7 @@ class TracedLoss:
     layers: tuple[Layers, ...] = ()
     clock: tuple[tuple[float, float], ...] = ()
     shared: frozenset[int] = frozenset()
+    stacks: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def params(self) -> tuple[Var, ...]:
@@ -209,7 +212,9 @@ class TracedLoss:
         if 2 * sum(bool(known.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
             return tuple(names)
         of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
-        of_param = [name + path[-1] * path[-1].startswith("[") for name, path in zip(of_param, parts, strict=True)]
+        for leaf, (path, row) in enumerate(self.stacks):
+            if path != self.param_paths[leaf]:
+                of_param[leaf] += f"[{row}:{row + aval_of(self.params[leaf]).shape[0]}]"
         common = Counter(leaf for uses in self.param_uses for leaf in uses)
         return tuple(of_param[min(uses, key=lambda leaf: (common[leaf], leaf))] if uses else "" for uses in self.param_uses)
 
@@ -249,6 +254,11 @@ class TracedLoss:
     def param_uses(self) -> tuple[frozenset[int], ...]:
         """The parameter leaves that each spine equation needs, directly or through static values."""
         return self._uses_of(self.params)[0]
+
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        """Where rows of parameters are first needed that are read one by one."""
+        return first_reads(self.graph, self.params, self.spine)
 
     @cached_property
     def state_uses(self) -> tuple[frozenset[int], ...]:

@@ -1,9 +1,11 @@
 """Cuts by name: where the user says that stages begin, by module path or parameter prefix."""
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from jaxpp.errors import CutError
+from jaxpp.stages.graph import aval_of
 from jaxpp.stages.loss import STATE_RULE, TracedLoss
 from jaxpp.stages.partition import Cuts
 from jaxpp.stages.scans import same_layer
@@ -13,6 +15,8 @@ __all__ = ["resolve"]
 
 def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     """Cut where the user says: stage k + 1 begins at the module, or the first use of the parameters, called ``names[k]``.
+
+    ``w[3]`` is a layer of a loop, or the first use of row 3 of the parameter ``w`` (or of all parameters under that path).
 
     Raises:
         CutError: a name that is neither, or names out of order.
@@ -60,7 +64,22 @@ def _place(loss: TracedLoss, name: str) -> int | None:
     for k, uses in enumerate(loss.param_uses):
         if uses & leaves:
             return _retreat(loss, k)
-    return None
+    found = re.fullmatch(r"(.+)\[(\d+)\]", str(name))
+    position = _first_use_of_row(loss, _components(found[1]), int(found[2])) if found else None
+    return None if position is None else _retreat(loss, position)
+
+
+def _first_use_of_row(loss: TracedLoss, wanted: str, row: int) -> int | None:
+    """Where a row is first read, of the parameters with a path that begins so; not with all others, unless it only is so."""
+    found: list[tuple[bool, int]] = []
+    for leaf, (path, first) in enumerate(loss.stacks):
+        length = sum(aval_of(loss.params[leaf]).shape[:1])
+        if _components(path).startswith(wanted) and 0 <= row - first < length:
+            is_slice = loss.param_paths[leaf] != path
+            reads = (read for read in loss.reads if read.leaf == leaf and read.start <= row - first < read.stop)
+            found += [(not is_slice and read.stop - read.start == length, read.position) for read in reads]
+            found += [(False, k) for k, uses in enumerate(loss.param_uses) if is_slice and leaf in uses]
+    return min(found, default=(False, None))[1]
 
 
 def _retreat(loss: TracedLoss, position: int) -> int:

@@ -1,7 +1,8 @@
 """Parameters stacked over layers, held as slices.
 
-A model that scans over its layers has one array for all of them, ``[layers, ...]``. When the loop is cut, each stage owns the rows
-of its own layers. Inside jaxpp such a leaf is a ``Slices`` node with one leaf a stage; the user's tree has the whole array.
+A model that loops over its layers may have one array for all of them, ``[layers, ...]``. When the loop is cut, each stage owns the
+rows of its own layers. Inside jaxpp such a leaf is a ``Slices`` node, with one leaf for each run of rows that a stage owns; the
+user's tree has the whole array.
 """
 
 import itertools
@@ -18,9 +19,11 @@ __all__ = [
     "assembled",
     "assembled_shapes",
     "concatenated",
+    "first_rows",
     "is_slices",
     "joined",
     "rows",
+    "slicing_of",
     "whole_shape",
 ]
 
@@ -115,12 +118,27 @@ class Slicing(NamedTuple):
         return tree.unflatten(_sliced(leaf, sizes) if sizes and not is_slices(leaf) else leaf for leaf, sizes in pairs)
 
 
+def slicing_of(*divisions: Sequence[tuple[int, ...]]) -> Slicing:
+    """The leaves sliced wherever one of the divisions does: the sizes of each leaf's slices, empty for one that is whole."""
+    return Slicing(tuple(map(_divided, zip(*divisions, strict=True))))
+
+
+def _divided(each: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    ends = sorted({end for sizes in each for end in itertools.accumulate(sizes)})
+    return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+
+
 def _sliced(leaf: Any, sizes: Sequence[int]) -> Slices:
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.devices()) > 1:
         leaf = np.asarray(jax.device_get(leaf))  # sharded in some way of the user's
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return Slices([jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in sizes], sizes)
     return Slices([leaf[a:b] for a, b in rows(sizes)], sizes)
+
+
+def first_rows(node: Any) -> list[int]:
+    """The first row of each slice of a leaf; 0, for one that is not held as slices."""
+    return [start for start, _ in rows(node.sizes)] if isinstance(node, Slices) else [0]
 
 
 def concatenated(node: Slices) -> jax.Array:

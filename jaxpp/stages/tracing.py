@@ -11,8 +11,9 @@ from jax.extend.core import Literal
 from jaxpp.errors import JaxppError, LossError, ParamsError
 from jaxpp.stages.graph import Graph, inline_remat, trace
 from jaxpp.stages.loss import TracedLoss, describe, path_name
+from jaxpp.stages.rows import place_rows
 from jaxpp.stages.scans import split_scans
-from jaxpp.stages.stack import concatenated, joined
+from jaxpp.stages.stack import concatenated, first_rows, is_slices, joined
 from jaxpp.types import LossFn
 
 __all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]
@@ -78,10 +79,13 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
             error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
         raise
     graph, remat = inline_remat(graph)
+    graph = place_rows(graph, graph.inputs[: len(param_leaves)])
     graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], singly=singly)
     _check_order(graph)
     paths = _paths(param_leaves), _paths(state_leaves)
-    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared)
+    whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
+    stacks = tuple((path, row) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for row in first_rows(leaf))
+    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks)
     loss = graph.outputs[0]
     if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
         raise LossError(
