@@ -140,8 +140,17 @@ def test_the_loss_may_be_made_elsewhere_at_another_microbatch_size():
     compare("loss, aux, grads", ((loss, aux), grads), (wanted[:2], wanted[2]))
 
 
-@pytest.mark.parametrize("optimizer", [optax.MultiSteps(optax.adam(1e-2), 2), optax.apply_if_finite(optax.adam(1e-2), 3)])
-def test_a_condition_over_all_leaves_runs_on_a_model_axis_with_two_stages_a_rank(optimizer):
+def of_rank_mates(updates, params=None):
+    """To each small gradient that of the other stage of its rank is added."""
+    return jax.tree.map(jnp.add, updates, {name: part[2:] + part[:2] for name, part in updates.items()})
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.MultiSteps(optax.adam(1e-2), 2), optax.chain(optax.stateless(of_rank_mates), optax.sgd(0.1))],
+    ids=["MultiSteps", "rank mates"],
+)
+def test_an_update_that_combines_leaves_runs_on_a_model_axis_with_two_stages_a_rank(optimizer):
     # Between stages of one rank a send is another name for the value. The update's program, compiled for a whole leaf, was given
     # the sharded one: "compiled for input shardings that disagree: passed P(None, 'model'), required P()".
     def loss(params, x):
@@ -160,6 +169,25 @@ def test_a_condition_over_all_leaves_runs_on_a_model_axis_with_two_stages_a_rank
         state, _ = pipe.step(state, X)
     assert jax.tree.map(lambda leaf: leaf.sharding, tuple(state)) == shardings
     pipe.verify(state, X)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "second"),
+    [(optax.MultiSteps(optax.adam(1e-2), 2), X + 1), (optax.apply_if_finite(optax.adam(1e-2), 2), X * np.inf)],
+    ids=["MultiSteps", "apply_if_finite"],
+)
+def test_a_condition_over_all_leaves_is_one_choice_a_leaf(optimizer, second):
+    # MultiSteps and apply_if_finite are one lax.cond over all leaves: small ones all moved to one stage, optimizer state and all,
+    # and larger ones were refused ("not move large arrays between them").
+    params = {"a": jnp.full((4, 300), 0.1), "b": jnp.full((300, 4), 0.1)}
+    pipe = pipeline(lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2), optimizer)
+    state = pipe.init(params, X)
+    homes = {leaf.shape: leaf.devices() for leaf in jax.tree.leaves(state.params)}
+    assert all(leaf.devices() == homes[leaf.shape] for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1)
+    assert len(set(map(frozenset, homes.values()))) == 2
+    for batch in (X, second, X):
+        state, _ = pipe.step(state, batch)
+        pipe.verify(state, X)
 
 
 def test_a_bank_takes_numpy_scalars():

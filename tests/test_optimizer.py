@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)),
     "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "multi_steps": lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2)), 2),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
 }
 
 

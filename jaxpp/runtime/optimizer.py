@@ -25,6 +25,7 @@ import optax
 from jax.extend.core import Literal, Var
 
 from jaxpp.errors import OptimizerError
+from jaxpp.runtime.conditions import open_conditions
 from jaxpp.runtime.draft import Name
 from jaxpp.runtime.job import param_name, scale_name, state_name, total_name
 from jaxpp.runtime.loss_scale import Scaling
@@ -186,6 +187,8 @@ def plan_update(
     scale = [] if scaling is None else shapes_of(scaling.birth())
     stages, shapes = tuple(stage for stage, _ in states), [shape for _, shape in states]
     graph = trace_update(update, leaves, opt_leaves, leaves, loss, scale, shapes, shapes)
+    if len(set(owner)) > 1:
+        graph = open_conditions(graph)
     born, _ = trace(birth, leaves)
     homes = (*owner, *(loss_stage for _ in (loss, *scale)), *stages, *stages)
     placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), homes)
