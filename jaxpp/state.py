@@ -203,6 +203,7 @@ def _buffers(leaf: Any) -> list[Any]:
     if not isinstance(leaf, jax.Array):
         return []
     data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    data = jax.block_until_ready(data)  # to ask for an address waits with Python's lock held, which a host callback may want
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
 
 

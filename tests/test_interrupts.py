@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import pathlib
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -18,6 +20,7 @@ import jaxpp.pipeline as pipeline_module
 from jaxpp.errors import StateError
 from tests.test_bugs import PARAMS, X, loss_fn, pipeline
 
+ROOT = pathlib.Path(__file__).parent.parent
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
@@ -327,3 +330,36 @@ def test_one_buffer_under_two_names_is_given_up_once():
     state = state._replace(params={**state.params, "b": array}, opt_state=(state.opt_state[0]._replace(mu=mu), state.opt_state[1]))
     new, _ = pipe.step(state, X)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
+
+
+CALLING = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp, jaxpp, optax, time
+
+def loss_fn(params, x):
+    for _ in range(6):
+        x = jnp.tanh(x @ params["a"])
+    jax.debug.callback(lambda _: time.sleep(0.01), x.sum())
+    return jnp.mean((jnp.tanh(x @ params["b"]) @ params["c"]) ** 2)
+
+params, batch = {"a": jnp.eye(256), "b": jnp.eye(256), "c": jnp.ones((256, 2))}, jnp.ones((2048, 256))
+pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2)
+state = pipe.init(params, batch)
+pipe.profile(state, batch, num_steps=1)
+
+@jax.jit
+def shown(x):
+    jax.debug.callback(lambda _: time.sleep(0.01), (x @ batch.T).sum())
+    return x + 1
+
+c = state.params["c"]
+state, _ = pipe.step(state._replace(params={**state.params, "c": shown(c.T).T}), batch)
+print("done")
+"""
+
+
+def test_a_profile_of_a_loss_with_host_callbacks_and_a_state_made_by_one_do_not_hang():
+    # The address of an array was asked for before it was there, with Python's lock held, which its callback waited for.
+    run = subprocess.run([sys.executable, "-c", CALLING], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert run.stdout.strip() == "done", run.stderr

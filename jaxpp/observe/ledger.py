@@ -116,7 +116,8 @@ def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
     known = (array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted())
     known = (array for array in known if array.sharding.memory_kind in kinds)
     here = (shard.data for array in known for shard in array.addressable_shards if shard.device == device)
-    return {data.unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
+    # To ask for an address waits with Python's lock held, which a host callback of the program may be waiting for.
+    return {data.block_until_ready().unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
 
 
 def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> tuple[Ledger, list[Any]]:
