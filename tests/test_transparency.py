@@ -1,6 +1,7 @@
 """Pipelined equals plain: loss, aux and every gradient leaf, for every schedule, number of stages, microbatches and dtype."""
 
 import contextlib
+from collections.abc import Sequence
 
 import chex
 import jax
@@ -23,13 +24,14 @@ SAME_BITS = (  # at the same cuts; the docstrings of the others say why not
 )
 
 
-def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
+def check(model: str, dtype: str, stages: int, microbatches: int, names: Sequence[str] = tuple(SCHEDULES), **options: int) -> None:
+    """Compare every schedule of these names with the oracle, and those that add in the same order bit by bit."""
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        case = CASES[model](dtype)
+        case = CASES[model](dtype, **options)
         reducers = {1: join} if model == "mlp" else {}
         loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, reducers=reducers)
         found = {}
-        for name, engine in engines(case, stages, microbatches).items():
+        for name, engine in engines(case, stages, microbatches, names).items():
             leaves = bring(jax.tree.leaves(case.params), engine.homes)
             outcome = engine.run("grads", leaves, case.batch, case.key)
             found[name] = outcome
@@ -41,12 +43,12 @@ def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
             chex.assert_trees_all_equal(*outcomes, *outcomes[:1])
 
 
-def engines(case, stages: int, microbatches: int) -> dict[str, Engine]:
+def engines(case, stages: int, microbatches: int, names: Sequence[str]) -> dict[str, Engine]:
     """One engine a schedule, all with the same cuts and compiled programs."""
     options = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
     first = Engine(settings(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options))
     first.settle((case.params,), case.batch, case.key)
-    made = {name: schedule_for(name, stages, microbatches) for name in SCHEDULES}
+    made = {name: schedule_for(name, stages, microbatches) for name in names}
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
 
 
