@@ -1,8 +1,8 @@
-"""What experiments share: the error for options that make no run, and the file of results."""
+"""What experiments share: the error for options that make no run, what they print, and the file of results."""
 
 from pathlib import Path
 
-__all__ = ["ConfigError", "add_line", "check_writable"]
+__all__ = ["ConfigError", "check_writable", "report"]
 
 
 class ConfigError(ValueError):
@@ -27,8 +27,19 @@ def check_writable(flag: str, path: Path | None) -> None:
         path.unlink()
 
 
-def add_line(path: Path | None, line: str) -> None:
-    """Add a run's line of JSON to a file of results, if there is one."""
+def report(summary: str, line: str, path: Path | None, figures: str = "") -> None:
+    """Print what a run found, and add its line of JSON to the file of results, if there is one.
+
+    Args:
+        summary: for the screen.
+        line: all that is to be kept.
+        path: of the file.
+        figures: where the figures are, if any were drawn.
+    """
+    print(summary)
+    if figures:
+        print(f"figures: {figures}")
     if path is not None:
         with path.open("a") as file:
             file.write(line + "\n")
+        print(f"all numbers: {path}")

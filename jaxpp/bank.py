@@ -13,17 +13,17 @@ Sets that are not used are not touched: no zero gradient, no weight decay, no mo
 
 import difflib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from tqdm import tqdm
 
 from jaxpp.errors import BankError, shown
 from jaxpp.layout import Layout, check_params
+from jaxpp.runtime.progress import progress
 from jaxpp.runtime.shelf import Shelf
 from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
 from jaxpp.schedule.draw import align
@@ -111,8 +111,9 @@ class Bank:
         self._init = jax.jit(optimizer.init, out_shardings=self._home)
         self._layouts: dict[Hashable, Layout] = {}
         self._task: Task | None = None
-        for name, params in _progress(_pairs("sets", sets)):
-            self.add(name, params)
+        with _progress(_pairs("sets", sets)) as bar:
+            for name, params in bar:
+                self.add(name, params)
 
     @classmethod
     def make(
@@ -132,8 +133,9 @@ class Bank:
         """
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
-        for name, key in _progress(_pairs("keys", keys)):
-            bank.add(name, init(put(key, bank._home)))
+        with _progress(_pairs("keys", keys)) as bar:
+            for name, key in bar:
+                bank.add(name, init(put(key, bank._home)))
         return bank
 
     bind = staticmethod(bind)
@@ -383,5 +385,5 @@ def _pairs(what: str, given: Any) -> Sequence[tuple[Any, Any]]:
     return list(given.items())
 
 
-def _progress(pairs: Sequence[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
-    return tqdm(pairs, desc="parameter sets", unit="set", delay=_PATIENCE, leave=False)
+def _progress(pairs: Sequence[tuple[Any, Any]]) -> Any:
+    return progress(pairs, desc="parameter sets", unit="set", after=_PATIENCE)

@@ -51,4 +51,4 @@ def test_schedules_of_which_none_runs_are_refused(tmp_path, monkeypatch):
 def test_the_price_of_watching_is_a_ratio_for_each_model(capsys):
     found = watching(Watching(pairs=1), {"small": Config(**SMALL)})
     assert found["small"] > 0
-    assert f"small: {found['small']:.3f} of a step that is not watched" in capsys.readouterr().out
+    assert f"small: a watched step takes {found['small']:.3f} times as long as another" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.devices import has_accelerator, is_chosen, runs_on_cpu
 from experiments.lm import text
-from experiments.lm.main import Config, Plain, main, run
+from experiments.lm.main import Config, Plain, main, run, summary
 from jaxpp.errors import JaxppError
 
 TINY = Config(
@@ -38,6 +38,10 @@ def test_pipelined_and_plain_training_print_the_same_losses(story, capsys):
     np.testing.assert_allclose(pipelined.val_losses, plain.val_losses, rtol=1e-5)
     assert (len(pipelined.devices), len(plain.devices)) == (2, 1)
     assert capsys.readouterr().out.count("step  0: loss ") == 2
+    first, second, *sample = summary(pipelined).splitlines()
+    assert first.startswith("3 steps on 2 stages took ")
+    assert second.startswith(f"training loss {pipelined.losses[0]:.4f} -> {pipelined.losses[-1]:.4f}, held-out loss ")
+    assert (sample[0], sample[-1]) == ("--- a sample ---", "---")
     line = json.loads(pipelined.to_json())
     assert line["final_loss"] == pipelined.losses[-1]
     assert line["versions"]["jax"] == jax.__version__
@@ -133,8 +137,8 @@ def test_sizes_that_make_no_run_are_refused(options, message):
     assert message in str(caught.value)
 
 
-def test_a_results_file_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lm", "--json", str(tmp_path / "missing" / "results.jsonl")])
+def test_a_results_file_that_cannot_be_written_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lm", "--json", "/dev/null/results.jsonl"])
     with pytest.raises(SystemExit, match=r"^lm: --json .*results.jsonl: cannot be written"):
         main()
 

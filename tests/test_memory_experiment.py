@@ -86,15 +86,15 @@ def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_prints_the_table_and_a_line_of_json(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path):
     path = tmp_path / "results.jsonl"
     sizes = "--ranks 2 --microbatches 3 --mlp-width 16 --mlp-depth 3 --mlp-batch 18"
     monkeypatch.setattr("sys.argv", f"memory --pairs mlp-1f1b {sizes} --no-figure --json {path}".split())
     main()
-    *rows, line = capsys.readouterr().out.splitlines()
+    rows = capsys.readouterr().out.splitlines()
     assert rows[1].split()[0] == "mlp-1f1b"
-    found = json.loads(line)
-    assert found == json.loads(path.read_text())
+    assert rows[-1] == f"all numbers: {path}"
+    found = json.loads(path.read_text())
     assert found["versions"]["jax"] == jax.__version__
     assert found["config"]["mlp_batch"] == 18
     assert found["rows"][0]["holdings"][0]["measured"] > 0

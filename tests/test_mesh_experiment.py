@@ -100,13 +100,13 @@ def test_the_tables_have_a_row_a_mesh_and_all_collectives(result):
     assert "mlp on 2x2x2: the collectives of a step" in text
 
 
-def test_the_command_prints_them_and_a_line_of_json(monkeypatch, capsys, tmp_path, result):
+def test_the_command_prints_them_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path, result):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
     monkeypatch.setattr(sys, "argv", f"mesh --models mlp --no-figure --json {path}".split())
     main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found == json.loads(path.read_text())
+    assert capsys.readouterr().out == f"{table(result)}\nall numbers: {path}\n"
+    found = json.loads(path.read_text())
     first = found["rows"][0]
     assert (first["shape"], first["beyond"], first["data"]["times"]) == ("2x2x2", result.rows[0].beyond, 2)
     assert first["sent"]["activations"] == result.rows[0].sent.activations

@@ -65,15 +65,15 @@ def test_a_cost_that_is_none_is_refused():
         run(Config(forward=-1, figures=False))
 
 
-def test_the_command_prints_the_table_and_a_line_of_json(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr("sys.argv", f"schedules --ranks 2 --microbatches 4 --no-figures --json {path}".split())
     main()
-    *rows, line = capsys.readouterr().out.splitlines()
+    rows = capsys.readouterr().out.splitlines()
     assert rows[0].split()[:4] == ["schedule", "stages", "makespan", "bubble"]
     assert rows[3].split()[:6] == ["1f1b", "1", "15", "20.0%", "3", "2"]
-    assert json.loads(line) == json.loads(path.read_text())
-    assert json.loads(line)["rows"][2]["makespan"] == 15
+    assert rows[-1] == f"all numbers: {path}"
+    assert json.loads(path.read_text())["rows"][2]["makespan"] == 15
 
 
 def test_labels_overlap_neither_one_another_nor_the_dots():

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from tqdm import tqdm
 
 import jaxpp
 from experiments.devices import ensure_devices
+from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe import Profile
+from jaxpp.runtime.progress import progress
 from jaxpp.schedule import SCHEDULES, make, simulate
 from models.mlp import MLP
 
@@ -138,13 +139,14 @@ def run(config: Config) -> Result:
         JaxppError: a schedule that is none, or not one of them runs at these sizes.
     """
     rows, refused = [], {}
-    for name in tqdm(config.schedules, desc="schedules"):
-        try:
-            pipe, init, batch = make_pipe(config, name)
-        except JaxppError as error:
-            refused[name] = str(error)
-            continue
-        rows.append(_row(config, name, pipe, init, batch))
+    with progress(config.schedules, desc="schedules") as bar:
+        for name in bar:
+            try:
+                pipe, init, batch = make_pipe(config, name)
+            except JaxppError as error:
+                refused[name] = str(error)
+                continue
+            rows.append(_row(config, name, pipe, init, batch))
     if not rows:
         reasons = [why.splitlines()[0] for why in refused.values()]
         raise ArgumentError("schedules", "at least one schedule must run at these sizes", reasons, "pass others")
@@ -200,17 +202,12 @@ def table(result: Result) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the table and one line of JSON."""
+    """Read the command line, run, print the table, and write the line of JSON."""
     config = tyro.cli(Config, prog="python -m experiments.bubble", description=DESCRIPTION)
     ensure_devices(config.ranks)
     try:
+        check_writable("--json", config.json)
         result = run(config)
-    except JaxppError as error:
+    except (ConfigError, JaxppError) as error:
         raise SystemExit(f"bubble: {error}") from None
-    print(table(result))
-    if config.figures:
-        print(f"figures, pages and traces in {config.out}")
-    print(result.to_json())
-    if config.json is not None:
-        with config.json.open("a") as file:
-            file.write(result.to_json() + "\n")
+    report(table(result), result.to_json(), config.json, f"{config.out}, with pages and traces" if config.figures else "")

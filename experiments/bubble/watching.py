@@ -5,6 +5,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import jax
 import tyro
@@ -12,6 +13,7 @@ import tyro
 from experiments.bubble.main import Config as Bubble
 from experiments.bubble.main import make_pipe
 from experiments.devices import ensure_devices
+from experiments.results import ConfigError, check_writable, report
 
 __all__ = ["Config", "main", "run"]
 
@@ -23,10 +25,12 @@ class Config:
     Attributes:
         pairs: interleaved pairs of steps, one watched and one not; the medians of their ratios are printed.
         schedule: order of the actions.
+        json: file to add the line of results to.
     """
 
     pairs: int = 41
     schedule: str = "1f1b"
+    json: Path | None = None
 
 
 MODELS = {
@@ -42,15 +46,25 @@ def run(config: Config, models: dict[str, Bubble] = MODELS) -> dict[str, float]:
         pipe, init, batch = make_pipe(sizes, config.schedule)
         profile = pipe.profile(pipe.init(init, jax.random.key(0), batch), batch, num_steps=config.pairs)
         found[name] = profile.watch_cost
-        print(f"{name}: {profile.watch_cost:.3f} of a step that is not watched ({1e3 * profile.seconds:.2f} ms)")
+        print(f"{name}: a watched step takes {profile.watch_cost:.3f} times as long as another ({1e3 * profile.seconds:.2f} ms)")
     return found
+
+
+def to_json(config: Config, ratios: dict[str, float]) -> str:
+    """One line: everything."""
+    return json.dumps(asdict(config) | {"ratios": ratios}, default=str)
 
 
 def main() -> None:
     """Run from the command line."""
     config = tyro.cli(Config, prog="python -m experiments.bubble.watching", description="What does watching cost?")
     ensure_devices(4)
-    print(json.dumps(asdict(config) | {"ratios": run(config)}))
+    try:
+        check_writable("--json", config.json)
+    except ConfigError as error:
+        raise SystemExit(f"watching: {error}") from None
+    ratios = run(config)
+    report(f"{len(ratios)} models, {config.pairs} pairs of steps each", to_json(config, ratios), config.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from tqdm import tqdm
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.lm import text
+from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
+from jaxpp.runtime.progress import progress
 from jaxpp.stages.microbatch import check_batch, sizes
 from models.gpt import GPT
 
@@ -93,10 +95,6 @@ class Config:
         if not (0 <= self.dropout < 1 and self.lr > 0 and self.temperature > 0 and self.seed >= 0):
             got = f"dropout={self.dropout}, lr={self.lr}, temperature={self.temperature}, seed={self.seed}"
             raise ConfigError(f"{got}: one is out of range. Fix: keep 0 <= dropout < 1, 0 <= seed, and the others above 0.")
-
-
-class ConfigError(ValueError):
-    """Sizes that make no run, in one line: what was got, the rule, what to do."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class Meter:
         self._waiting: list[jax.Array] = []
         self._began = time.perf_counter()
         self._timed, self._seconds, self._since = 0, 0.0, 0.0
-        self._bar = tqdm(total=config.steps, unit="step", desc="compile")
+        self._bar = progress(total=config.steps, unit="step", desc="compile")
 
     def add(self, loss: jax.Array) -> None:
         """Take the loss of the newest step and read that of the one before."""
@@ -351,29 +349,30 @@ def generate(model: GPT, params: Any, prompt: np.ndarray, config: Config, key: j
     return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 
+def summary(result: Result) -> str:
+    """What came of the training, and what the model writes."""
+    config, (_, before), (_, after) = result.config, result.val_losses[0], result.val_losses[-1]
+    where = "one device" if config.plain else f"{config.stages} stages"
+    times = f"{result.seconds:.0f} s, of which {result.compile_seconds:.0f} s until the first step was done"
+    speed = f"; {result.tokens_per_second:,.0f} tokens a second" if result.tokens_per_second else ""
+    training = f"training loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"
+    lines = [
+        f"{config.steps} steps on {where} took {times}{speed}",
+        f"{training}, held-out loss {before:.4f} -> {after:.4f} (nats a byte)",
+        f"--- a sample ---\n{result.sample}\n---",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Read the command line, run, and print the sample and one line of JSON."""
+    """Read the command line, run, print a summary and the sample, and write the line of JSON."""
     try:
         config = tyro.cli(Config, prog="python -m experiments.lm", description=DESCRIPTION)
-        _check_writable(config.json)
+        check_writable("--json", config.json)
         result = run(config)
     except (ConfigError, text.TextError, JaxppError) as error:
         raise SystemExit(f"lm: {error}") from None
-    print(f"--- a sample ---\n{result.sample}\n---")
-    line = result.to_json()
-    print(line)
-    if config.json is not None:
-        with config.json.open("a") as file:
-            file.write(line + "\n")
-
-
-def _check_writable(path: Path | None) -> None:
-    """Refuse a results file before the run, not after it."""
-    try:
-        if path is not None:
-            path.touch()
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}). Fix: name a file in a folder there is.") from error
+    report(summary(result), result.to_json(), config.json)
 
 
 def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:

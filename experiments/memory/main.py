@@ -15,15 +15,15 @@ from typing import Annotated, Any
 import jax
 import optax
 import tyro
-from tqdm import tqdm
 
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.memory.figure import Bars, bars_figure
 from experiments.memory.measure import PARTS, Holding, arrays_now, measure
 from experiments.memory.pairs import PAIRS, Pair, Problem, gpt, mlp
-from experiments.results import ConfigError, add_line, check_writable
+from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
+from jaxpp.runtime.progress import progress
 from jaxpp.schedule import Schedule
 from jaxpp.schedule.draw import align
 from jaxpp.schedule.panel import available
@@ -162,10 +162,10 @@ def run(config: Config) -> Result:
     schedules = [jaxpp.schedule.make(pair.schedule, **sizes) for pair in pairs]  # so that a wrong one is not found at the end
     ensure_devices(config.ranks)
     rows: list[Row] = []
-    bar = tqdm(list(zip(pairs, schedules, strict=True)), unit="pair")
-    for pair, schedule in bar:
-        bar.set_description(pair.name)
-        rows.append(Row(pair, schedule.num_stages, holdings(pair, schedule, config)))
+    with progress(list(zip(pairs, schedules, strict=True)), unit="pair") as bar:
+        for pair, schedule in bar:
+            bar.set_description(pair.name)
+            rows.append(Row(pair, schedule.num_stages, holdings(pair, schedule, config)))
     if drawn:
         bars_figure([_bars(row) for row in rows], _heading(config)).savefig(config.figure)
     return Result(
@@ -227,17 +227,12 @@ def table(result: Result) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the table and one line of JSON."""
+    """Read the command line, run, print the table, and write the line of JSON."""
     try:
         result = run(tyro.cli(Config, prog="python -m experiments.memory", description=DESCRIPTION))
     except (ConfigError, JaxppError) as error:
         raise SystemExit("\n".join([f"memory: {error}", *getattr(error, "__notes__", ())])) from None
-    print(table(result))
-    if result.figure:
-        print(f"figure: {result.figure}")
-    line = result.to_json()
-    print(line)
-    add_line(result.config.json, line)
+    report(table(result), result.to_json(), result.config.json, str(result.figure or ""))
 
 
 def _problem(pair: Pair, config: Config) -> Problem:

@@ -17,15 +17,15 @@ from typing import Annotated, Any
 import jax
 import optax
 import tyro
-from tqdm import tqdm
 
 from experiments.devices import ensure_devices
 from experiments.mesh.figure import Bar, axes_figure
 from experiments.mesh.measure import Row, Shape, measure
 from experiments.mesh.plain import plain_step, train_plainly
 from experiments.mesh.problems import Problem, gpt, mlp
-from experiments.results import ConfigError, add_line, check_writable
+from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
+from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw import align
 from jaxpp.schedule.panel import available
 
@@ -181,7 +181,7 @@ def run(config: Config) -> Result:
         )
     keys = tuple(jax.random.split(jax.random.key(config.seed)))
     optimizer, oracles, rows = optax.adamw(RATE, eps=EPSILON), {}, []
-    with tqdm(total=len(config.models) * len(config.shapes), unit="mesh") as bar:
+    with progress(total=len(config.models) * len(config.shapes), unit="mesh") as bar:
         for name in config.models:
             problem = _problem(name, config)
             plain = plain_step(problem.loss_fn, optimizer, config.microbatches)
@@ -233,17 +233,12 @@ def table(result: Result) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the tables and one line of JSON."""
+    """Read the command line, run, print the tables, and write the line of JSON."""
     try:
         result = run(tyro.cli(Config, prog="python -m experiments.mesh", description=DESCRIPTION))
     except (ConfigError, JaxppError) as error:
         raise SystemExit("\n".join([f"mesh: {error}", *getattr(error, "__notes__", ())])) from None
-    print(table(result))
-    if result.figure:
-        print(f"figure: {result.figure}")
-    line = result.to_json()
-    print(line)
-    add_line(result.config.json, line)
+    report(table(result), result.to_json(), result.config.json, str(result.figure or ""))
     wrong = [f"mesh: {row.model} {row.shape} does not equal the oracle. {row.reason}" for row in result.rows if not row.equal]
     if wrong:
         raise SystemExit("\n".join(wrong))

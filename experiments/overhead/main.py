@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from tqdm import tqdm
 
 import jaxpp
 from experiments.devices import ensure_devices
+from experiments.results import ConfigError, check_writable, report
+from jaxpp.errors import JaxppError
+from jaxpp.runtime.progress import progress
 from models.mlp import MLP
 
 __all__ = ["Config", "Result", "main", "plain_step", "run"]
@@ -40,6 +43,7 @@ class Config:
         rounds: interleaved rounds.
         steps: steps of each kind timed in a round.
         warm_up: steps before those, not timed: the other kind has emptied the caches, which training never does.
+        json: file to add the line of results to.
     """
 
     width: int = 128
@@ -52,6 +56,7 @@ class Config:
     rounds: int = 20
     steps: int = 30
     warm_up: int = 20
+    json: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,6 @@ def make_runners(config: Config) -> dict[str, Runner]:
     key, count = jax.random.key(0), config.microbatches
     pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=config.stages, num_microbatches=count, schedule=config.schedule)
     runners = {"pipelined": Runner(lambda state: pipe.step(state, batch), pipe.init(init, key, batch))}
-    print(pipe.stages)
     for kind, scan in (("unrolled", False), ("scan", True)):
         step, params = plain_step(loss_fn, optimizer, count, scan=scan), jax.jit(init)(key)
         runners[kind] = Runner(lambda state, step=step: step(*state, batch), (params, optimizer.init(params)))
@@ -161,7 +165,7 @@ def run(config: Config) -> Result:
     runners = make_runners(config)
     rows = [
         {name: runner.time(config.steps, config.warm_up) for name, runner in runners.items()}
-        for _ in tqdm(range(config.rounds), desc="rounds")
+        for _ in progress(range(config.rounds), desc="rounds")
     ]
     medians = {name: float(np.median([row[name][0] for row in rows])) for name in runners}
     kind = min(("unrolled", "scan"), key=lambda name: medians[name])
@@ -181,12 +185,18 @@ def run(config: Config) -> Result:
 
 
 def main() -> None:
-    """Run from the command line; prints a summary and one JSON line."""
+    """Read the command line, run, print a summary, and write the line of JSON."""
     config = tyro.cli(Config, description="What does the Python scheduler cost?")
     ensure_devices(config.stages)
-    result = run(config)
-    print(f"pipelined step  {result.pipelined:10.0f} us   compile {result.compile_pipelined:.1f} s")
-    print(f"plain step      {result.plain:10.0f} us   compile {result.compile_plain:.1f} s   ({result.plain_kind})")
-    print(f"ratio           {result.ratio:10.2f}")
-    print(f"host per action {result.host_per_action:10.1f} us")
-    print(json.dumps(dataclasses.asdict(result)))
+    try:
+        check_writable("--json", config.json)
+        result = run(config)
+    except (ConfigError, JaxppError) as error:
+        raise SystemExit(f"overhead: {error}") from None
+    lines = [
+        f"pipelined step  {result.pipelined:10.0f} us   compile {result.compile_pipelined:.1f} s",
+        f"plain step      {result.plain:10.0f} us   compile {result.compile_plain:.1f} s   ({result.plain_kind})",
+        f"ratio           {result.ratio:10.2f}",
+        f"host per action {result.host_per_action:10.1f} us",
+    ]
+    report("\n".join(lines), json.dumps(dataclasses.asdict(result), default=str), config.json)

@@ -13,10 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tyro
-from tqdm import tqdm
 
+from experiments.results import ConfigError, check_writable, report
 from experiments.schedules.overview import overview
 from jaxpp.errors import ScheduleError
+from jaxpp.runtime.progress import progress
 from jaxpp.schedule import SCHEDULES, Simulation, make, simulate
 
 __all__ = ["Config", "Result", "Row", "main", "run", "table"]
@@ -113,21 +114,23 @@ def run(config: Config) -> Result:
     rows: list[Row] = []
     refused: dict[str, str] = {}
     simulations: dict[str, Simulation] = {}
-    for name in tqdm(SCHEDULES, desc="schedules"):
-        try:
-            row, simulation = measure(name, config)
-        except SizeError as error:
-            refused[name] = str(error)
-        else:
-            rows.append(row)
-            if config.figures:
-                simulations[name] = simulation
+    with progress(SCHEDULES, desc="schedules") as bar:
+        for name in bar:
+            try:
+                row, simulation = measure(name, config)
+            except SizeError as error:
+                refused[name] = str(error)
+            else:
+                rows.append(row)
+                if config.figures:
+                    simulations[name] = simulation
     files = ()
     if config.figures:
         config.out.mkdir(parents=True, exist_ok=True)
         drawings = list(draw(config, rows, simulations))
-        for path, make_file in tqdm(drawings, desc="figures"):
-            make_file(path)
+        with progress(drawings, desc="figures") as bar:
+            for path, make_file in bar:
+                make_file(path)
         files = tuple(path for path, _ in drawings)
     versions = {"python": platform.python_version()} | {name: version(name) for name in ("jaxpp", "matplotlib")}
     return Result(config, tuple(rows), refused, files, versions)
@@ -209,17 +212,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the table and one line of JSON."""
+    """Read the command line, run, print the table, and write the line of JSON."""
     config = tyro.cli(Config, prog="python -m experiments.schedules", description=DESCRIPTION)
     try:
+        check_writable("--json", config.json)
         result = run(config)
-    except ScheduleError as error:
+    except (ConfigError, ScheduleError) as error:
         raise SystemExit(f"schedules: {error}") from None
-    print(table(result))
-    if result.files:
-        print(f"{len(result.files)} figures in {config.out}")
-    line = result.to_json()
-    print(line)
-    if config.json is not None:
-        with config.json.open("a") as file:
-            file.write(line + "\n")
+    report(table(result), result.to_json(), config.json, f"{len(result.files)} in {config.out}" if result.files else "")

@@ -17,15 +17,15 @@ import jax
 import numpy as np
 import optax
 import tyro
-from tqdm import tqdm
 
 from experiments.devices import ensure_devices
-from experiments.results import ConfigError, add_line, check_writable
+from experiments.results import ConfigError, check_writable, report
 from experiments.tasks.compare import WAYS, Group, Plan, compare
 from experiments.tasks.figure import tasks_figure
 from experiments.tasks.problem import CLASSES, make_problem
 from experiments.tasks.ways import Stages
 from jaxpp.errors import JaxppError
+from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw import align
 from jaxpp.schedule.panel import available
 from jaxpp.schedule.registry import make_for_stages
@@ -150,7 +150,7 @@ def run(config: Config) -> Result:
     model = AdaptedMLP(width=config.width, depth=config.depth, rank=config.rank, num_classes=CLASSES)
     stages = Stages(config.stages, config.microbatches, config.schedule)
     groups = []
-    with tqdm(total=sum(len(WAYS) * config.steps * t + config.rounds for t in config.tasks), unit="step") as bar:
+    with progress(total=sum(len(WAYS) * config.steps * t + config.rounds for t in config.tasks), unit="step") as bar:
         for num_tasks in config.tasks:
             problem = make_problem(model, num_tasks, config.batch, config.order, config.seed)
             plan = Plan(config.steps * num_tasks, config.rounds, config.timed, config.warm_up, config.wait)
@@ -205,14 +205,9 @@ def table(result: Result) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the table and one line of JSON."""
+    """Read the command line, run, print the table, and write the line of JSON."""
     try:
         result = run(tyro.cli(Config, prog="python -m experiments.tasks", description=DESCRIPTION))
     except (ConfigError, JaxppError) as error:
         raise SystemExit("\n".join([f"tasks: {error}", *getattr(error, "__notes__", ())])) from None
-    print(table(result))
-    if result.figure:
-        print(f"figure: {result.figure}")
-    line = result.to_json()
-    print(line)
-    add_line(result.config.json, line)
+    report(table(result), result.to_json(), result.config.json, str(result.figure or ""))

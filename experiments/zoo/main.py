@@ -10,12 +10,13 @@ from pathlib import Path
 
 import jax
 import tyro
-from tqdm import tqdm
 
 from experiments.devices import ensure_devices
+from experiments.results import ConfigError, check_writable, report
 from experiments.zoo import images, language
 from experiments.zoo.train import Row, train
 from jaxpp.errors import JaxppError
+from jaxpp.runtime.progress import progress
 from jaxpp.schedule.registry import make_for_stages
 
 __all__ = ["CASES", "Config", "ConfigError", "Result", "main", "run", "table"]
@@ -74,10 +75,6 @@ class Config:
             )
 
 
-class ConfigError(ValueError):
-    """Sizes or names that make no run, in one line: what was got, the rule, what to do."""
-
-
 @dataclass(frozen=True)
 class Result:
     """What a run found.
@@ -97,15 +94,12 @@ class Result:
     versions: dict[str, str]
 
     def to_json(self) -> str:
-        """One line: everything but the tables of stages."""
-        kept = dataclasses.asdict(self)
-        for row in kept["rows"]:
-            del row["stages"]
-        return json.dumps(kept, default=str)
+        """One line: everything."""
+        return json.dumps(dataclasses.asdict(self), default=str)
 
 
 def run(config: Config) -> Result:
-    """Train and verify every model; prints the table of stages of each as it goes.
+    """Train and verify every model.
 
     Raises:
         ConfigError: a results file that cannot be written.
@@ -113,12 +107,12 @@ def run(config: Config) -> Result:
             does not equal the plain one; a note names the model.
     """
     began = time.perf_counter()
-    _check_writable(config.json)
+    check_writable("--json", config.json)
     schedule = make_for_stages(config.schedule, num_stages=config.stages, num_microbatches=config.microbatches)
     ensure_devices(schedule.num_ranks)
     names = config.models or tuple(CASES)
     rows = []
-    with tqdm(total=len(names) * config.steps, unit="step") as bar:
+    with progress(total=len(names) * config.steps, unit="step") as bar:
         for name in names:
             bar.set_description(name)
             try:
@@ -126,7 +120,6 @@ def run(config: Config) -> Result:
             except JaxppError as error:
                 error.add_note(f"This was the model {name}.")
                 raise
-            tqdm.write(f"{name}\n{rows[-1].stages}\n")
     return Result(
         config=config,
         rows=tuple(rows),
@@ -147,23 +140,9 @@ def table(result: Result) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the table and one line of JSON."""
+    """Read the command line, run, print the table, and write the line of JSON."""
     try:
         result = run(tyro.cli(Config, prog="python -m experiments.zoo", description=DESCRIPTION))
     except (ConfigError, JaxppError) as error:
         raise SystemExit("\n".join([f"zoo: {error}", *getattr(error, "__notes__", ())])) from None
-    print(table(result))
-    line = result.to_json()
-    print(line)
-    if result.config.json is not None:
-        with result.config.json.open("a") as file:
-            file.write(line + "\n")
-
-
-def _check_writable(path: Path | None) -> None:
-    """Refuse a results file before the run, not after it."""
-    try:
-        if path is not None:
-            path.touch()
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}). Fix: name a file in a folder there is.") from error
+    report(table(result), result.to_json(), result.config.json)

@@ -8,11 +8,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from jaxpp.errors import JaxppError
 from jaxpp.observe.account import account, temporaries
 from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.progress import progress
 from jaxpp.runtime.settings import Settings, policies_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
@@ -21,6 +20,9 @@ from jaxpp.stages.microbatch import check_batch
 from jaxpp.types import Device
 
 __all__ = ["Change", "changes"]
+
+_PATIENCE = 2
+"""Seconds before a progress bar shows."""
 
 _COMPILED = 2
 """Changes that are compiled, for the exact peak, where by the estimates none fits."""
@@ -54,23 +56,24 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
     now = engine.settings
     fitting: dict[str, Change] = {}
     missed: list[tuple[int, str, Engine]] = []
-    for family, what, settings in tqdm(list(_candidates(now, batch)), desc="looking for what fits", delay=2, leave=False):
-        if family in fitting:
-            continue
-        try:
-            other = _tried(engine, settings, batch, key)
-            book = account(other, other.draft("update", batch, key))
-        except JaxppError:
-            continue  # too many stages for this model, say
-        share = now.schedule.num_microbatches / settings.schedule.num_microbatches
-        share *= now.schedule.num_stages / settings.schedule.num_stages
-        again = settings.remat is not None and now.remat is None
-        wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
-        peak = max(book.most(device) + wants.get(device, max(wants.values())) for device in book.devices)
-        if peak <= room:
-            fitting[family] = Change(what, peak, _time(settings) / _time(now))
-        else:
-            missed.append((peak, what, other))
+    with progress(list(_candidates(now, batch)), desc="looking for what fits", after=_PATIENCE) as bar:
+        for family, what, settings in bar:
+            if family in fitting:
+                continue
+            try:
+                other = _tried(engine, settings, batch, key)
+                book = account(other, other.draft("update", batch, key))
+            except JaxppError:
+                continue  # too many stages for this model, say
+            share = now.schedule.num_microbatches / settings.schedule.num_microbatches
+            share *= now.schedule.num_stages / settings.schedule.num_stages
+            again = settings.remat is not None and now.remat is None
+            wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
+            peak = max(book.most(device) + wants.get(device, max(wants.values())) for device in book.devices)
+            if peak <= room:
+                fitting[family] = Change(what, peak, _time(settings) / _time(now))
+            else:
+                missed.append((peak, what, other))
     for peak, what, other in [] if fitting else sorted(missed, key=lambda miss: miss[0])[:_COMPILED]:
         exact = _compiled_peak(other, batch, key) if peak <= 2 * room else peak
         if exact <= room:

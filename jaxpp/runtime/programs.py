@@ -8,8 +8,8 @@ from itertools import repeat
 from typing import Any
 
 import jax.numpy as jnp
-from tqdm import tqdm
 
+from jaxpp.runtime.progress import progress
 from jaxpp.runtime.submesh import Place, Submesh, aval_on, jitted
 from jaxpp.stages.program import Program, Ref, Role
 
@@ -64,7 +64,7 @@ class Programs:
         self._alive += (job[0] for job, _ in fresh.values())
         with (
             ThreadPoolExecutor(os.cpu_count()) as pool,
-            tqdm(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", delay=_PATIENCE, leave=False) as bar,
+            progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar,
         ):
             waiting = {pool.submit(_lower(job, chosen).compile): found for found, (job, chosen) in fresh.items()}
             for done in as_completed(waiting):
