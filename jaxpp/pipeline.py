@@ -54,7 +54,8 @@ class Pipeline(Asked):
             dictionary of these by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others
             averaged like the loss.
         weight: weight of a microbatch in the mean, from its part of the batch (the number of real tokens, say, for a loss that is
-            a mean over them); the number of examples unless given.
+            a mean over them); the number of examples unless given. Weights that add up to 0 have no mean: such a batch is refused
+            if it is the first of its shape, and later makes the loss NaN, as to look at each would mean to wait for it.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
         remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only

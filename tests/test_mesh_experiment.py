@@ -105,7 +105,7 @@ def test_the_command_prints_them_and_writes_the_line_of_json(monkeypatch, capsys
     monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
     monkeypatch.setattr(sys, "argv", f"mesh --models mlp --no-figure --json {path}".split())
     main()
-    assert capsys.readouterr().out == f"{table(result)}\nall numbers: {path}\n"
+    assert capsys.readouterr().out == f"{table(result)}\nfigures: {result.figure}\nall numbers: {path}\n"
     found = json.loads(path.read_text())
     first = found["rows"][0]
     assert (first["shape"], first["beyond"], first["data"]["times"]) == ("2x2x2", result.rows[0].beyond, 2)

@@ -324,6 +324,8 @@ class Engine:
         given = [*map(private, jax.tree.leaves(batch))]
         if self.settings.placement.meshed:
             given, keys = divided(given, keys, self.settings.placement.num_replicas, drafted.job.shared)
+        if drafted.job.weights is not None and not drafted.job.weights.looked:
+            drafted.job.weights.look(given)
         arguments = [*leaves, *given, *keys]
         loss, *found = execute(plan, arguments, observer, hold)
         aux = drafted.job.cuts[0].loss.aux_tree.unflatten(found[: drafted.num_aux])

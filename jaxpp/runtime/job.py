@@ -12,6 +12,7 @@ from typing import Any
 from jaxpp.runtime.draft import Name
 from jaxpp.runtime.groups import Groups
 from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.weigh import Weights
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cut import CutLoss
 from jaxpp.stages.microbatch import Split
@@ -40,7 +41,7 @@ class Job:
         implementation: of the key, if it was typed.
         groups: which replicas run the same task.
         known: programs that are the same for batches of all sizes, by what they do.
-        weigh: computes the vector of scales from batch leaves; None when sizes decide.
+        weights: of the microbatches, computed from batch leaves; None when sizes decide.
     """
 
     cuts: tuple[CutLoss, ...]
@@ -55,9 +56,14 @@ class Job:
     shared: frozenset[int]
     key: Any
     implementation: str | None
-    weigh: Program | None
+    weights: Weights | None
     groups: Groups
     known: dict[Any, Program]
+
+    @property
+    def weigh(self) -> Program | None:
+        """Computes the vector of scales from batch leaves; None when sizes decide."""
+        return None if self.weights is None else self.weights.program
 
     @property
     def sizes(self) -> tuple[int, ...]:

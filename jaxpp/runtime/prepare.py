@@ -368,6 +368,7 @@ class Preparer:
         chosen = loss_fn or settings.loss_fn
         cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
+        weights = None if settings.weight is None else weigh(settings.weight, batch, shared, split, self.placement)
         return Job(
             cuts=cuts,
             variants=tuple(different.index(size) for size in parts),
@@ -383,7 +384,7 @@ class Preparer:
             implementation=key_implementation(key),
             groups=self.groups,
             known=self._known_programs,
-            weigh=None if settings.weight is None else weigh(settings.weight, batch, shared, split, self.placement),
+            weights=weights,
         )
 
 

@@ -168,21 +168,21 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shar
         raise BatchError(
             f"batch, {num_replicas} replicas",
             "each replica gets as many examples as the others",
-            f"{size} examples for {num_replicas} replicas",
+            f"{size} example{'s' * (size != 1)} for {num_replicas} replicas",
             f"pass a batch of {max(size - size % num_replicas, num_replicas)} examples",
         )
     if num_replicas > 1 and size // num_replicas < num_microbatches:
         raise BatchError(
             f"batch, num_microbatches={num_microbatches}, {num_replicas} replicas",
             "each microbatch of each replica needs at least one example",
-            f"{size} examples for {num_replicas} x {num_microbatches}",
+            f"{size} example{'s' * (size != 1)} for {num_replicas} x {num_microbatches}",
             f"pass a batch of {num_replicas * num_microbatches} examples or more",
         )
     if size < num_microbatches:
         raise BatchError(
             f"batch, num_microbatches={num_microbatches}",
             "each microbatch needs at least one example",
-            f"{size} examples for {num_microbatches} microbatches",
+            f"{size} example{'s' * (size != 1)} for {num_microbatches} microbatches",
             f"pass a larger batch, or num_microbatches={max(size, 1)} or fewer",
         )
     return size // num_replicas
