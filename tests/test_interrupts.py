@@ -21,6 +21,8 @@ from jaxpp.errors import StateError
 from tests.test_bugs import PARAMS, X, loss_fn, pipeline
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Python cannot raise what comes while it runs a finalizer; it prints that and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
