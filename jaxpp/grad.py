@@ -34,6 +34,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     remat: Remat | Sequence[Remat] = None,
     reduce_aux: ReduceAux = None,
     shared: str | Sequence[str] = (),
+    max_shapes: int = 8,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -60,6 +61,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
             (``scan``) is one operation to a policy.
         shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
+        max_shapes: of how many batch shapes the compiled step is kept: the last that were used. One that comes back later is traced
+            and compiled again. A shape that is evaluated with another loss counts once more.
         ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
 
     Returns:
@@ -93,6 +96,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             remat=remat,
             reduce_aux=reduce_aux,
             shared=shared,
+            max_shapes=max_shapes,
         )
     )
 

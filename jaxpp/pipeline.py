@@ -82,6 +82,8 @@ class Pipeline(Asked):
             its ``task`` (or one a replica), and the state holds Theta alone. Theta has ``optimizer``, each theta[t] the bank's.
         shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
             ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
+        max_shapes: of how many batch shapes the compiled step is kept: the last that were used. One that comes back later is traced
+            and compiled again. A shape that is evaluated with another loss counts once more.
 
     Raises:
         JaxppError: a ``ValueError`` for every option that cannot be run. Tracebacks end at the caller's own line;
@@ -125,6 +127,7 @@ class Pipeline(Asked):
         shardings: Any = None,
         bank: Bank | None = None,
         shared: str | Sequence[str] = (),
+        max_shapes: int = 8,
     ):
         check_optimizer(loss_fn, optimizer)
         self._tasks = None if bank is None else Tasks(bank)
@@ -150,6 +153,7 @@ class Pipeline(Asked):
             data_parallel=data_parallel,
             shardings=shardings,
             shared=shared,
+            max_shapes=max_shapes,
         )
         if self._tasks is not None:
             check_scaling(options)

@@ -3,8 +3,11 @@
 Work is counted, not timed: the lines of jaxpp's own code that run while Python traces it.
 """
 
+import gc
+import itertools
 import pathlib
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.errors import ArgumentError
 
 HOME = str(pathlib.Path(jaxpp.__file__).parent)
 LINEAR = 2.4
@@ -76,3 +80,133 @@ def test_tracing_cutting_and_lowering_grow_linearly_with_parameter_leaves(loss_f
         return lines_run(run)
 
     assert prepare(80) < LINEAR * prepare(40)
+
+
+def squares(params, batch, key=None):
+    x = batch if key is None else batch * jax.random.bernoulli(key, 0.5, batch.shape)
+    for name in sorted(params):
+        x = jnp.tanh(x * params[name])
+    return (x**2).mean()
+
+
+def dropout(params, batch, key):
+    return squares(params, batch, key)
+
+
+def pipeline(loss_fn=squares, num_stages=2, num_microbatches=2, **options):
+    params = {f"w{k:03}": jnp.full(4, 0.5) for k in range(num_stages)}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=num_stages, num_microbatches=num_microbatches, **options)
+    return pipe, pipe.init(params, jnp.ones((2 * num_microbatches, 4)))
+
+
+def test_of_all_batch_shapes_the_last_ones_used_are_kept():
+    # Plans, drafts, cuts and programs were kept for every size for ever: 24 MiB a size.
+    pipe, state = pipeline(max_shapes=2)
+    engine = pipe._engine
+    held = [weakref.ref(program) for program in engine.preparer.programs._compiled]
+    for size in (6, 8, 6, 10):
+        pipe.step(state, jnp.ones((size, 4)), donate=False)
+    gc.collect()
+    assert {name[-1][1][0][0][0] for name in engine._plans} == {6, 10}, "the least recently used one goes"
+    assert len(engine._plans) == len(engine._drafts) == len(engine.preparer._cuts) == 2
+    count = len(engine.preparer.programs)
+    drafts = [drafted.draft for _, drafted in engine._plans.values()]
+    used = {line.job[0] for draft in drafts for line in draft.lines if line.job is not None}
+    alive = [ref() for ref in held if ref() is not None]
+    assert used.issuperset(alive) and len(alive) < len(held), "programs go with the last plan that uses them"
+    assert used.issuperset(engine.preparer.programs._compiled.keys())
+    del drafts, used, alive
+    pipe.step(state, jnp.ones((10, 4)), donate=False)
+    for size in (5, 7):  # microbatches of 3 and 2, and of 4 and 3
+        pipe.step(state, jnp.ones((size, 4)), donate=False)
+    gc.collect()
+    assert len(engine._plans) == 2 and len(engine.preparer._cuts) == 3
+    _, found = pipe.step(state, jnp.ones((6, 4)), donate=False)
+    _, again = pipe.step(state, jnp.ones((10, 4)), donate=False)
+    assert found.loss == pytest.approx(again.loss), "what was forgotten is made again"
+    gc.collect()
+    assert len(engine.preparer.programs) == count
+
+
+def test_losses_that_are_evaluated_once_are_forgotten_too():
+    pipe, state = pipeline(max_shapes=2)
+    batch = jnp.ones((4, 4))
+    for k in range(4):
+        pipe.evaluate(state, batch, loss_fn=lambda params, batch, k=k: squares(params, batch) + k)
+    assert len(pipe._engine._plans) == len(pipe._engine.preparer._cuts) == 2
+
+
+def test_a_pipeline_that_is_dropped_gives_back_all_it_compiled():
+    pipe, state = pipeline()
+    pipe.evaluate(state, jnp.ones((4, 4)))
+    engine = pipe._engine
+    parts = [engine, engine.preparer, engine.preparer.programs, *engine.preparer.programs._compiled]
+    held = [weakref.ref(part) for part in (*parts, *engine.preparer.programs._same.values())]
+    del pipe, state, engine, parts
+    gc.collect()
+    assert not [ref() for ref in held if ref() is not None]
+
+
+def test_max_shapes_is_a_count():
+    with pytest.raises(ArgumentError, match="max_shapes=0"):
+        jaxpp.Pipeline(squares, optax.sgd(0.1), num_stages=2, max_shapes=0)
+
+
+def test_what_is_the_same_is_compiled_once_a_device():
+    # Each stage's programs, and the update at each batch size, were compiled by themselves.
+    device = jax.devices()[:1]
+    pipes = [pipeline(num_stages=n, num_microbatches=4, devices=device)[0] for n in (6, 12)]
+    few, many = (pipe._engine.preparer.programs for pipe in pipes)
+    assert 3 * (many.num_compiled - few.num_compiled) < len(many) - len(few)
+    pipe, state = pipeline()
+    plans = []
+    for size in (8, 12):
+        pipe.step(state, jnp.ones((size, 4)), donate=False)
+        plans.append(pipe._engine.plan("update", jnp.ones((size, 4)), None, donate=False)[0])
+    updates = [{line.label: line.call for line in plan.instructions if line.label.startswith("update")} for plan in plans]
+    assert updates[0] == updates[1], "the update does not depend on the size of the batch"
+
+
+def test_host_functions_of_equal_stages_are_called_each():
+    called = []
+
+    def note(number, x):
+        called.append(number)
+        return x
+
+    def loss_fn(params, batch):
+        x = batch
+        for k in range(4):
+            x = jax.pure_callback(lambda x, k=k: note(k, x), x, jax.lax.stop_gradient(x)) + x * params[f"w{k:03}"]
+        return (x**2).mean()
+
+    pipe, state = pipeline(loss_fn, num_stages=4, devices=jax.devices()[:1])
+    called.clear()
+    jax.block_until_ready(pipe.step(state, jnp.ones((4, 4)))[1])
+    assert set(called) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
+    # A fold for each stage and microbatch: 64 x 256 did not finish compiling.
+    key = jax.random.key(3, impl=kind)
+    pipe = jaxpp.Pipeline(dropout, optax.sgd(0.1), num_stages=2, num_microbatches=6)
+    state = pipe.init({f"w{k}": jnp.full(4, 0.5) for k in range(4)}, jnp.ones((12, 4)))
+    pipe.verify(state, jnp.ones((12, 4)), key)
+    lines = pipe._engine.draft("update", jnp.ones((12, 4)), key).draft.lines
+    begins = [line.job[0] for line in lines if line.label.startswith("begin") and line.job]
+    folds = [str(jax.make_jaxpr(program.function)(*program.avals)).count("random_fold_in") for program in begins]
+    assert set(folds) <= {0, 1} and 1 in folds
+
+
+def test_lowering_grows_linearly_with_actions():
+    schedules = [jaxpp.schedule.make("1f1b", num_ranks=8, num_microbatches=count) for count in (16, 32)]
+    counts = []
+    for schedule in schedules:
+        params = {f"w{k:03}": jax.ShapeDtypeStruct((4,), jnp.float32) for k in range(8)}
+        options = {"num_stages": 8, "num_microbatches": schedule.num_microbatches, "schedule": schedule}
+        engine = jaxpp.Pipeline(squares, optax.sgd(0.1), **options)._engine
+        batch = jnp.ones((schedule.num_microbatches, 4))
+        engine.settle((params,), batch, None)
+        counts.append(lines_run(lambda engine=engine, batch=batch: engine.draft("update", batch, None)))
+    assert all(more < LINEAR * less for less, more in itertools.pairwise(counts))

@@ -15,7 +15,7 @@ from jaxpp.runtime.draft import Draft, Name
 from jaxpp.runtime.job import Job, local_name
 from jaxpp.runtime.submesh import home_of
 from jaxpp.runtime.transfer import put, put_at
-from jaxpp.stages.microbatch import fold_key, scale_dtype, slice_batch
+from jaxpp.stages.microbatch import fold_keys, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role, shapes_of
 from jaxpp.stages.stage import StageCode
 
@@ -84,7 +84,7 @@ def _keys(draft: Draft, job: Job, stage: int, part: Any) -> None:
         names, shapes = [*names, replica], [*shapes, jax.ShapeDtypeStruct((), draft.constants[replica].dtype)]
     count = len(job.sizes)
     part(
-        lambda key, replica=0: [fold_key(key, job.implementation, replica * count + i) for i in range(count)],
+        lambda key, replica=0: fold_keys(key, job.implementation, replica * count, count),
         names,
         shapes,
         [Name(stage, Ref(Role.KEY), i) for i in range(count)],

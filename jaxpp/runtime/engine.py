@@ -95,6 +95,7 @@ class Engine:
         self._settled: Any = None
         self._drafts: dict[Any, tuple[Job, Draft]] = {}
         self._plans: dict[Any, tuple[Plan, Drafted]] = {}
+        self._recent: dict[Any, None] = {}
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -212,8 +213,8 @@ class Engine:
                 own |= {(Role.OPT, k) for k in range(first, count)}
             preparer.layout = dataclasses.replace(layout, known={**layout.known, "opt_specs": specs, "own": own})
         self.preparer, self.update, self._settled = preparer, update, _shapes(batch, key)
-        self._drafts.clear()
-        self._plans.clear()
+        for known in (self._drafts, self._plans, self._recent):
+            known.clear()
 
     def birth(self, graph: Graph, key: Any) -> list[Any]:
         """Make the parameters (of a pair, the shared ones) and the model state from the traced init, each on its owner."""
@@ -237,7 +238,8 @@ class Engine:
         self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True, watched: bool = False
     ) -> tuple[Plan, Drafted]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        cache_key = (kind, loss_fn, donate, watched, flags(), _shapes(batch, key))
+        shape = loss_fn, _shapes(batch, key)
+        cache_key = (kind, donate, watched, flags(), *shape)
         found = self._plans.get(cache_key)
         if found is None:
             drafted = self.draft(kind, batch, key, loss_fn=loss_fn, donate=donate)
@@ -248,18 +250,32 @@ class Engine:
             plan = draft.finish(self.preparer.programs, drafted.inputs, drafted.outputs, **options)
             drafted.draft.chosen.update(draft.chosen)
             found = self._plans[cache_key] = plan, drafted
+        self._use(shape)
         return found
+
+    def _use(self, shape: Any) -> None:
+        """Note that a loss is used at a batch shape; the least recently used ones beyond ``max_shapes`` are forgotten."""
+        self._recent.pop(shape, None)
+        self._recent[shape] = None
+        if len(self._recent) > self.settings.max_shapes:
+            del self._recent[next(iter(self._recent))]
+            for known in (self._drafts, self._plans):
+                for name in [name for name in known if name[-2:] not in self._recent]:
+                    del known[name]
+            self.preparer.forget({id(cut) for job, _ in self._drafts.values() for cut in job.cuts})
 
     def draft(self, kind: Kind, batch: Any, key: Any, *, loss_fn: LossFn | None = None, donate: bool = True) -> Drafted:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = kind != "forward"
-        cache_key = (train, loss_fn, _shapes(batch, key))
+        shape = loss_fn, _shapes(batch, key)
+        cache_key = (train, *shape)
         if cache_key not in self._drafts:
             schedule = self.settings.schedule
             job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
             actions = schedule.order if train else forward_actions(schedule.num_stages, len(job.sizes))
             self._drafts[cache_key] = job, lower(job, actions)
+        self._use(shape)
         job, lines = self._drafts[cache_key]
         draft = lines.copy()
         loss = total_name(job.loss_stage, Role.LOSS)

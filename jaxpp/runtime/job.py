@@ -4,7 +4,7 @@ A ``Job`` is a cut loss at every microbatch size of a step, with the owners and 
 but for the order of its actions.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,7 @@ class Job:
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
         groups: which replicas run the same task.
-        known: programs that are the same for batches of all sizes, by what they do.
+        known: programs that are the same for batches of all sizes, by what they do, for as long as a plan has them.
         weights: of the microbatches, computed from batch leaves; None when sizes decide.
     """
 
@@ -58,7 +58,7 @@ class Job:
     implementation: str | None
     weights: Weights | None
     groups: Groups
-    known: dict[Any, Program]
+    known: MutableMapping[Any, Program]
 
     @property
     def weigh(self) -> Program | None:
@@ -77,9 +77,10 @@ class Job:
             key: what it does, and all that it depends on.
             make: makes it.
         """
-        if key not in self.known:
-            self.known[key] = make()
-        return self.known[key]
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = make()
+        return found
 
     @property
     def num_stages(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ class Update:
         watched: the stages that own parameters which are not frozen.
         state_owner: the stage of each model state leaf, if the loss is scaled.
         loss_stage: the stage that has the loss, and its scale.
-        programs: made so far: they are the same at every batch size.
+        programs: made so far, for as long as a plan has them: they are the same at every batch size.
     """
 
     graph: Graph
@@ -83,7 +84,7 @@ class Update:
     scaling: Scaling | None
     state_owner: tuple[int, ...]
     loss_stage: int
-    programs: dict[Any, Program] = field(default_factory=dict)
+    programs: WeakValueDictionary[Any, Program] = field(default_factory=WeakValueDictionary)
 
     @property
     def scales(self) -> tuple[Name, ...]:

@@ -5,9 +5,10 @@ batch, an evaluation loss) is traced again at its own shapes and cut so that the
 by shape, so a shape is compiled once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ class Preparer:
         self.groups = Groups()
         self.like = like
         self._cuts: dict[Any, CutLoss] = {}
-        self._known_programs: dict[Any, Program] = {}
+        self._known_programs: WeakValueDictionary[Any, Program] = WeakValueDictionary()
 
     @property
     def _scaled_by(self) -> int | None:
@@ -240,21 +241,21 @@ class Preparer:
         self, loss: TracedLoss, given: tuple[Any, ...], microbatch: Any, key: Any, frozen: frozenset[int], permit: Permit
     ) -> tuple[Layout, CutLoss]:
         """Cut a loss whose loops were split singly, and say what that decides."""
-        settings, clock, spine = self.settings, loss.clock, _spine(loss)
+        settings, clock, spine = self.settings, loss.clock, loss.primitives
         cuts = () if self.like else self._choose(loss)
         slicing, variables = slicing_at(loss, cuts, given[0], settings, permit, self.like and self.like.slicing), given
         if loss.layers or slicing.any:
             variables = (slicing.of(given[0]), *given[1:])
             self.frozen = frozenset(slicing.leaves(frozen))
             loss = replace(self._trace(settings.loss_fn, variables, microbatch, key), clock=clock)
-        if self.like or _spine(loss) != spine:
+        if self.like or loss.primitives != spine:
             cuts = self._choose(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
         options = {"remat": settings.remat, "severed": settings.severed, "scaled_by": self._scaled_by, "pack": self._pack}
         first = cut(loss, cuts, owner, reducers=reducers, **options)
         packs = tuple(code.packs for code in first.stages)
-        decided = (owner, _spine(loss), cuts, reducers, packs, first.state_home)
+        decided = (owner, loss.primitives, cuts, reducers, packs, first.state_home)
         unevenness = uneven(loss, cuts) if settings.cuts is None and self.like is None else None
         return Layout(given, slicing, variables, *decided, self._known(given[0], slicing), unevenness), first
 
@@ -284,7 +285,7 @@ class Preparer:
         """Where to cut: where the user says, or for balance."""
         names, count, like = self.settings.cuts, self.settings.schedule.num_stages, self.like
         if like is not None:
-            return like.cuts if _spine(loss) == like.spine else align(loss, count, like.owner, like.state_owner, train=True)
+            return like.cuts if loss.primitives == like.spine else align(loss, count, like.owner, like.state_owner, train=True)
         if names is not None:
             return resolve(loss, names)
         check_giant(loss, count)
@@ -342,14 +343,21 @@ class Preparer:
         cache_key = self._cache_key(loss_fn, microbatch, key, train)
         if cache_key not in self._cuts:
             loss = self._trace(loss_fn, layout.variables, microbatch, key, train=train)
-            same = _spine(loss) == layout.spine
+            same = loss.primitives == layout.spine
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, layout.state_owner, train=train)
             own = loss_fn == settings.loss_fn
             reducers = layout.reducers if own else self._reducers(loss, loss_fn, layout.variables, microbatch, key)
             options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
             options |= {"state_owner": layout.state_owner, "scaled_by": self._scaled_by, "pack": self._pack}
             self._cuts[cache_key] = cut(loss, cuts, layout.owner, reducers=reducers, **options)
+            if len(self._cuts) > 4 * settings.max_shapes:  # a shape has microbatches of two sizes, to train and to evaluate
+                del self._cuts[next(iter(self._cuts))]
         return self._cuts[cache_key]
+
+    def forget(self, used: Collection[int]) -> None:
+        """Let go of the cuts that are not among those used, by ``id``."""
+        for name in [name for name, found in self._cuts.items() if id(found) not in used]:
+            del self._cuts[name]
 
     def job(self, batch: Any, key: Any, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:
         """What to lower for a batch of these shapes.
@@ -386,10 +394,6 @@ class Preparer:
             known=self._known_programs,
             weights=weights,
         )
-
-
-def _spine(loss: TracedLoss) -> tuple[str, ...]:
-    return tuple(loss.graph.eqns[i].primitive.name for i in loss.spine)
 
 
 def _raw(key: Any) -> Any:

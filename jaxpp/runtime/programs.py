@@ -1,11 +1,17 @@
-"""Compiled programs, each compiled once for each device it runs on, side by side in threads."""
+"""Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
+A program is known by its object, and what was compiled for it is let go with it. Programs that are lowered to the same text (equal
+stages on one device, an update at another batch shape) share what is compiled.
+"""
+
+import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax.numpy as jnp
 
@@ -24,27 +30,36 @@ _PATIENCE = 2.0
 """Seconds of compiling after which a progress bar is shown."""
 
 
+class _Executable:
+    """What was compiled; shared by the programs that are the same."""
+
+    __slots__ = ("__weakref__", "call")
+
+    def __init__(self, call: Any):
+        self.call = call
+
+
 class Programs:
     """Compiled programs, each compiled once for each device it runs on.
 
-    Holds one pipeline's programs; a program that is compiled for a second batch shape adds to it.
+    Holds one pipeline's programs for as long as its plans do; what a second batch shape needs besides adds to them.
     """
 
     def __init__(self):
-        self._compiled: dict[Any, Any] = {}
-        self._tokened: dict[int, Program] = {}
-        self._alive: list[Program] = []
+        self._compiled: WeakKeyDictionary[Program, dict[Any, _Executable]] = WeakKeyDictionary()
+        self._same: WeakValueDictionary[Any, _Executable] = WeakValueDictionary()
+        self._tokened: WeakValueDictionary[int, Program] = WeakValueDictionary()
 
     def with_token(self, program: Program) -> Program:
         """The same program with one more result, a byte that is there when the program is done."""
-        if id(program) not in self._tokened:
-            self._tokened[id(program)] = replace(
+        found = self._tokened.get(id(program))
+        if found is None:  # what is found holds the program, so its id is that of no other
+            found = self._tokened[id(program)] = replace(
                 program,
                 function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)],
                 outputs=(*program.outputs, Ref(Role.VALUE, shared=True)),
             )
-            self._alive.append(program)
-        return self._tokened[id(program)]
+        return found
 
     def compile(self, jobs: Iterable[Job], given: Iterable[Shardings] | None = None, what: str = "") -> None:
         """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered.
@@ -54,39 +69,60 @@ class Programs:
             given: for each how the arguments are sharded whose sharding the compiler chose when it made them.
             what: what for, for the progress bar.
         """
-        fresh = {}
+        fresh: dict[Any, tuple[Job, Shardings]] = {}
         for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
-            found = self._key(job, chosen)
-            if found not in self._compiled:
-                fresh[found] = job, chosen
+            program, place, donated = job
+            if (place, donated, chosen) not in self._compiled.get(program, ()):
+                fresh[program, place, donated, chosen] = job, chosen
         if not fresh:
             return
-        self._alive += (job[0] for job, _ in fresh.values())
         with (
             ThreadPoolExecutor(os.cpu_count()) as pool,
             progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar,
         ):
-            waiting = {pool.submit(_lower(job, chosen).compile): found for found, (job, chosen) in fresh.items()}
+            waiting: dict[Any, Any] = {}
+            wanted: dict[Any, list[Job]] = {}
+            for job, chosen in fresh.values():
+                lowered = _lower(job, chosen)
+                text = _text(job, chosen, lowered)
+                known = self._same.get(text)
+                if known is not None:
+                    self._keep(job, chosen, known)
+                    bar.update()
+                elif text in wanted:
+                    wanted[text].append(job)
+                else:
+                    wanted[text] = [job]
+                    waiting[pool.submit(lowered.compile)] = text, chosen
             for done in as_completed(waiting):
-                self._compiled[waiting[done]] = done.result()
-                bar.update()
+                text, chosen = waiting[done]
+                made = self._same[text] = _Executable(done.result())
+                for job in wanted[text]:
+                    self._keep(job, chosen, made)
+                    bar.update()
 
-    @staticmethod
-    def _key(job: Job, given: Shardings) -> Any:
+    def _keep(self, job: Job, given: Shardings, executable: _Executable) -> None:
         program, place, donated = job
-        return id(program), place, donated, given
+        self._compiled.setdefault(program, {})[place, donated, given] = executable
 
     def get(self, job: Job, given: Shardings = ()) -> Any:
         """The compiled program, for arguments sharded so."""
-        return self._compiled[self._key(job, given)]
+        program, place, donated = job
+        return self._compiled[program][place, donated, given].call
 
     def __getitem__(self, job: Job) -> Any:
         """The compiled program, however its arguments are sharded."""
-        found = self._compiled.get(self._key(job, ()))
-        return found or next(made for key, made in self._compiled.items() if key[:3] == self._key(job, ())[:3])
+        program, place, donated = job
+        found = self._compiled[program]
+        return next(made.call for key, made in found.items() if key[:2] == (place, donated))
 
     def __len__(self) -> int:
-        return len(self._compiled)
+        return sum(map(len, list(self._compiled.values())))
+
+    @property
+    def num_compiled(self) -> int:
+        """How many different ones were compiled; ``len`` counts each program by itself."""
+        return len(self._same)
 
 
 def free_inputs(job: Job) -> list[int]:
@@ -101,3 +137,13 @@ def _lower(job: Job, given: Shardings) -> Any:
     pairs = enumerate(zip(program.inputs, program.avals, strict=True))
     avals = [aval_on(place, ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
     return jitted(program, place, donated).lower(*avals)
+
+
+def _text(job: Job, given: Shardings, lowered: Any) -> Any:
+    """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
+
+    A function on the host is known to a text by a number alone, so a program that calls one is only like itself.
+    """
+    text = lowered.as_text()
+    same = job[0] if "callback" in text else hashlib.sha256(text.encode()).digest()
+    return same, *job[1:], given

@@ -42,6 +42,7 @@ class Settings:
         balance: what stages have equally much of, ``flops`` or ``time``.
         shardings: of the parameters inside a stage, as the user wrote them.
         shared: names of the batch leaves that every microbatch gets as they are, besides numbers.
+        max_shapes: of how many batch shapes the plans are kept.
     """
 
     loss_fn: LossFn
@@ -58,6 +59,7 @@ class Settings:
     balance: str = "flops"
     shardings: Any = None
     shared: tuple[str, ...] = ()
+    max_shapes: int = 8
 
     @cached_property
     def placement(self) -> Placement:
@@ -90,6 +92,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     data_parallel: int = 1,
     shardings: Any = None,
     shared: str | Sequence[str] = (),
+    max_shapes: int = 8,
 ) -> Settings:
     """Check the options and settle the schedule and the devices.
 
@@ -99,7 +102,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         ScheduleError: an unknown schedule, or with model state one that changes the order of a stage's forwards.
     """
     num_microbatches = num_stages if num_microbatches is None else num_microbatches
-    _check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    _check_counts(num_stages=num_stages, num_microbatches=num_microbatches, max_shapes=max_shapes)
     check_function("loss_fn", "the loss is a function of (params, batch[, key])", loss_fn)
     if weight is not None:
         fix = 'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out'
@@ -122,7 +125,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     check_shardings(shardings, mesh)
     loss_fn = positional_key(loss_fn, 2 + has_state)
     options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))
-    found = Settings(loss_fn, made, places, *options)
+    found = Settings(loss_fn, made, places, *options, int(max_shapes))
     if has_state and found.placement.num_replicas > 1:
         raise ArgumentError(
             "has_state=True with data parallelism",

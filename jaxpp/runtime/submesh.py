@@ -111,13 +111,14 @@ def bytes_on(place: Place, ref: Ref, aval: Any, sharding: Any = None) -> int:
 
 
 def jitted(program: Program, place: Place, donated: Sequence[int]) -> Any:
-    """A program as ``jax.jit`` runs it at a place."""
+    """A program as ``jax.jit`` runs it at a place, given all its arguments, read or not."""
     if not isinstance(place, Submesh):
-        return jax.jit(program.function, donate_argnums=donated, out_shardings=SingleDeviceSharding(place))
+        home = SingleDeviceSharding(place)
+        return jax.jit(program.function, donate_argnums=donated, out_shardings=home, keep_unused=True)
     outs = [None if place.is_free(ref) else place.sharding(ref) for ref in program.outputs]
     ours = any(map(place.per_replica, (*program.inputs, *program.outputs)))
     function = _each(program, place) if ours and not program.spans else program.function
-    return jax.jit(function, donate_argnums=donated, out_shardings=outs)
+    return jax.jit(function, donate_argnums=donated, out_shardings=outs, keep_unused=True)
 
 
 def _each(program: Program, place: Submesh) -> Any:

@@ -156,6 +156,11 @@ class TracedLoss:
                 chosen.append(i)
         return tuple(sorted(chosen, key=lambda i: (due[i], i)))
 
+    @cached_property
+    def primitives(self) -> tuple[str, ...]:
+        """The name of the primitive of each spine equation."""
+        return tuple(self.graph.eqns[i].primitive.name for i in self.spine)
+
     def _due(self) -> list[float]:
         """When each equation runs, as a number of one: its own, or its first reader's if it depends on data but on no parameter.
 

@@ -27,7 +27,7 @@ __all__ = [
     "batch_avals",
     "check_batch",
     "check_shared",
-    "fold_key",
+    "fold_keys",
     "num_examples",
     "resized",
     "scale_dtype",
@@ -249,11 +249,29 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, list) and bool(node) and all(isinstance(item, (bool, int, float, complex)) for item in node)
 
 
-def fold_key(key: Any, implementation: str | None, microbatch: Any) -> Any:
-    """The raw key of one microbatch: ``jax.random.fold_in(key, microbatch)``, on a raw key of the given implementation."""
-    if implementation is None:
-        return jax.random.fold_in(key, microbatch)
-    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=implementation), microbatch))
+_BATCHED = frozenset({"threefry2x32", "rbg"})
+"""Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``."""
+
+
+def fold_keys(key: Any, implementation: str | None, first: Any, count: int) -> list[Any]:
+    """The raw keys of the microbatches from ``first`` on: each ``jax.random.fold_in(key, microbatch)``, folded by one operation.
+
+    Args:
+        key: raw, of the given implementation; of the default one if that is None.
+        implementation: of the keys.
+        first: the number of the first microbatch.
+        count: how many.
+    """
+
+    def fold(microbatch: Any) -> Any:
+        if implementation is None:
+            return jax.random.fold_in(key, microbatch)
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=implementation), microbatch))
+
+    same = (implementation or str(jax.random.key_impl(jax.random.key(0)))) in _BATCHED
+    numbers = first + jnp.arange(count)
+    folded = jax.vmap(fold)(numbers) if same else jax.lax.map(fold, numbers)
+    return [folded[i] for i in range(count)]
 
 
 def scale_dtype() -> Any:

@@ -66,9 +66,9 @@ class Ref:
         return not self.shared and self.role not in SHARED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A flat function and the names of its arguments and results.
+    """A flat function and the names of its arguments and results; the same as itself alone.
 
     Attributes:
         function: takes one array an input, returns one an output.
