@@ -125,6 +125,20 @@ def test_rows_are_found_however_they_are_read(x64):
     pipe.verify(state, BATCH)
 
 
+def test_a_row_counted_from_a_truth_is_0_or_1(x64):
+    # That 3 as a truth is 1 was forgotten: row 3 was read instead of row 1, and the loss was wrong.
+    clipped = jax.jit(lambda i: i.astype(bool).astype(jnp.int32))
+
+    def loss(params, batch):
+        x = batch
+        for i in range(4):
+            x = jnp.tanh(x + jax.lax.dynamic_index_in_dim(params["b"], clipped(jnp.int32(i)), keepdims=False) * params["b"][i])
+        return (x**2).mean()
+
+    pipe = pipeline(loss, optax.sgd(0.1), stages=2)
+    pipe.verify(pipe.init({"b": params(4)["b"]}, BATCH), BATCH)
+
+
 def test_schedules_give_the_same_bits_and_the_loop_those_of_a_scan():
     def looped(params, batch):
         return (jax.lax.scan(lambda x, row: (layer(x, row["w"], row["b"]), None), batch, params)[0] ** 2).mean()

@@ -282,6 +282,7 @@ class _Integers:
         values = [self.get(atom) for atom in eqn.invars]
         if None not in values and dtype.kind in "iub":
             result = int(compute(*values))
+            result = int(bool(result)) if dtype.kind == "b" else result  # what is not 0 is True, and True is 1
             if dtype.kind == "b" or jnp.iinfo(dtype).min <= result <= jnp.iinfo(dtype).max:
                 self._known[eqn.outvars[0]] = result
 
