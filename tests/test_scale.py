@@ -16,6 +16,8 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
+from jaxpp.runtime.programs import Programs
+from jaxpp.stages.program import Program, Ref, Role
 
 HOME = str(pathlib.Path(jaxpp.__file__).parent)
 LINEAR = 2.4
@@ -128,6 +130,21 @@ def test_of_all_batch_shapes_the_last_ones_used_are_kept():
     assert len(engine.preparer.programs) == count
 
 
+def test_programs_that_call_the_host_are_forgotten_with_their_plans():
+    # Each was known by itself to what was compiled for it, so it lived as long as the pipeline.
+    def loss_fn(params, batch):
+        jax.debug.callback(lambda _: None, batch.sum())
+        return squares(params, batch)
+
+    pipe, state = pipeline(loss_fn, max_shapes=1)
+    counts = []
+    for size in (4, 6, 8):
+        jax.block_until_ready(pipe.step(state, jnp.ones((size, 4)), donate=False))
+        gc.collect()
+        counts.append(len(pipe._engine.preparer.programs))
+    assert counts == sorted(counts, reverse=True), "none of an earlier size is left"
+
+
 def test_losses_that_are_evaluated_once_are_forgotten_too():
     pipe, state = pipeline(max_shapes=2)
     batch = jnp.ones((4, 4))
@@ -165,6 +182,19 @@ def test_what_is_the_same_is_compiled_once_a_device():
         plans.append(pipe._engine.plan("update", jnp.ones((size, 4)), None, donate=False)[0])
     updates = [{line.label: line.call for line in plan.instructions if line.label.startswith("update")} for plan in plans]
     assert updates[0] == updates[1], "the update does not depend on the size of the batch"
+
+
+def test_programs_on_keys_and_on_their_bits_are_two():
+    # To the text of a program a key is an array of integers; the second one was refused by what was compiled for the first.
+    keys = jax.random.split(jax.random.key(0), 3)
+    device, refs = jax.devices()[0], ((Ref(Role.ACTIVATION, 0),), (Ref(Role.ACTIVATION, 1),))
+    programs, both = Programs(), (keys, jax.random.key_data(keys))
+    shapes = [jax.ShapeDtypeStruct(given.shape, given.dtype) for given in both]
+    jobs = [(Program(lambda x: [x], *refs, (shape,)), device, ()) for shape in shapes]
+    programs.compile(jobs)
+    for job, given in zip(jobs, both, strict=True):
+        (found,) = programs.get(job)(given)
+        assert (found.dtype, found.shape) == (given.dtype, given.shape)
 
 
 def test_host_functions_of_equal_stages_are_called_each():

@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import jax
 import jax.numpy as jnp
 
 from jaxpp.runtime.progress import progress
@@ -142,8 +143,11 @@ def _lower(job: Job, given: Shardings) -> Any:
 def _text(job: Job, given: Shardings, lowered: Any) -> Any:
     """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
 
-    A function on the host is known to a text by a number alone, so a program that calls one is only like itself.
+    A function on the host is known to a text by a number alone, so a program that calls one is like no other. (What stands for it
+    is not the program, which its own executable would then keep alive.) To a text a key is an array of integers, so the types of
+    arguments and results are compared too.
     """
     text = lowered.as_text()
-    same = job[0] if "callback" in text else hashlib.sha256(text.encode()).digest()
-    return same, *job[1:], given
+    same = object() if "callback" in text else hashlib.sha256(text.encode()).digest()
+    types = tuple(leaf.dtype for leaf in jax.tree.leaves((lowered.in_avals, lowered.out_info)))
+    return same, types, *job[1:], given
