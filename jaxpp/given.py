@@ -124,7 +124,8 @@ def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:
 
 def _kind(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return _KEY if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else f"an array {describe(value)}"
+        one_key = value.shape == () and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)  # an array of keys may be a batch
+        return _KEY if one_key else f"an array {describe(value)}"
     leaves = jax.tree.leaves(value)
     if callable(value) and len(leaves) == 1 and leaves[0] is value:
         return _FUNCTION

@@ -61,9 +61,9 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
             (``scan``) is one operation to a policy.
         shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
+            ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
         max_shapes: of how many batch shapes the compiled step is kept: the last that were used. One that comes back later is traced
             and compiled again. A shape that is evaluated with another loss counts once more.
-        ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients

@@ -99,6 +99,17 @@ def test_arguments_of_init_in_another_order_are_told_apart(args, got):
     assert f"  Got: {got}" in str(error.value)
 
 
+def test_a_batch_may_be_an_array_of_keys():
+    def loss(params, keys):
+        return ((jax.vmap(jax.random.normal)(keys)[:, None] * params["a"]["kernel"] * params["b"]["kernel"]) ** 2).mean()
+
+    keys = jax.random.split(KEY, 8)
+    params = {name: {"kernel": jnp.full(4, 0.5)} for name in "ab"}
+    pipe = pipeline(loss)
+    pipe.verify(pipe.init(params, keys), keys)
+    pipe.verify(pipe.init(lambda _: params, KEY, keys), keys)
+
+
 def test_swapped_parameters_and_batch_are_told_with_a_key_a_model_state_and_a_bank():
     with pytest.raises(ArgumentError, match="the other way round"):
         pipeline(noisy).init(BATCH, PARAMS)
