@@ -60,6 +60,13 @@ def drawn(monkeypatch, stream, fail=False):
     return stream.getvalue()
 
 
+@pytest.mark.parametrize("stream", [types.SimpleNamespace(write=lambda _: None), None], ids=["a logger's", "none"])
+def test_a_stream_that_cannot_say_whether_it_is_a_terminal_gets_no_bar(stream, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress(range(3), desc="working") as bar:
+        assert list(bar) == [0, 1, 2]
+
+
 def test_a_terminal_shows_a_bar_and_the_next_line_begins_clean(monkeypatch):
     text = drawn(monkeypatch, Terminal())
     assert "working:  67%" in text

@@ -27,4 +27,5 @@ def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **optio
 def _is_watched() -> bool:
     """Whether standard error is a terminal or the output of a notebook's cell."""
     stream = sys.stderr
-    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel"))
+    is_terminal = getattr(stream, "isatty", bool)  # what only has ``write`` (a logger's) is none
+    return bool(is_terminal()) or type(stream).__module__.startswith("ipykernel")
