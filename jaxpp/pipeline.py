@@ -339,7 +339,7 @@ class Pipeline(Asked):
                 else:
                     outcome = self._tasks.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
-                if any(leaf.is_deleted() for leaf in leaves):
+                if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state)):  # not the copies of one elsewhere
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
                 raise
             self._kept = new = ready.states.wrap(outcome.leaves)

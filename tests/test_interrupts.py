@@ -236,8 +236,13 @@ def test_an_update_that_fails_in_part_says_so_and_what_to_do():
     assert "part of the state is consumed" in "".join(caught.value.__notes__)
     with pytest.raises(StateError, match="by an update that failed in part"):
         _ = pipe.state
+    restored = jaxpp.State(*saved)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        pipe.step(restored, X)
+    assert "consumed" not in "".join(caught.value.__notes__), "of a state that is elsewhere only copies are"
+    assert pipe.state is restored
     pipe._engine._plans[known] = plan, drafted
-    pipe.step(jaxpp.State(*saved), X)
+    pipe.step(restored, X)
 
 
 def test_pipe_state_is_the_newest_state():
