@@ -32,9 +32,10 @@ TINY = Config(
     mlp_width=64,
     mlp_depth=4,
     rounds=1,
+    dtype="float64",
     no_figure=True,
 )
-LOSS = 4  # bytes
+FLOAT = 8  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +50,23 @@ def gpt():
 
 
 def test_every_mesh_computes_what_one_device_computes(result, gpt):
+    # In float32 the parameters were compared with 1e-4, and a busy machine, which divides sums otherwise, came to 1.03e-4: the bias
+    # of an attention key has a gradient of rounding alone, of which Adam makes steps.
     assert [(row.model, str(row.shape), row.microbatches) for row in result.rows] == [("mlp", "2x2x2", 2), ("mlp", "2x4x1", 1)]
     for row in (*result.rows, gpt):
         assert row.equal, row.reason
         assert len(row.losses) == TINY.steps
-        assert row.loss_apart < 1e-6
-        assert row.params_apart < 1e-4
-    assert result.oracles["mlp"] == pytest.approx(result.rows[0].losses, rel=1e-6)
+        assert row.loss_apart < 1e-12
+        assert row.params_apart < 1e-11
+    assert result.oracles["mlp"] == pytest.approx(result.rows[0].losses, rel=1e-12)
 
 
 def test_each_rank_reduces_once_over_data_and_exactly_its_parameters_and_the_loss(result, gpt):
     for row in (*result.rows, gpt):
         assert row.data.times == row.shape.pipe
         in_a_rank = row.shape.data * row.shape.model
-        assert row.data.num_bytes == sum(row.params) + LOSS * in_a_rank
-        assert row.beyond == LOSS * in_a_rank
+        assert row.data.num_bytes == sum(row.params) + FLOAT * in_a_rank
+        assert row.beyond == FLOAT * in_a_rank
 
 
 def test_sharding_halves_what_a_device_holds_and_pairs_of_layers_reduce_once(result, gpt):
@@ -80,11 +83,11 @@ def test_sharding_halves_what_a_device_holds_and_pairs_of_layers_reduce_once(res
 
 def test_what_crosses_between_stages_is_every_activation_and_its_cotangent_on_every_shard(result, gpt):
     for row in result.rows:
-        crossing = 4 * TINY.batch * TINY.mlp_width * row.shape.model
+        crossing = FLOAT * TINY.batch * TINY.mlp_width * row.shape.model
         assert (row.sent.activations, row.sent.cotangents, row.sent.tied) == (crossing, crossing, 0)
         assert row.by_axis[0] == sum(row.sent) >= 2 * crossing
-    assert gpt.sent.activations == gpt.sent.cotangents == 4 * TINY.batch * TINY.gpt_length * TINY.gpt_width * 2
-    embedding = 4 * 256 * TINY.gpt_width
+    assert gpt.sent.activations == gpt.sent.cotangents == FLOAT * TINY.batch * TINY.gpt_length * TINY.gpt_width * 2
+    embedding = FLOAT * 256 * TINY.gpt_width
     assert gpt.sent.tied == 2 * embedding + 2 * embedding  # to both replicas, and each one's gradient back
 
 

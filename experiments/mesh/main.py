@@ -3,6 +3,7 @@
 Bytes are counted, and do not depend on the device. Times do: on forced CPU devices they say what eight of them cost on a few cores.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import optax
@@ -60,6 +61,8 @@ class Config:
         mlp_depth: its hidden layers; there is one layer more, the head.
         rounds: how often a step is timed.
         seed: of parameters, batches and dropout.
+        dtype: of the parameters, and what is computed in. In float64 the differences from one device are those of an error, not of
+            rounding: Adam makes steps of what is left of gradients that cancel, such as that of an attention key's bias.
         figure: file for the figure; its folder is made if there is none.
         no_figure: draw none.
         json: file to add the line of results to.
@@ -81,6 +84,7 @@ class Config:
     mlp_depth: int = 8
     rounds: int = 3
     seed: int = 0
+    dtype: Literal["float32", "float64"] = "float32"
     figure: Path = Path("experiments/mesh/out/mesh.png")
     no_figure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     json: Path | None = None
@@ -179,6 +183,22 @@ def run(config: Config) -> Result:
             f"--devices {config.devices}: a mesh has no device twice, and there are {len(jax.devices())} "
             f"({jax.devices()[0].platform}). Fix: run with JAX_PLATFORMS=cpu and without a number of devices in XLA_FLAGS."
         )
+    with jax.enable_x64(True) if config.dtype == "float64" else contextlib.nullcontext():
+        oracles, rows = _compare(config)
+    if drawn:
+        axes_figure(_panels(config, rows), _heading(config)).savefig(config.figure)
+    return Result(
+        config=config,
+        oracles=oracles,
+        rows=tuple(rows),
+        figure=config.figure if drawn else None,
+        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
+        versions={name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+    )
+
+
+def _compare(config: Config) -> tuple[dict[str, tuple[float, ...]], list[Row]]:
+    """Train each model on one device, then on every mesh: the losses of the one, and what the others did."""
     keys = tuple(jax.random.split(jax.random.key(config.seed)))
     optimizer, oracles, rows = optax.adamw(RATE, eps=EPSILON), {}, []
     with progress(total=len(config.models) * len(config.shapes), unit="mesh") as bar:
@@ -192,16 +212,7 @@ def run(config: Config) -> Result:
                 given = problem, shape, optimizer, config.microbatches, keys, oracle, plain
                 rows.append(_noted(name, *given, config.rounds))
                 bar.update()
-    if drawn:
-        axes_figure(_panels(config, rows), _heading(config)).savefig(config.figure)
-    return Result(
-        config=config,
-        oracles=oracles,
-        rows=tuple(rows),
-        figure=config.figure if drawn else None,
-        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
-        versions={name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-    )
+    return oracles, rows
 
 
 def table(result: Result) -> str:
@@ -254,9 +265,9 @@ def _noted(name: str, problem: Problem, shape: Shape, *rest: Any) -> Row:
 
 def _problem(name: str, config: Config) -> Problem:
     if name == "mlp":
-        return mlp(config.mlp_width, config.mlp_depth, config.batch, config.seed)
+        return mlp(config.mlp_width, config.mlp_depth, config.batch, config.seed, config.dtype)
     sizes = config.gpt_width, config.gpt_depth, config.gpt_heads, config.gpt_length
-    return gpt(*sizes, config.batch, config.dropout, config.seed)
+    return gpt(*sizes, config.batch, config.dropout, config.seed, config.dtype)
 
 
 def _check_shapes(config: Config) -> None:

@@ -38,7 +38,8 @@ def plain_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformat
     def step(state: Any, batch: Any, key: jax.Array) -> Any:
         params, opt_state = state
         pieces = jax.tree.map(lambda leaf: leaf.reshape(num_microbatches, -1, *leaf.shape[1:]), batch)
-        zero = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (np.float32(0), params))
+        loss_like = jax.eval_shape(loss_fn, params, jax.tree.map(lambda leaf: leaf[0], pieces), key)
+        zero = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (loss_like, params))
 
         def add(total: Any, numbered: Any) -> Any:
             number, piece = numbered

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     shardings: Mapping[str, str]
 
 
-def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: float, seed: int) -> Problem:
+def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: float, seed: int, dtype: str) -> Problem:
     """A GPT that predicts the next byte, its embedding and head tied.
 
     Args:
@@ -45,8 +45,9 @@ def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: fl
         batch: sequences.
         dropout: rate; drawn with the step's key, so every microbatch needs the same one wherever it runs.
         seed: of the batches.
+        dtype: of the parameters, and what is computed in.
     """
-    model, data = GPT(VOCABULARY, length, width, depth, heads, dropout), text.read(None, length).train
+    model, data = GPT(VOCABULARY, length, width, depth, heads, dropout, param_dtype=dtype), text.read(None, length).train
 
     def loss_fn(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
         return cross_entropy(model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}), batch[:, 1:])
@@ -58,7 +59,7 @@ def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: fl
     return Problem(loss_fn, init, lambda step: text.batch(data, length, batch, seed, step), shardings)
 
 
-def mlp(width: int, depth: int, batch: int, seed: int) -> Problem:
+def mlp(width: int, depth: int, batch: int, seed: int, dtype: str) -> Problem:
     """A multilayer perceptron that names the digit; its hidden layers are sharded by column and by row by turns.
 
     Args:
@@ -66,8 +67,9 @@ def mlp(width: int, depth: int, batch: int, seed: int) -> Problem:
         depth: hidden layers.
         batch: images.
         seed: of the batches.
+        dtype: of the parameters, and what is computed in.
     """
-    model = MLP(width, depth, CLASSES)
+    model = MLP(width, depth, CLASSES, param_dtype=dtype)
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         del key

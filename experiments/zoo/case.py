@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 __all__ = ["Case", "cross_entropy"]
@@ -41,5 +42,6 @@ class Case:
 
 
 def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
-    """The mean over all labels, in nats."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).mean()
+    """The mean over all labels, in nats; in float32 at least."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, "float32"))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
