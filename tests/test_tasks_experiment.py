@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,23 @@ def test_device_bytes_of_a_bank_are_those_of_theta_and_two_sets_and_do_not_grow(
     few, many = rows_of(result, PIPELINE)
     assert few.device_bytes == many.device_bytes
     assert len([size for size in few.device_bytes if size]) == TINY.stages
+
+
+def test_bytes_are_looked_at_when_no_step_is_in_flight():
+    # The pipeline looks at each step's squared gradients once they are there. Those of a step that a busy machine had not finished
+    # were counted: 4 bytes a stage, so that a bank of more tasks seemed to take more.
+    class InFlight:
+        held = ()
+
+        def step(self, task, batch, then):
+            self.held = *self.held, jax.device_put(np.float32(task), jax.devices()[0])
+
+        def wait(self):
+            self.held = self.held[-1:]
+
+    problem = make_problem(MODEL, 2, 4, "round-robin", 0)
+    _, most, _ = compare_module._train(InFlight, problem, 5, SimpleNamespace(update=lambda: None))
+    assert most[0] == 4
 
 
 def shared_bytes() -> int:

@@ -177,10 +177,10 @@ def _train(make: Callable[[], Way], problem: Problem, steps: int, bar: Any) -> t
             way.step(*_step(problem, step))
             if step == 0:
                 marks.append(len(compiled))
+            way.wait()  # what only a step in flight holds is not what a way needs
             if step % max(1, steps // _LOOKS) == 0 or step == steps - 1:
                 looks.append(device_bytes())
             bar.update()
-        way.wait()
         made, first = marks
         programs = made, first - made, len(compiled) - first
     most = tuple(max(column) - old for column, old in zip(zip(*looks, strict=True), before, strict=True))

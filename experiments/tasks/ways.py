@@ -166,15 +166,17 @@ class Pipelined:
             bank=self.bank,
         )
         self._device, self._state = device, self.pipe.init(problem.shared, problem.key, problem.batch(0))
+        self._metrics: Any = None
 
     def step(self, task: int, batch: Any, then: int) -> None:
         """See ``Way``."""
-        self._state, _ = self.pipe.step(self._state, batch, task=task)
+        self._state, self._metrics = self.pipe.step(self._state, batch, task=task)
         self.pipe.prefetch(then)
 
     def wait(self) -> None:
         """See ``Way``."""
-        jax.block_until_ready((self._state.params, self._state.opt_state))
+        jax.block_until_ready((self._state.params, self._state.opt_state, self._metrics))
+        self._metrics = None
 
     def shared(self) -> tuple[Any, Any]:
         """See ``Way``."""
