@@ -236,8 +236,9 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
             "batch",
             "all batch leaves have the same first axis, the number of examples",
             described,
-            "if examples differ in size (graphs), pad each to one size, stack them along a new first axis and jax.vmap the loss "
-            'over it; name what is the same for all examples: shared=("beta", "graph/*")',
+            "give every leaf one row for each example; if examples differ in size (graphs), pad each to one size, stack them "
+            "along a new first axis and jax.vmap the loss over it; name what is the same for all examples: "
+            'shared=("beta", "graph/*")',
         )
     if lengths == {0}:
         raise BatchError("batch", "a batch has at least one example", "0 examples", "leave the empty batch out")
