@@ -169,8 +169,9 @@ def test_value_and_grad_gives_gradients_where_the_parameters_are(x64):
         (optax.multi_transform({"norm": optax.lamb(1e-2), "rows": optax.adam(1e-2)}, {"w": "norm", "b": "rows"}), {"w"}),
         (optax.adamw(1e-2, mask=lambda p: jax.tree_util.tree_map_with_path(lambda k, _: k[-1].key == "w", p)), {"w"}),
         (optax.lion(1e-2), set()),
+        (optax.MultiSteps(optax.adamw(1e-2), 2), set()),
     ],
-    ids=["lamb", "adafactor", "one of two", "mask by path", "lion"],
+    ids=["lamb", "adafactor", "one of two", "mask by path", "lion", "MultiSteps"],
 )
 def test_a_leaf_stays_whole_if_the_optimizer_does_not_treat_its_rows_by_themselves(optimizer, whole, x64):
     # A loop over layers is refused then; these models ran before rows were told apart, and still do.

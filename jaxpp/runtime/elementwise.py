@@ -15,6 +15,7 @@ import optax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
+from jaxpp.runtime.conditions import open_conditions
 from jaxpp.runtime.optimizer import flat_update, trace_update
 from jaxpp.stages.graph import Graph, aval_of, variables
 from jaxpp.stages.loss import path_name
@@ -103,7 +104,7 @@ def _refusal(got: list[str]) -> OptimizerError:
 def _traced(optimizer: optax.GradientTransformation, params: Any) -> tuple["_Treatments", Any]:
     update, opt_leaves, tree = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
-    graph = trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype()))
+    graph = open_conditions(trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype())))
     return _Treatments(graph, len(leaves)), tree.unflatten(opt_leaves)
 
 
