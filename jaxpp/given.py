@@ -147,5 +147,6 @@ def _wrong_init(got: str) -> ArgumentError:
         "pipe.init",
         "init takes a function, a key and a batch, or parameters and a batch, in this order",
         got,
-        "call pipe.init(init_fn, key, batch) or pipe.init(params, batch), with has_state=True a pair (params, model_state)",
+        "call pipe.init(init_fn, jax.random.key(0), batch) or pipe.init(params, batch), with has_state=True a pair "
+        "(params, model_state)",
     )

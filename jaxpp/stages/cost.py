@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops", "has_inner"]
+__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops", "has_inner", "multiplies"]
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Operations that only say how a value is laid out; the compiler folds them away."""
@@ -23,6 +23,7 @@ CHEAP = LAYOUT | frozenset(
 )
 """Operations that cost less to do again than their result costs to send."""
 
+_PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _FREE = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice concatenate convert_element_type iota copy pad "
     "rev gather stop_gradient random_wrap random_unwrap split bitcast_convert_type".split()
@@ -60,6 +61,11 @@ def count_flops(eqn: JaxprEqn) -> float:
 def has_inner(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop, a branch or a call."""
     return bool(_inner(eqn))
+
+
+def multiplies(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a matrix product or a convolution, or has one inside."""
+    return eqn.primitive.name in _PRODUCTS or any(multiplies(inner) for jaxpr in _inner(eqn) for inner in jaxpr.eqns)
 
 
 def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> Any:

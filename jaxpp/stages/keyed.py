@@ -105,7 +105,8 @@ def _check_call(loss_fn: Callable[..., Any], before: int, found: KeyArgument) ->
             "loss_fn",
             f"the loss is called as loss_fn({names.get(before, 'params, batch')}[, key])",
             f"{name_of(loss_fn)}: {error}",
-            "put what changes from step to step into the batch, and bind the rest: functools.partial(loss_fn, name=value)",
+            f"take these by position, def loss_fn({names.get(before, 'params, batch')}); put what changes from step to step into "
+            "the batch, and bind the rest: functools.partial(loss_fn, name=value)",
         ) from error
 
 

@@ -14,6 +14,7 @@ the old one before lies on the same stage (``together``).
 
 import itertools
 import math
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -204,13 +205,22 @@ class TracedLoss:
         return tuple(np.diff(np.interp(ends / max(ends[-1], 1.0), work, passed)) * ends[-1])
 
     @cached_property
+    def own_paths(self) -> tuple[str, ...]:
+        """The path of each parameter leaf below what all of them share (``params``)."""
+        shared = posixpath.commonpath([posixpath.dirname(path) for path in self.param_paths] or [""])
+        found = [path[len(shared) :].lstrip("/") for path in self.param_paths]
+        if any(path[:1].isdigit() for path in found):  # a list of layers: its name says more than their numbers
+            found = [path[len(posixpath.dirname(shared)) :].lstrip("/") for path in self.param_paths]
+        return tuple(found)
+
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """The module of each spine equation.
 
         Linen leaves its modules' paths in the equations. Where most of those that read parameters are not called as any part of a
         parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
         """
-        parts = [[part for part in path.split("/") if part] for path in self.param_paths]
+        parts = [[part for part in path.split("/") if part] for path in self.own_paths]
         known = {part for path in parts for part in path}
         names = [self.graph.names[i] for i in self.spine]
         reading = [name for name, uses in zip(names, self.param_uses, strict=True) if uses]

@@ -60,7 +60,8 @@ def _place(loss: TracedLoss, name: str) -> int | None:
     for k, i in enumerate(loss.spine):
         if wanted in _components(loss.graph.names[i]):
             return k
-    leaves = {leaf for leaf, path in enumerate(loss.param_paths) if _components(path).startswith(wanted)}
+    each = enumerate(zip(loss.param_paths, loss.own_paths, strict=True))
+    leaves = {leaf for leaf, paths in each if any(_components(path).startswith(wanted) for path in paths)}
     for k, uses in enumerate(loss.param_uses):
         if uses & leaves:
             return _retreat(loss, k)
@@ -93,5 +94,5 @@ def _known_names(loss: TracedLoss) -> list[str]:
         return [name.replace(".", "/") for name in dict.fromkeys(loss.modules) if name]
     modules = dict.fromkeys(loss.graph.names[i] for i in loss.spine)
     depth_two = dict.fromkeys("/".join(name.split("/")[1:2]) for name in modules)
-    tops = dict.fromkeys(path.split("/")[0] for path in loss.param_paths)
+    tops = dict.fromkeys(path.split("/")[0] for path in loss.own_paths)
     return [name for name in dict.fromkeys([*depth_two, *tops]) if name]

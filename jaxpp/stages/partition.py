@@ -10,13 +10,12 @@ A second trace of the same model (another batch shape, an evaluation loss) must 
 where it fits the owners best (``align``); what does not fit is copied.
 """
 
-import bisect
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxpp.errors import CutError
-from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cost import count_bytes, multiplies
 from jaxpp.stages.loss import STATE_RULE, TracedLoss
 
 __all__ = ["Cuts", "align", "balance", "least_largest", "owners"]
@@ -26,7 +25,7 @@ Cuts = tuple[int, ...]
 
 SLACK = 0.05
 """How much more than the least possible the largest stage may cost, for fewer bytes."""
-REAL_WORK = 0.05
+REAL_WORK = 0.01
 """The part of the mean cost below which a stage counts as empty; where that cannot be avoided, a hundredth of it is worse."""
 
 
@@ -81,33 +80,34 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
 
 
 class _Poor:
-    """Says which stages have no real work, by how many hundreds too little, or read no parameter.
+    """Says which stages have no real work, by how many hundreds too little, no matrix product, or no parameter.
 
     Args:
         total: prefix sums of the cost.
         floor: the cost below which a stage counts as empty.
-        reading: the spine positions that read a parameter.
+        wanted: the spine positions that read a parameter; those that multiply matrices.
         price: what each fault counts, in bytes: more than all that could cross.
     """
 
-    def __init__(self, total: np.ndarray, floor: float, reading: Sequence[int], price: float):
+    def __init__(self, total: np.ndarray, floor: float, wanted: Sequence[Sequence[int]], price: float):
         self._total, self._floor, self._price = total, floor, price
-        self._last_reader = np.asarray([bisect.bisect_left(reading, end) - 1 for end in range(len(total))])
-        self._reading = np.asarray([-1, *reading])
+        ends = np.arange(len(total))
+        self._last = [np.asarray([-1, *found])[np.searchsorted(np.asarray(found, int), ends)] for found in wanted]
 
     @classmethod
     def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Poor":
         """What is poor of a loss cut into so many stages."""
         reading = [k for k, uses in enumerate(loss.param_uses) if uses]
+        products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
         price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)
-        return cls(total, REAL_WORK * float(total[-1]) / num_stages, reading, price)
+        return cls(total, REAL_WORK * float(total[-1]) / num_stages, (reading, products), price)
 
     def scores(self, starts: slice, end: int) -> np.ndarray:
         """What the stages from each of ``starts`` to ``end`` are to be charged."""
         work = np.maximum(self._total[end] - self._total[starts], 1e-9)
         idle = np.ceil(np.log(np.maximum(self._floor / work, 1.0)) / np.log(100.0))
-        last = self._reading[self._last_reader[end] + 1]
-        return self._price * (idle + (np.arange(starts.start, starts.stop) > last))
+        first = np.arange(starts.start, starts.stop)
+        return self._price * (idle + sum(first > last[end] for last in self._last))
 
 
 def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:

@@ -228,7 +228,7 @@ def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
             raise LossError(
                 "loss_fn",
                 "a loss with aux returns a pair (loss, aux)",
-                f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__,
+                f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result),
                 "return (loss, aux), or leave has_aux out",
             )
         loss, aux = result
@@ -249,3 +249,8 @@ def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
             fix = "return a real number, for example with jnp.abs or .real"
         raise LossError("loss_fn", "the loss is one float scalar", describe(aval), fix)
     return loss, aux
+
+
+def _called(result: Any) -> str:
+    """What a loss returned, as people call it."""
+    return f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__
