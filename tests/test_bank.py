@@ -109,6 +109,7 @@ def compiles():
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("num_tasks", [2, 16, 64])
 def test_d1_device_bytes_are_those_of_one_set_a_slot_whatever_the_number_of_tasks(num_tasks, slots):
+    others = jax.live_arrays()  # what other tests left, which would otherwise be let go at some moment of this one
     before = device_bytes()
     bank = jaxpp.Bank({t: theta(t) for t in range(num_tasks)}, ADAMW, slots=slots)
     assert device_bytes() == before
@@ -125,6 +126,7 @@ def test_d1_device_bytes_are_those_of_one_set_a_slot_whatever_the_number_of_task
     bank.wait()
     assert device_bytes() - before == size(state) + slots * one
     assert bank.nbytes == num_tasks * one
+    del others
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])

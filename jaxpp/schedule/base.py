@@ -41,7 +41,7 @@ class Schedule(Drawn):
 
     Example:
         >>> from jaxpp.schedule import Schedule
-        >>> print(Schedule("mine", [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]))
+        >>> print(Schedule("mine", [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]), end="")
         mine: 2 ranks, 2 stages, 2 microbatches
         rank  0    1    2    3    4    5    6    7    8
         0     0F0  0F1            0B0  0B0       0B1  0B1
