@@ -2,9 +2,9 @@
 
 Problem: a pipeline is as fast as its largest stage, every stage should have something to do, and little should cross between them.
 Idea: satisfy these in that order. The yardstick is the least that the largest stage can cost over all cuts. Of the cuts whose
-largest stage costs at most ``SLACK`` more, keep those with the fewest stages without real work or without parameters; of these,
-take the one that sends the fewest bytes. Mechanism: the yardstick by bisection, the rest by one dynamic program over prefix sums.
-On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
+largest stage costs at most ``SLACK`` more, keep those with the fewest stages that lack real work, a matrix product or a parameter;
+of these, take the one that sends the fewest bytes. Mechanism: the yardstick by bisection, the rest by one dynamic program over
+prefix sums. On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
 
 A second trace of the same model (another batch shape, an evaluation loss) must leave every parameter with its owner, so it is cut
 where it fits the owners best (``align``); what does not fit is copied.
@@ -195,7 +195,7 @@ def _cheapest(
         num_stages: stages.
         first: a stage that ends at position e may start from ``first[e]``.
         misplaced: ``misplaced[stage, e]``, bytes moved if positions 0 to e were all on that stage (prefix sums).
-        poor: charges for stages without work or parameters.
+        poor: charges for stages without real work, a matrix product or a parameter.
 
     Returns:
         the cuts, or None if there are none.
