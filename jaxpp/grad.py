@@ -31,7 +31,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     weight: Callable[[Batch], Any] | None = None,
     cuts: Sequence[str] | None = None,
     devices: Sequence[Device] | None = None,
-    remat: Remat | Sequence[Remat] = None,
+    remat: Remat | Sequence[Remat] = "least",
     reduce_aux: ReduceAux = None,
     shared: str | Sequence[str] = (),
     max_shapes: int = 8,
@@ -56,10 +56,11 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
-        remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only
-            (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
-            or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
-            (``scan``) is one operation to a policy.
+        remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as its backward can do with if it computes
+            again what is cheap (elementwise arithmetic; never a matrix product, a convolution, a loop or a random number).
+            ``"keep"``: everything. ``"recompute"``: the stage's inputs only; the forward is run twice. Or what a policy of
+            ``jax.checkpoint_policies`` says. One for all stages, or a list of one a stage. Where a backward is split, I keeps for
+            W in the same way. A loop (``scan``) is one operation.
         shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
             ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
         max_shapes: of how many batch shapes the compiled step is kept: the last that were used. One that comes back later is traced

@@ -58,10 +58,11 @@ class Pipeline(Asked):
             if it is the first of its shape, and later makes the loss NaN, as to look at each would mean to wait for it.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
         devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
-        remat: what a stage's forward keeps for its backward: everything (``"keep"``), the stage's inputs only
-            (``"recompute"``, which runs the forward twice), or what a policy of ``jax.checkpoint_policies`` says; one for all,
-            or a list of one a stage. Where a backward is split, I recomputes for W, which holds what it needs until then. A loop
-            (``scan``) is one operation to a policy.
+        remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as its backward can do with if it computes
+            again what is cheap (elementwise arithmetic; never a matrix product, a convolution, a loop or a random number).
+            ``"keep"``: everything. ``"recompute"``: the stage's inputs only; the forward is run twice. Or what a policy of
+            ``jax.checkpoint_policies`` says. One for all stages, or a list of one a stage. Where a backward is split, I keeps for
+            W in the same way. A loop (``scan``) is one operation.
         cut_gradient: boundaries that carry no gradient, for teaching: s is the one between stages s and s + 1. The stages up to s
             then learn nothing, but for parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
@@ -116,7 +117,7 @@ class Pipeline(Asked):
         weight: Callable[[Batch], Any] | None = None,
         cuts: Sequence[str] | None = None,
         devices: Sequence[Device] | None = None,
-        remat: Remat | Sequence[Remat] = None,
+        remat: Remat | Sequence[Remat] = "least",
         cut_gradient: Iterable[int] = (),
         has_state: bool = False,
         reduce_aux: ReduceAux = None,
@@ -173,7 +174,7 @@ class Pipeline(Asked):
         schedule: str | Schedule = "1f1b",
         weight: Callable[[Batch], Any] | None = None,
         devices: Sequence[Device] | None = None,
-        remat: Remat | Sequence[Remat] = None,
+        remat: Remat | Sequence[Remat] = "least",
         shared: str | Sequence[str] = (),
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.

@@ -12,11 +12,12 @@ from jaxpp.errors import JaxppError
 from jaxpp.observe.account import account, temporaries
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.progress import progress
-from jaxpp.runtime.settings import Settings, policies_of
+from jaxpp.runtime.settings import Settings
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.microbatch import check_batch
+from jaxpp.stages.remat import RECOMPUTE, kept_of
 from jaxpp.types import Device
 
 __all__ = ["Change", "changes"]
@@ -67,7 +68,7 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
                 continue  # too many stages for this model, say
             share = now.schedule.num_microbatches / settings.schedule.num_microbatches
             share *= now.schedule.num_stages / settings.schedule.num_stages
-            again = settings.remat is not None and now.remat is None
+            again = settings.remat != now.remat
             wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
             peak = max(book.most(device) + wants.get(device, max(wants.values())) for device in book.devices)
             if peak <= room:
@@ -110,12 +111,13 @@ def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]
         except JaxppError:
             return  # the schedule does not exist at these sizes
 
-    recompute = policies_of("recompute", stages)
+    platform, recompute = now.devices[0].platform, (RECOMPUTE,) * stages
     for other in SCHEDULES:
         for settings in made(other, stages, microbatches):
             if other != name and settings.schedule.num_ranks == now.schedule.num_ranks:
                 yield f"schedule {other}", f'schedule="{other}"', settings
-    yield "remat", 'remat="recompute"', dataclasses.replace(now, remat=recompute)
+    for way in ("least", "recompute") if now.remat is None else ("recompute",):
+        yield "remat", f'remat="{way}"', dataclasses.replace(now, remat=kept_of(way, stages, platform))
     if name not in SCHEDULES:
         return
     count = microbatches * 2
@@ -125,7 +127,8 @@ def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]
         for settings in made(name, stages, count, remat=recompute):
             yield "both", f'num_microbatches={count}, remat="recompute"', settings
         count *= 2
-    for settings in made(name, 2 * stages, microbatches, cuts=None, remat=None):
+    kept = kept_of("keep" if now.remat is None else "least", 2 * stages, platform)
+    for settings in made(name, 2 * stages, microbatches, cuts=None, remat=kept):
         if settings.schedule.num_ranks <= len(now.devices):
             yield "stages", f"num_stages={2 * stages}", settings
 
@@ -133,6 +136,6 @@ def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]
 def _time(settings: Settings) -> float:
     """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
     schedule: Schedule = settings.schedule
-    again = [1 + (policy is not None) for policy in settings.remat or (None,) * schedule.num_stages]
+    again = [1 + callable(kept) for kept in settings.remat or (None,) * schedule.num_stages]
     makespan = simulate(schedule, forward=1, input_grad=again, weight_grad=1).makespan
     return float(makespan) / (schedule.num_stages * schedule.num_microbatches)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.runtime.arguments import check_function, check_shardings, cuts_of
 from jaxpp.runtime.loss_scale import Scaling, check_loss_scale
@@ -18,9 +16,10 @@ from jaxpp.schedule.laws import is_count
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.keyed import positional_key
 from jaxpp.stages.reduce import check_reducers
-from jaxpp.types import Device, LossFn, Policy, Remat
+from jaxpp.stages.remat import Kept, kept_of
+from jaxpp.types import Device, LossFn, Remat
 
-__all__ = ["Settings", "policies_of", "settings"]
+__all__ = ["Settings", "settings"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Settings:
         has_aux: whether the loss returns ``(loss, aux)``.
         weight: weight of a microbatch; its size unless given.
         cuts: names at which stages begin; found unless given.
-        remat: for each stage, which results its forward keeps; None keeps all.
+        remat: for each stage, what its forward keeps; None: every stage keeps everything.
         severed: boundaries that carry no gradient.
         has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
         reducers: of aux leaves, by path.
@@ -51,7 +50,7 @@ class Settings:
     has_aux: bool = False
     weight: Callable[[Any], Any] | None = None
     cuts: tuple[str, ...] | None = None
-    remat: tuple[Policy | None, ...] | None = None
+    remat: tuple[Kept, ...] | None = None
     severed: frozenset[int] = frozenset()
     has_state: bool = False
     reducers: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +81,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
     weight: Callable[[Any], Any] | None,
     cuts: Sequence[str] | None,
     devices: Sequence[Device] | None,
-    remat: Remat | Sequence[Remat] = None,
+    remat: Remat | Sequence[Remat] = "least",
     cut_gradient: Iterable[int] = (),
     has_state: bool = False,
     reduce_aux: Any = None,
@@ -116,15 +115,15 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         _check_order(made)
     names = cuts_of(cuts, num_stages)
     severed = _boundaries_of(cut_gradient, num_stages)
-    policies = policies_of(remat, num_stages)
     if balance not in ("flops", "time"):
         rule = 'stages are balanced by "flops", counted, or by "time", measured'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
     places = submeshes(devices, mesh, data_parallel, made.num_ranks)
+    kept = kept_of(remat, num_stages, devices_of(places[0])[0].platform)
     check_shardings(shardings, mesh)
     loss_fn = positional_key(loss_fn, 2 + has_state)
-    options = (has_aux, weight, names, policies, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))
+    options = (has_aux, weight, names, kept, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))
     found = Settings(loss_fn, made, places, *options, int(max_shapes))
     if has_state and found.placement.num_replicas > 1:
         raise ArgumentError(
@@ -201,28 +200,3 @@ def _boundaries_of(cut_gradient: Any, num_stages: int) -> frozenset[int]:
             f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary",
         )
     return frozenset(map(int, boundaries))
-
-
-def policies_of(remat: Any, num_stages: int) -> tuple[Policy | None, ...] | None:
-    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
-
-    Raises:
-        ArgumentError: it is no way to keep, or not one a stage.
-    """
-    known = {"keep": None, None: None, "recompute": jax.checkpoint_policies.nothing_saveable}
-    each = remat if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
-    wrong = [
-        f"stage {k}: {item!r}"
-        for k, item in enumerate(each)
-        if not (callable(item) or item is None or (isinstance(item, str) and item in known))
-    ]
-    wrong += [f"{len(each)} for {num_stages} stages"] if len(each) != num_stages else []
-    if wrong:
-        raise ArgumentError(
-            "remat",
-            'a stage keeps everything ("keep"), its inputs only ("recompute"), or what a policy says',
-            wrong,
-            'pass "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
-        )
-    policies: Any = tuple(item if callable(item) else known[item] for item in each)
-    return policies if any(policies) else None

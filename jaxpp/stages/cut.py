@@ -13,8 +13,8 @@ from jaxpp.stages.packing import SMALL, Pack
 from jaxpp.stages.partition import Cuts
 from jaxpp.stages.program import shapes_of
 from jaxpp.stages.reduce import Reducer
+from jaxpp.stages.remat import Kept
 from jaxpp.stages.stage import StageBuilder, StageCode
-from jaxpp.types import Policy
 
 __all__ = ["CutLoss", "cut"]
 
@@ -52,7 +52,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     reducers: Mapping[int, Reducer] | None = None,
     packs: Sequence[tuple[Pack, ...]] | None = None,
     train: bool = True,
-    remat: Sequence[Policy | None] | None = None,
+    remat: Sequence[Kept] | None = None,
     severed: Collection[int] = (),
     state_owner: Sequence[int] | None = None,
     scaled_by: int | None = None,
@@ -67,7 +67,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         reducers: of the aux leaves that are held and reduced at the end of a step, rather than averaged.
         packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
-        remat: for each stage the policy that says what its forward keeps; None, for a stage or for all, keeps everything.
+        remat: what the forward of each stage keeps; None, for a stage or for all: everything.
         severed: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
         state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
         scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.

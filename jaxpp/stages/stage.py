@@ -19,19 +19,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Var
 
-from jaxpp.errors import ArgumentError
 from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
-from jaxpp.stages.graph import Graph, Piece, aval_of, calls_host, carve, descendants, variables
+from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
+from jaxpp.stages.least import Least
 from jaxpp.stages.loss import TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
+from jaxpp.stages.remat import Kept, dropped
 from jaxpp.stages.slice import Body, Traced
 from jaxpp.stages.split_backward import split_backward
-from jaxpp.types import Policy
 
 __all__ = ["StageBuilder", "StageCode"]
 
@@ -85,8 +84,8 @@ class StageBuilder:
     scaled_by: int | None
     pack_below: int
 
-    def build(self, stage: int, piece: Piece, policy: Policy | None = None) -> StageCode:
-        """The programs of the stage that runs ``piece``; ``policy`` says what its forward keeps, None: everything."""
+    def build(self, stage: int, piece: Piece, remat: Kept = None) -> StageCode:
+        """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps, None: everything."""
         loss = self.loss
         numbers = {var: k for k, var in enumerate(self.crossing)}
         refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
@@ -104,7 +103,7 @@ class StageBuilder:
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         traced = body.trace(stage, self.carried, self.train)
-        programs = _Programs(traced, stage, self.rows, len(constants), policy, self.scaled_by, self.pack_below)
+        programs = _Programs(traced, stage, self.rows, len(constants), remat, self.scaled_by, self.pack_below)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -146,7 +145,7 @@ class _Programs:
         stage: int,
         rows: frozenset[int],
         num_constants: int,
-        policy: Policy | None,
+        remat: Kept,
         scaled_by: int | None,
         pack_below: int,
     ):
@@ -163,7 +162,8 @@ class _Programs:
         self.forward_atoms, self.backward_atoms = graph.outputs[:split], graph.outputs[split:]
         homes = dict.fromkeys(variables(self.backward_atoms), _BACKWARD) | dict.fromkeys(variables(self.forward_atoms), _FORWARD)
         colors = self._colors()
-        self.again = set[int]() if policy is None else _recomputed(graph, colors, policy)
+        self.free = {i for i, color in enumerate(colors) if color is None}
+        self.again = self._again(colors, remat)
         colors = [None if i in self.again else color for i, color in enumerate(colors)]
         self.pieces = carve(graph, colors, homes)
         self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
@@ -176,9 +176,24 @@ class _Programs:
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
         self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), pack_below)
-        self._split(colors)
+        self._split(colors, remat)
 
-    def _split(self, colors: Sequence[str | None]) -> None:
+    def _again(self, colors: Sequence[str | None], remat: Kept) -> set[int]:
+        """The equations of the forward that the backward runs again."""
+        graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
+        if remat is None or not isinstance(remat, Least):
+            return set() if remat is None else dropped(graph, forward, remat)
+        reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == _BACKWARD for var in variables(eqn.invars)]
+        held = {var: count_bytes(aval_of(var)) for var in graph.inputs if self._is_let_go(self.refs[var])}
+        return remat.again(graph, forward, self.free, held, [*reads, *variables(self.backward_atoms)])
+
+    @staticmethod
+    def _is_let_go(ref: Ref) -> bool:
+        """Whether an input is let go after its last reader, and not there for all of a step."""
+        of_step = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
+        return ref.role not in of_step and not ref.shared
+
+    def _split(self, colors: Sequence[str | None], remat: Kept) -> None:
         """Divide the backward into I and W; what crosses from one to the other is kept as residuals."""
         graph, returned = self.traced.graph, self.traced.returned
         cotangents = {
@@ -188,14 +203,19 @@ class _Programs:
         }
         backward = {i for i, color in enumerate(colors) if color == _BACKWARD}
         of_input = split_backward(graph, backward, cotangents)
+        parts = [_INPUT if i in of_input else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
         made = cotangents.union(*(graph.eqns[i].outvars for i in of_input))
+        if isinstance(remat, Least) and of_input:
+            parts = self._at_the_least(parts, cotangents, remat)
+            made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == _INPUT), graph.inputs)
+        elif of_input:  # what is recomputed is so once, in I
+            again = self.again.intersection(self._piece(_BACKWARD).eqns)
+            parts = [_INPUT if i in again else part for i, part in enumerate(parts)]
+            made.update(*(graph.eqns[i].outvars for i in again))
         self.halves = [
             _INPUT if ref.role == Role.ACTIVATION or (isinstance(atom, Var) and atom in made) else _WEIGHT
             for ref, atom in zip(returned, self.backward_atoms, strict=True)
         ]
-        if of_input:  # what is recomputed is so once, in I
-            of_input |= self.again.intersection(self._piece(_BACKWARD).eqns)
-        parts = [_INPUT if i in of_input else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
         atoms = zip(self.backward_atoms, self.halves, strict=True)
         pieces = carve(graph, parts, {atom: half for atom, half in atoms if isinstance(atom, Var)})
         blank = Piece((), (), ())
@@ -204,6 +224,18 @@ class _Programs:
         names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self.kept))]
         self.refs |= zip(self.kept, names, strict=True)
         self.small_kept = packs_of(names, shapes_of(self.kept), Ref(Role.RESIDUAL, peer=0), self.pack_below)
+
+    def _at_the_least(self, parts: Sequence[str | None], cotangents: set[Var], remat: Least) -> list[str | None]:
+        """The division of the backward with which I keeps least for W: what I runs, what W runs, and None for what both run."""
+        graph, wanted = self.traced.graph, set(variables(self.backward_atoms))
+        pieces = carve(graph, parts, dict.fromkeys(wanted - cotangents, _WEIGHT) | dict.fromkeys(cotangents, _INPUT))
+        of_input, of_weight = (pieces.get(half, Piece((), (), ())) for half in (_INPUT, _WEIGHT))
+        held = {var for var in (*of_input.inputs, *of_weight.inputs) if var in self.refs and self._is_let_go(self.refs[var])}
+        both, early = remat.between(graph, of_input.eqns, of_weight.eqns, self.free, held)
+        return [
+            None if i in both else _INPUT if i in early or (i in self.again and i in of_input.eqns) else part
+            for i, part in enumerate(parts)
+        ]
 
     def _piece(self, color: str) -> Piece:
         return self.pieces.get(color, Piece((), (), ()))
@@ -332,33 +364,6 @@ class _Programs:
     ) -> Program:
         names = (*(self.refs[var] for var in inputs), *more)
         return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
-
-
-def _recomputed(graph: Graph, colors: Sequence[str | None], policy: Policy) -> set[int]:
-    """The equations of the forward whose results are not kept.
-
-    Raises:
-        ArgumentError: a policy that answers anything but True or False.
-    """
-    found = set()
-    for i, (eqn, color) in enumerate(zip(graph.eqns, colors, strict=True)):
-        if color == _FORWARD and not eqn.effects:
-            try:
-                keep = policy(eqn.primitive, *(aval_of(atom) for atom in eqn.invars), **eqn.params)
-            except Exception as error:
-                error.add_note(
-                    "jaxpp: raised by the policy passed as remat, which is one like jax.checkpoint_policies.dots_saveable"
-                )
-                raise
-            if not isinstance(keep, (bool, np.bool_)):
-                raise ArgumentError(
-                    "remat",
-                    "a policy says for each operation whether its result is kept (True) or recomputed (False)",
-                    f"{type(keep).__name__} for {eqn.primitive.name}",
-                    "pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable",
-                )
-            found |= set() if keep else {i}
-    return found
 
 
 def _average_like(aval: Any) -> jax.ShapeDtypeStruct:
