@@ -24,6 +24,7 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
 from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
 from jaxpp.stages.least import Least
+from jaxpp.stages.loop_remat import leaner
 from jaxpp.stages.loss import TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
@@ -106,8 +107,7 @@ class StageBuilder:
         named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
-        traced = body.trace(stage, self.carried, self.train)
-        programs = _Programs(traced, stage, self.rows, len(constants), remat, self.scaled_by, self.pack_below)
+        programs, keepable = self._programs(body, stage, len(constants), remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -122,13 +122,21 @@ class StageBuilder:
             packs=packs,
             residuals=shapes_of(programs.residuals),
             kept=programs.kept_bytes,
-            keepable=programs.keepable_bytes,
+            keepable=keepable,
             constants=(*values, *programs.new_constants),
             params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
-            calls_host=calls_host(traced.graph.eqns),
+            calls_host=calls_host(programs.traced.graph.eqns),
         )
+
+    def _programs(self, body: Body, stage: int, num_constants: int, remat: Kept) -> tuple["_Programs", int]:
+        """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
+        graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
+        graphs += leaner(self.loss.graph, body.piece.eqns) if loops else []
+        given = stage, self.rows, num_constants, remat, self.scaled_by, self.pack_below
+        found = [_Programs(body.trace(stage, self.carried, self.train, graph), *given) for graph in graphs]
+        return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 
     def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:
         """The stage's own small gradients; those that go home to another stage stay apart."""
