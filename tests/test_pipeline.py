@@ -280,7 +280,7 @@ def test_the_stages_of_a_cut_model_can_be_run_by_hand_too():
 def test_the_stage_table_shows_where_everything_is():
     _, pipe, _ = trained(gpt_case)
     lines = str(pipe.stages).splitlines()
-    assert lines[0].split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]
+    assert lines[0].split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "kept", "sends"]
     assert len(lines) == 5
     assert "(+1 tied)" in lines[3]
     share = max(stage.flops for stage in pipe.stages) / sum(stage.flops for stage in pipe.stages)
