@@ -118,7 +118,7 @@ def test_the_pairs_are_of_all_the_kinds_that_are_promised():
     assert (
         {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-min"} <= {pair.schedule for pair in PAIRS.values()} <= set(SCHEDULES)
     )
-    assert {"keep", "recompute", "dots_with_no_batch_dims_saveable"} == {pair.remat for pair in PAIRS.values()}
+    assert {"keep", "least", "recompute", "dots_with_no_batch_dims_saveable"} == {pair.remat for pair in PAIRS.values()}
     assert all(callable(pair.policy) or pair.policy == pair.remat for pair in PAIRS.values())
 
 

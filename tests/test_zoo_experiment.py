@@ -29,6 +29,7 @@ def test_each_model_learns_something_and_has_a_row(result):
     for row in result.rows:
         assert row.after < row.before
         assert row.num_params > 1000
+        assert 0 < row.kept <= row.keepable
     head, *rows = table(result).splitlines()
     assert head.split("  ")[0] == "model"
     for line, row in zip(rows, result.rows, strict=True):

@@ -25,7 +25,7 @@ class Pair:
         model: ``mlp`` or ``gpt``.
         schedule: a name of ``jaxpp.schedule.SCHEDULES``.
         compute: type to compute in; parameters are float32.
-        remat: ``keep``, ``recompute``, or the name of a policy of ``jax.checkpoint_policies``.
+        remat: ``keep``, ``least``, ``recompute``, or the name of a policy of ``jax.checkpoint_policies``.
         suffix: of the name, for what is unusual.
     """
 
@@ -43,7 +43,7 @@ class Pair:
     @property
     def policy(self) -> Any:
         """Its ``remat`` as ``jaxpp.Pipeline`` takes it."""
-        return self.remat if self.remat in ("keep", "recompute") else getattr(jax.checkpoint_policies, self.remat)
+        return self.remat if self.remat in ("keep", "least", "recompute") else getattr(jax.checkpoint_policies, self.remat)
 
 
 _PAIRS = (
@@ -51,11 +51,15 @@ _PAIRS = (
     Pair("mlp", "zb-v", remat="recompute", suffix="recompute"),
     Pair("gpt", "1f1b"),
     Pair("gpt", "1f1b", compute="bfloat16", suffix="bf16"),
+    Pair("gpt", "1f1b", remat="least", suffix="least"),
+    Pair("gpt", "1f1b", compute="bfloat16", remat="least", suffix="bf16-least"),
+    Pair("gpt", "zb-h1", suffix="keep"),
+    Pair("gpt", "zb-h1", remat="least", suffix="least"),
     Pair("gpt", "1f1b", remat="dots_with_no_batch_dims_saveable", suffix="dots"),
     Pair("gpt", "1f1b", remat="recompute", suffix="recompute"),
 )
 PAIRS = {pair.name: pair for pair in _PAIRS}
-"""Each pair by its name, in the order of the table: a model under six schedules, then another under one of them in four ways."""
+"""Each pair by its name, in the order of the table: a model under six schedules, then another under two of them in several ways."""
 
 
 class Problem(NamedTuple):

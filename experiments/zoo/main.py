@@ -24,6 +24,8 @@ __all__ = ["CASES", "Config", "ConfigError", "Result", "main", "run", "table"]
 DESCRIPTION = "Train each model a little on real data, pipelined over several devices, and verify its step."
 PACKAGES = ("jaxpp", "jax", "jaxlib", "flax", "optax", "scikit-learn")
 
+KIB = 2**10
+
 CASES = {
     "mlp": images.mlp,
     "resnet": images.resnet,
@@ -131,10 +133,11 @@ def run(config: Config) -> Result:
 
 def table(result: Result) -> str:
     """The result as text: a row a model."""
-    cells = [["model", "learns", "params", "stages", "held-out loss", "equals the oracle", "what crosses, from > to"]]
+    cells = [["model", "learns", "params", "stages", "held-out loss", "equals the oracle", "kept", "what crosses, from > to"]]
     for row in result.rows:
         losses = f"{row.before:.3f} -> {row.after:.3f}"
-        cells.append([row.model, row.task, f"{row.num_params:,}", str(row.num_stages), losses, "yes", row.crossings])
+        kept = f"{row.kept / KIB:,.0f} of {row.keepable / KIB:,.0f} KiB"
+        cells.append([row.model, row.task, f"{row.num_params:,}", str(row.num_stages), losses, "yes", kept, row.crossings])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 

@@ -26,6 +26,8 @@ class Row:
         num_stages: stages it was cut into.
         stages: the table of them, as printed.
         crossings: what crosses between stages.
+        kept: bytes that a microbatch holds between forward and backward, all stages together.
+        keepable: what they would be with ``remat="keep"``.
         before: loss on held-out data before training.
         after: and after it.
         seconds: compilation, training, evaluation and verification.
@@ -37,6 +39,8 @@ class Row:
     num_stages: int
     stages: str
     crossings: str
+    kept: int
+    keepable: int
     before: float
     after: float
     seconds: float
@@ -87,6 +91,8 @@ def train(model: str, case: Case, schedule: Schedule, steps: int, seed: int, bar
         num_stages=len(pipe.stages),
         stages=str(pipe.stages),
         crossings=crossings([stage.sends for stage in pipe.stages]),
+        kept=sum(stage.kept for stage in pipe.stages),
+        keepable=sum(stage.keepable for stage in pipe.stages),
         before=before,
         after=after,
         seconds=time.perf_counter() - began,

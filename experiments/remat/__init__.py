@@ -1,0 +1,1 @@
+"""What does keeping less cost, and what does it save?"""

@@ -1,0 +1,5 @@
+"""``python -m experiments.remat``."""
+
+from experiments.remat.main import main
+
+main()
