@@ -7,7 +7,7 @@ import pytest
 from experiments.remat.main import Config, ConfigError, main, run, table
 
 TINY = {"models": ("gpt",), "computes": ("float32",), "ways": ("keep", "least"), "stages": 2, "microbatches": 2}
-TINY |= {"gpt_width": 8, "gpt_depth": 2, "gpt_heads": 2, "gpt_length": 4, "gpt_batch": 4, "rounds": 1, "steps": 1}
+TINY |= {"gpt_width": 64, "gpt_depth": 2, "gpt_heads": 2, "gpt_length": 16, "gpt_batch": 4, "rounds": 1, "steps": 1}
 
 
 def test_each_way_has_a_row_and_the_least_keeps_less():
