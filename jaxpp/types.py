@@ -45,4 +45,4 @@ Policy = Callable[..., bool]
 ReduceAux = str | Callable[[Any, Any], Any] | Mapping[str, Any] | None
 """How aux values of microbatches become those of a step."""
 Remat = str | Policy | None
-"""What a stage keeps: the least (``"least"``), everything (``"keep"``, None), its inputs (``"recompute"``), or what a policy says."""
+"""What a stage keeps: ``"least"``, ``"keep"`` (or None; everything), ``"recompute"`` (its inputs), or what a policy says."""

@@ -4,6 +4,7 @@ Each is lowered and its account kept; temporaries are taken in proportion to the
 virtual clock with equal stages. Nothing is run, and compiled only where by the estimates nothing fits but something nearly does.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.microbatch import check_batch
-from jaxpp.stages.remat import RECOMPUTE, kept_of
+from jaxpp.stages.remat import kept_of
 from jaxpp.types import Device
 
 __all__ = ["Change", "changes"]
@@ -104,16 +105,9 @@ def _tried(engine: Engine, settings: Settings, batch: Any, key: Any) -> Engine:
 def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]]:
     """Changes to try: the family, of which the first that fits is enough; how to write it; the settings."""
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
-
-    def made(name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Settings]:
-        try:
-            yield dataclasses.replace(now, schedule=make_for_stages(name, num_stages=stages, num_microbatches=microbatches), **more)
-        except JaxppError:
-            return  # the schedule does not exist at these sizes
-
-    platform, recompute = now.devices[0].platform, (RECOMPUTE,) * stages
+    platform = now.devices[0].platform
     for other in SCHEDULES:
-        for settings in made(other, stages, microbatches):
+        for settings in _made(now, other, stages, microbatches):
             if other != name and settings.schedule.num_ranks == now.schedule.num_ranks:
                 yield f"schedule {other}", f'schedule="{other}"', settings
     for way in ("least", "recompute") if now.remat is None else ("recompute",):
@@ -122,15 +116,22 @@ def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]
         return
     count = microbatches * 2
     while count <= check_batch(batch, 1, shared=now.shared):
-        for settings in made(name, stages, count):
+        for settings in _made(now, name, stages, count):
             yield "microbatches", f"num_microbatches={count}", settings
-        for settings in made(name, stages, count, remat=recompute):
+        for settings in _made(now, name, stages, count, remat=kept_of("recompute", stages, platform)):
             yield "both", f'num_microbatches={count}, remat="recompute"', settings
         count *= 2
     kept = kept_of("keep" if now.remat is None else "least", 2 * stages, platform)
-    for settings in made(name, 2 * stages, microbatches, cuts=None, remat=kept):
+    for settings in _made(now, name, 2 * stages, microbatches, cuts=None, remat=kept):
         if settings.schedule.num_ranks <= len(now.devices):
             yield "stages", f"num_stages={2 * stages}", settings
+
+
+def _made(now: Settings, name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Settings]:
+    """The settings with another schedule, if it exists at these sizes."""
+    with contextlib.suppress(JaxppError):
+        schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)
+        yield dataclasses.replace(now, schedule=schedule, **more)
 
 
 def _time(settings: Settings) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops", "has_inner", "multiplies"]
+__all__ = ["CHEAP", "LAYOUT", "coarsest_dtype", "count_bytes", "count_flops", "has_inner", "inner_jaxprs", "multiplies"]
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Operations that only say how a value is laid out; the compiler folds them away."""
@@ -50,7 +50,7 @@ def count_flops(eqn: JaxprEqn) -> float:
         kernel = _shape(eqn.invars[1])
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(kernel) / max(out_features, 1)
-    inner = [_flops(jaxpr.eqns) for jaxpr in _inner(eqn)]
+    inner = [_flops(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn)]
     if inner:
         return max(inner) * (eqn.params["length"] if name == "scan" else 1)
     if name in _FREE:
@@ -60,12 +60,12 @@ def count_flops(eqn: JaxprEqn) -> float:
 
 def has_inner(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop, a branch or a call."""
-    return bool(_inner(eqn))
+    return bool(inner_jaxprs(eqn))
 
 
 def multiplies(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution, or has one inside."""
-    return eqn.primitive.name in _PRODUCTS or any(multiplies(inner) for jaxpr in _inner(eqn) for inner in jaxpr.eqns)
+    return eqn.primitive.name in _PRODUCTS or any(multiplies(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
 def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> Any:
@@ -73,7 +73,7 @@ def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> Any:
     found: list[Any] = []
     for eqn in eqns:
         found += [getattr(var.aval, "dtype", None) for var in eqn.outvars]
-        found += [coarsest_dtype(jaxpr.eqns) for jaxpr in _inner(eqn)]
+        found += [coarsest_dtype(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn)]
     floating = [dtype for dtype in found if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
     return max(floating, key=lambda dtype: jnp.finfo(dtype).eps, default=None)
 
@@ -82,7 +82,8 @@ def _flops(eqns: Iterable[JaxprEqn]) -> float:
     return sum(count_flops(eqn) for eqn in eqns)
 
 
-def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The bodies of a loop, a branch or a call."""
     found: list[Jaxpr] = []
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):

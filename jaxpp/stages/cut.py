@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jaxpp.stages.graph import Piece, carve, variables
+from jaxpp.stages.boundary import carve_stages
+from jaxpp.stages.graph import Piece, variables
 from jaxpp.stages.loss import TracedLoss
 from jaxpp.stages.packing import SMALL, Pack
 from jaxpp.stages.partition import Cuts
@@ -81,7 +82,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
             colors[loss.spine[k]] = stage
     state_home = _state_home(loss, cuts, state_owner)
     homes = _homes(loss, len(cuts), state_home)
-    pieces = carve(graph, colors, homes)
+    pieces = carve_stages(graph, colors, homes)
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)

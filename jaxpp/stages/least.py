@@ -14,7 +14,7 @@ PyTorch's compiler.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jax.extend.core import Var
@@ -40,7 +40,7 @@ class Least:
     transcendental: float = 0.0
 
     def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Mapping[Var, float], reads: Iterable[Var]
+        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
     ) -> set[int]:
         """The equations of a forward that its backward runs again.
 
@@ -48,12 +48,12 @@ class Least:
             graph: the stage's forward and pullback.
             forward: the equations of the forward.
             free: those that every program repeats anyway.
-            held: inputs that are let go after the forward unless the backward needs them, with their bytes.
+            held: inputs that are let go after the forward unless the backward needs them.
             reads: what the backward needs.
         """
         network, may = Network(), repeatable(graph)
-        for var, price in held.items():
-            network.edge(SOURCE, var, price)
+        for var in held:
+            network.edge(SOURCE, var, count_bytes(aval_of(var)))
         known = set(held)
         for i, eqn in enumerate(graph.eqns):
             if i not in forward and i not in free:

@@ -11,15 +11,16 @@ nothing. The functions of ``TRANSCENDENTAL`` have a price where they cost more t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.cost import LAYOUT, count_bytes
-from jaxpp.stages.graph import Graph, aval_of, variables
+from jaxpp.stages.graph import Atom, Graph, aval_of, variables
 
-__all__ = ["TRANSCENDENTAL", "price_of", "repeatable"]
+__all__ = ["TRANSCENDENTAL", "may_repeat", "price_of", "repeatable"]
 
 TRANSCENDENTAL = frozenset(
     "tanh exp exp2 expm1 log log1p logistic erf erfc erf_inv sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow "
@@ -42,7 +43,7 @@ _ELEMENT, _REDUCED = 1 / 64, 1 / 4
 
 def repeatable(graph: Graph) -> list[bool]:
     """Whether each equation may be run again, whatever is kept."""
-    rounded: set[object] = set()
+    rounded: set[Var] = set()
     found = []
     for eqn in graph.eqns:
         name, loose = eqn.primitive.name, not rounded.isdisjoint(variables(eqn.invars))
@@ -51,6 +52,19 @@ def repeatable(graph: Graph) -> list[bool]:
         if again and any(_rounds(eqn, var, loose) for var in eqn.outvars):
             rounded.update(eqn.outvars)
     return found
+
+
+def may_repeat(name: str, operands: Sequence[Any], new_dtype: Any = None) -> bool:
+    """Whether an operation may be run again where nothing is known of its operands.
+
+    Args:
+        name: of its primitive.
+        operands: their shapes and dtypes.
+        new_dtype: of the result, where the operation is a cast.
+    """
+    rounded = any(_is_inexact(aval.dtype) for aval in operands)
+    decides = name in _DECIDING or (new_dtype is not None and not _is_inexact(new_dtype))
+    return name in _REPEATABLE and not (rounded and decides)
 
 
 def price_of(eqn: JaxprEqn, transcendental: float) -> float:
@@ -74,7 +88,7 @@ def _decides(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _DECIDING
 
 
-def _rounds(eqn: JaxprEqn, result: object, loose: bool) -> bool:
+def _rounds(eqn: JaxprEqn, result: Var, loose: bool) -> bool:
     """Whether a result may have other last bits in another program."""
     if not _is_float([result]):
         return False
@@ -87,10 +101,14 @@ def _rounds(eqn: JaxprEqn, result: object, loose: bool) -> bool:
     return loose or short or name not in _ADDING
 
 
-def _is_float(atoms: Sequence[object]) -> bool:
-    return any(jnp.issubdtype(aval_of(atom).dtype, jnp.inexact) for atom in atoms)  # pyright: ignore[reportArgumentType]
+def _is_float(atoms: Iterable[Atom]) -> bool:
+    return any(_is_inexact(aval_of(atom).dtype) for atom in atoms)
 
 
-def _digits(atom: object) -> float:
-    dtype = aval_of(atom).dtype  # pyright: ignore[reportArgumentType]
-    return jnp.finfo(dtype).nmant if jnp.issubdtype(dtype, jnp.inexact) else math.inf
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _digits(atom: Atom) -> float:
+    dtype = aval_of(atom).dtype
+    return jnp.finfo(dtype).nmant if _is_inexact(dtype) else math.inf

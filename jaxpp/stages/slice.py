@@ -40,16 +40,17 @@ class Body:
     inputs: list[Ref]
     outputs: list[tuple[Ref, Any]]
 
-    def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool) -> Traced:
+    def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool, whole: Graph) -> Traced:
         """Trace the slice, under ``jax.vjp`` if it is to be trained.
 
         Args:
             stage: which stage it is.
             carried: for each value that crosses, the stages that return a cotangent for it.
             train: whether to differentiate.
+            whole: the graph of the loss, or one with other equations in the same places.
         """
         loss = self.loss
-        run = loss.graph.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
+        run = whole.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
         avals = shapes_of(self.piece.inputs)
         results = tuple(ref for ref, _ in self.outputs)
         if not train:
@@ -69,7 +70,7 @@ class Body:
             cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 
-        def whole(args: Sequence[Any], received: Sequence[Any]) -> tuple[Any, Any]:
+        def both(args: Sequence[Any], received: Sequence[Any]) -> tuple[Any, Any]:
             free = [arg for arg, want in zip(args, wants, strict=True) if want]
 
             def forward(free: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -81,7 +82,7 @@ class Body:
             summed = _sum_by([ref.index if ref.peer >= 0 else -1 for ref in cotangents], received)
             return (outs, rest), pullback(summed)
 
-        graph, _ = trace(whole, avals, shapes)
+        graph, _ = trace(both, avals, shapes)
         order = [ref for ref, give in zip(results, gives, strict=True) if give]
         order += [ref for ref, give in zip(results, gives, strict=True) if not give]
         returned = [ref for ref, want in zip(self.inputs, wants, strict=True) if want]

@@ -24,6 +24,7 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
 from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
 from jaxpp.stages.least import Least
+from jaxpp.stages.loop_remat import leaner
 from jaxpp.stages.loss import TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
 from jaxpp.stages.packing import Pack, packed, packs_of
@@ -47,6 +48,8 @@ class StageCode:
             not there, and none is when only forwards are run.
         packs: the small gradients that are summed as one vector.
         residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
+        kept: bytes that one microbatch holds from its forward to its backward, inputs and outputs included.
+        keepable: what they would be if all were kept that the pullback reads.
         constants: arrays the loss closed over that this stage reads.
         params: the parameter leaves this stage reads.
         flops: of one forward.
@@ -60,6 +63,8 @@ class StageCode:
     backward: Mapping[str, Backward]
     packs: tuple[Pack, ...]
     residuals: tuple[jax.ShapeDtypeStruct, ...]
+    kept: int
+    keepable: int
     constants: tuple[Any, ...]
     params: tuple[int, ...]
     flops: float
@@ -102,8 +107,7 @@ class StageBuilder:
         named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
-        traced = body.trace(stage, self.carried, self.train)
-        programs = _Programs(traced, stage, self.rows, len(constants), remat, self.scaled_by, self.pack_below)
+        programs, keepable = self._programs(body, stage, len(constants), remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -117,12 +121,22 @@ class StageBuilder:
             backward={kind: found for kind, found in backward.items() if found is not None},
             packs=packs,
             residuals=shapes_of(programs.residuals),
+            kept=programs.kept_bytes,
+            keepable=keepable,
             constants=(*values, *programs.new_constants),
             params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
-            calls_host=calls_host(traced.graph.eqns),
+            calls_host=calls_host(programs.traced.graph.eqns),
         )
+
+    def _programs(self, body: Body, stage: int, num_constants: int, remat: Kept) -> tuple["_Programs", int]:
+        """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
+        graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
+        graphs += leaner(self.loss.graph, body.piece.eqns) if loops else []
+        given = stage, self.rows, num_constants, remat, self.scaled_by, self.pack_below
+        found = [_Programs(body.trace(stage, self.carried, self.train, graph), *given) for graph in graphs]
+        return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 
     def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:
         """The stage's own small gradients; those that go home to another stage stay apart."""
@@ -133,6 +147,7 @@ class StageBuilder:
 
 _STATICS, _FORWARD, _BACKWARD = "statics", "forward", "backward"
 _INPUT, _WEIGHT = "input", "weight"
+_OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
 _HALVES = {"B": {_INPUT, _WEIGHT}, "I": {_INPUT}, "W": {_WEIGHT}}
 
 
@@ -161,7 +176,9 @@ class _Programs:
         split = len(traced.results)
         self.forward_atoms, self.backward_atoms = graph.outputs[:split], graph.outputs[split:]
         homes = dict.fromkeys(variables(self.backward_atoms), _BACKWARD) | dict.fromkeys(variables(self.forward_atoms), _FORWARD)
-        colors = self._colors()
+        colors = before = self._colors()
+        self.lasting = {var for var, ref in self.refs.items() if ref.shared or ref.role in _OF_STEP}
+        self.lasting.update(*(eqn.outvars for eqn, color in zip(graph.eqns, colors, strict=True) if color == _STATICS))
         self.free = {i for i, color in enumerate(colors) if color is None}
         self.again = self._again(colors, remat)
         colors = [None if i in self.again else color for i, color in enumerate(colors)]
@@ -176,22 +193,23 @@ class _Programs:
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
         self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), pack_below)
+        everything = carve(graph, before, homes).get(_BACKWARD, Piece((), (), ()))
+        self.kept_bytes, self.keepable_bytes = self._held(self._piece(_BACKWARD)), self._held(everything)
         self._split(colors, remat)
 
     def _again(self, colors: Sequence[str | None], remat: Kept) -> set[int]:
         """The equations of the forward that the backward runs again."""
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
-        if remat is None or not isinstance(remat, Least):
+        if not isinstance(remat, Least):
             return set() if remat is None else dropped(graph, forward, remat)
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == _BACKWARD for var in variables(eqn.invars)]
-        held = {var: count_bytes(aval_of(var)) for var in graph.inputs if self._is_let_go(self.refs[var])}
+        held = set(graph.inputs) - self.lasting
         return remat.again(graph, forward, self.free, held, [*reads, *variables(self.backward_atoms)])
 
-    @staticmethod
-    def _is_let_go(ref: Ref) -> bool:
-        """Whether an input is let go after its last reader, and not there for all of a step."""
-        of_step = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
-        return ref.role not in of_step and not ref.shared
+    def _held(self, piece: Piece) -> int:
+        """Bytes of what a backward reads that was there before it, for this microbatch alone."""
+        passing = self.lasting.union(var for var in self.traced.graph.inputs if self.refs[var].role == Role.COTANGENT)
+        return sum(count_bytes(aval_of(var)) for var in piece.inputs if var not in passing)
 
     def _split(self, colors: Sequence[str | None], remat: Kept) -> None:
         """Divide the backward into I and W; what crosses from one to the other is kept as residuals."""
@@ -230,7 +248,7 @@ class _Programs:
         graph, wanted = self.traced.graph, set(variables(self.backward_atoms))
         pieces = carve(graph, parts, dict.fromkeys(wanted - cotangents, _WEIGHT) | dict.fromkeys(cotangents, _INPUT))
         of_input, of_weight = (pieces.get(half, Piece((), (), ())) for half in (_INPUT, _WEIGHT))
-        held = {var for var in (*of_input.inputs, *of_weight.inputs) if var in self.refs and self._is_let_go(self.refs[var])}
+        held = {*of_input.inputs, *of_weight.inputs} - self.lasting
         both, early = remat.between(graph, of_input.eqns, of_weight.eqns, self.free, held)
         return [
             None if i in both else _INPUT if i in early or (i in self.again and i in of_input.eqns) else part

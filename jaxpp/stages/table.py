@@ -1,6 +1,7 @@
 """The stage table: what each stage is, where it lives, what it costs, what crosses to the next.
 
-``print(pipe.stages)`` shows it; in a notebook it is a table. Each row is a ``Stage``, which can also be run by hand.
+``print(pipe.stages)`` shows it; in a notebook it is a table. *kept* are the bytes that one microbatch holds from a stage's forward
+to its backward, of those that it would hold if nothing were computed again. Each row is a ``Stage``, which can also be run by hand.
 """
 
 import html
@@ -64,6 +65,8 @@ class Stage:
         num_params: parameters it owns.
         num_bytes: their bytes.
         flops: of the forward of one microbatch.
+        kept: bytes that a microbatch holds from the stage's forward to its backward.
+        keepable: what they would be with ``remat="keep"``.
         sends: shape of each value it sends on, and to which stage.
         function: ``(params, x, *inputs) -> x``; what ``forward`` runs.
     """
@@ -77,6 +80,8 @@ class Stage:
     num_params: int
     num_bytes: int
     flops: float
+    kept: int
+    keepable: int
     sends: tuple[str, ...]
     function: Callable[..., Any]
 
@@ -114,15 +119,14 @@ class Stages(Sequence[Stage]):
 
     def _cells(self) -> list[list[str]]:
         total = sum(stage.flops for stage in self) or 1.0
-        rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]]
+        rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "kept", "sends"]]
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
             count, size = f"{stage.num_params:,}{tied}", bytes_in_words(stage.num_bytes)
             flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
-            rows.append(
-                [str(stage.index), str(stage.device), stage.modules, count, size, flops, f"{stage.flops / total:.1%}", sends]
-            )
+            work = [flops, f"{stage.flops / total:.1%}"]
+            rows.append([str(stage.index), str(stage.device), stage.modules, count, size, *work, _kept(stage), sends])
         return rows
 
     def _summary(self) -> str:
@@ -148,6 +152,12 @@ class Stages(Sequence[Stage]):
         lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
         table = f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
         return f"{table}<p>{html.escape(self._summary())}</p>"
+
+
+def _kept(stage: Stage) -> str:
+    """``1.5 MiB of 6 MiB``: what is kept, of all that could be."""
+    everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
+    return f"{bytes_in_words(stage.kept)}{everything}"
 
 
 def bytes_in_words(num_bytes: float) -> str:
@@ -195,6 +205,8 @@ def tabulate(
                 num_params=sum(aval.size for aval in avals),
                 num_bytes=sum(count_bytes(aval) for aval in avals),
                 flops=code.flops,
+                kept=code.kept,
+                keepable=code.keepable,
                 sends=tuple(sends),
                 function=function,
             )
