@@ -1,4 +1,4 @@
-"""Random models, one a seed: layers on x[batch, length, width] that differ in what their backward reads, and how they are joined."""
+"""Random models, one a seed: layers on x[batch, length, width] that differ in what their backward reads, joined in many ways."""
 
 import dataclasses
 import functools
@@ -113,6 +113,16 @@ def loop(p, x, batch, key):
     return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["heads"])[0]
 
 
+def blocks(p, x, batch, key):
+    def block(x, row):
+        w, key = row
+        y = jax.nn.gelu(normalise(x, {"scale": p["scale"], "bias": 0.1}, -1) @ w)
+        return x + jnp.where(jax.random.bernoulli(key, 0.8, y.shape), jax.nn.relu(y) @ w.T, 0), y.max()
+
+    x, tops = jax.lax.scan(block, x, (p["heads"], jax.random.split(key, 3)))
+    return x + tops.mean()
+
+
 def choice(p, x, batch, key):
     return jax.lax.cond(x[..., 0].sum() > 0.1, lambda x: jnp.tanh(x @ p["w"]), lambda x: x * p["scale"], x)
 
@@ -164,6 +174,7 @@ LAYERS: dict[Callable[..., Any], str] = {
     in_order: "",
     running: "",
     loop: "heads",
+    blocks: "heads scale",
     choice: "w scale",
     named: "scale",
     checkpointed: "w scale",
@@ -225,7 +236,9 @@ class Model:
     frozen: frozenset[int]
 
     def __str__(self) -> str:
-        names = [f"{layer.kind.__name__}({layer.owner})+{getattr(layer.after, '__name__', 'gelu')}~{layer.join}" for layer in self.layers]
+        names = [
+            f"{layer.kind.__name__}({layer.owner})+{getattr(layer.after, '__name__', 'gelu')}~{layer.join}" for layer in self.layers
+        ]
         return f"{self.stages} stages of {' '.join(names)}, frozen {sorted(self.frozen)}"
 
 

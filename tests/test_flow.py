@@ -18,9 +18,9 @@ def random_edges(rng, prices):
     edges = []
     for _ in range(rng.integers(1, 25)):
         tail, head = (nodes[k] for k in rng.integers(len(nodes), size=2))
-        if tail != head and head != SOURCE and tail != SINK:
+        if head not in (tail, SOURCE) and tail != SINK:
             price = prices(rng)
-            edges.append((tail, head, 1.0 if math.isinf(price) and SOURCE == tail else price))
+            edges.append((tail, head, 1.0 if math.isinf(price) and tail == SOURCE else price))
     return nodes, edges
 
 

@@ -5,7 +5,6 @@ Nearly all is read off the equations of the programs; nothing is compiled for th
 
 import collections
 import contextlib
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -30,7 +29,7 @@ from jaxpp.stages.stack import assembled
 from jaxpp.stages.tracing import trace_loss
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
-from tests.random_models import random_model
+from tests.random_models import LAYERS, from_host, half, random_model
 from tests.test_split_backward import matmul_flops
 from tests.test_zoo import CASES
 
@@ -38,8 +37,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 KEPT_FOR_A_MICROBATCH = (Role.RESIDUAL, Role.ACTIVATION, Role.STATE, Role.BATCH)
 NEVER_AGAIN = frozenset(
     "dot_general conv_general_dilated threefry2x32 random_bits sort top_k argmax argmin gather scatter scatter-add cumsum cummax "
-    "cumprod cumlogsumexp reduce_window_max select_and_scatter_add fft scan while cond pure_callback debug_callback checkpoint "
-    "custom_jvp_call custom_vjp_call name".split()
+    "cumprod cumlogsumexp reduce_window_max select_and_scatter_add fft scan while cond pure_callback debug_callback name".split()
 )
 
 
@@ -47,9 +45,9 @@ def shapes(tree, size=None):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size or leaf.shape[0], *leaf.shape[1:]), leaf.dtype), tree)
 
 
-def cut_with(loss, stages, *ways, cuts=None):
+def cut_with(loss, stages, *ways):
     """The loss cut at the same places, one cut a way to keep."""
-    cuts = balance(loss, stages) if cuts is None else cuts
+    cuts = balance(loss, stages)
     return [cut(loss, cuts, owners(loss, cuts), remat=(way,) * stages, pack=False).stages for way in ways]
 
 
@@ -101,14 +99,14 @@ def check_random(seed, transcendental, *, count=True):
             assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}, f"{kinds} of {where}"
 
 
-@pytest.mark.parametrize("tens", range(3))
+@pytest.mark.parametrize("tens", range(2))
 def test_no_random_model_keeps_more_than_everything_or_does_costly_work_again(tens):
     for seed in range(10 * tens, 10 * tens + 10):
         check_random(seed, float(seed % 2))
 
 
 def test_no_random_model_keeps_more_than_everything():
-    for seed in range(30, 70):
+    for seed in range(20, 40):
         check_random(seed, float(seed % 2), count=False)
 
 
@@ -211,7 +209,9 @@ def test_effects_happen_once(capfd):
         jax.debug.print("once {v}", v=h.shape[0])
         return jnp.exp(h).mean()
 
-    code = Engine(settings(loss_fn, num_stages=1, num_microbatches=2, schedule="1f1b", has_aux=False, weight=None, cuts=None, devices=None))
+    code = Engine(
+        settings(loss_fn, num_stages=1, num_microbatches=2, schedule="1f1b", has_aux=False, weight=None, cuts=None, devices=None)
+    )
     code.settle((jnp.eye(4),), jnp.ones((4, 4)), None)
     code.run("grads", bring([jnp.eye(4)], code.homes), jnp.ones((4, 4)), None)
     jax.effects_barrier()
@@ -252,6 +252,25 @@ def test_a_relu_is_as_cheap_as_what_it_is_made_of():
     assert kept(after) <= kept(before) / 2
 
 
+def test_a_loop_over_layers_keeps_half_and_multiplies_no_more():
+    def loss_fn(params, x, key):
+        def block(x, row):
+            w, key = row
+            y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 0.1)
+            y = jax.nn.gelu(y @ w)
+            return x + jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0) @ w.T, None
+
+        x, _ = jax.lax.scan(block, x, (params, jax.random.split(key, 6)))
+        return (x**2).mean()
+
+    params = jax.ShapeDtypeStruct((6, 16, 64), jnp.float32)
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.random.key(0), has_aux=False)
+    (before,), (after,) = cut_with(loss, 1, None, Least())
+    assert kept(after) <= kept(before) / 2
+    then, now = work(before, "B"), work(after, "B")
+    assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}
+
+
 def many_equations(depth):
     def loss_fn(params, x):
         for k in range(depth):
@@ -268,13 +287,14 @@ def test_a_stage_of_thousands_of_equations_is_cut():
     assert kept(after[0]) < kept(before[0]) / 4
 
 
+EXACT_LAYERS = tuple(layer for layer in LAYERS if layer not in (half, from_host))  # bfloat16; a host that has no float64
 EXACT = [(1, "float64"), (3, "float64"), (8, "float64"), (17, "float32")]
 
 
 @pytest.mark.parametrize(("seed", "dtype"), EXACT)
 def test_random_models_equal_the_oracle_and_schedules_that_add_in_the_same_order_give_the_same_bits(seed, dtype):
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        model = dataclasses.replace(random_model(seed, dtype), stages=2)
+        model = random_model(seed, dtype, EXACT_LAYERS)
         loss, _, grads = oracle(model.loss_fn, model.params, model.batch, model.key, 2)
         options = {"has_aux": False, "weight": None, "cuts": None, "devices": None}
         first = Engine(settings(model.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **options))
@@ -323,7 +343,13 @@ def test_what_is_decided_at_a_tie_is_decided_once_at_the_default_optimisation():
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "optimization_level" not in flag and "fusion_emitters" not in flag]
     command = [sys.executable, "-m", "tests.ties"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "XLA_FLAGS": " ".join(flags)}, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": " ".join(flags)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "equal\n"
