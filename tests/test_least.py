@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 KEPT_FOR_A_MICROBATCH = (Role.RESIDUAL, Role.ACTIVATION, Role.STATE, Role.BATCH)
 NEVER_AGAIN = frozenset(
     "dot_general conv_general_dilated threefry2x32 random_bits sort top_k argmax argmin gather scatter scatter-add cumsum cummax "
-    "cumprod cumlogsumexp reduce_window_max select_and_scatter_add fft scan while cond pure_callback debug_callback name".split()
+    "cumprod cumlogsumexp reduce_window_max select_and_scatter_add fft scan while cond pure_callback debug_callback".split()
 )
 
 
@@ -92,8 +92,7 @@ def check_random(seed, transcendental, *, count=True):
     for before, after in zip(*cut_with(loss, model.stages, None, Least(transcendental)), strict=True):
         where = f"random_model({seed}), stage {after.index}: {model}"
         for kind in "BW":
-            # what is held has a price beside its bytes: what it takes to make it
-            assert kept(after, kind) <= (1 + 1 / 16 * (kind == "W")) * kept(before, kind), f"{kind} of {where}"
+            assert kept(after, kind) <= kept(before, kind), f"{kind} of {where}"
         for kinds in ("B", "IW") if count else ():
             then, now = work(before, kinds), work(after, kinds)
             assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}, f"{kinds} of {where}"
@@ -187,7 +186,19 @@ def test_what_is_named_is_kept_and_not_made_again():
     loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 8), jnp.float32), None, has_aux=False)
     ((code,),) = cut_with(loss, 1, Least())
     assert work(code, "B")["tanh"] == 1
-    assert work(code, "B")["name"] == 1
+    assert kept(code) == 3 * 4 * 8 * 4  # the input, what is named, the second product
+
+
+def test_a_value_and_its_maximum_are_made_again_together():
+    def loss_fn(params, x):
+        y = (x @ params) * 50 + 7
+        return jnp.log(1e-6 + y.max(-1, keepdims=True) - y).mean()  # steep where they are equal
+
+    params, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (4, 8))
+    loss = trace_loss(loss_fn, params, x, None, has_aux=False)
+    ((code,),) = cut_with(loss, 1, Least())
+    made = work(code, "B")["reduce_max"]
+    assert made == 2 or not any(aval.shape[-1:] == (1,) for aval in code.residuals)
 
 
 def test_what_the_user_checkpoints_stays_checkpointed():

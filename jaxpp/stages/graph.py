@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 _REMAT = frozenset({"checkpoint", "remat", "remat2"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
@@ -108,15 +109,20 @@ def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
     return False
 
 
-def trace(function: Callable[..., Any], *args: Any) -> tuple[Graph, Any]:
+def trace(function: Callable[..., Any], *args: Any, opened: bool = False) -> tuple[Graph, Any]:
     """Trace ``function`` at the shapes of ``args`` (arrays or ``jax.ShapeDtypeStruct``).
+
+    Args:
+        function: what to trace.
+        *args: its arguments.
+        opened: whether functions with rules of their own for gradients are opened too; not where it will be differentiated.
 
     Returns:
         the flat graph, and the tree of result shapes.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    flat = _Flattener(constants)
+    flat = _Flattener(constants, _INLINED | _RULED if opened else _INLINED)
     flat.add(closed.jaxpr, "")
     outputs = tuple(flat.resolve(atom) for atom in closed.jaxpr.outvars)
     graph = Graph(tuple(flat.eqns), tuple(flat.names), tuple(closed.jaxpr.invars), outputs, constants)

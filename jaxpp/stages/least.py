@@ -22,10 +22,11 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.flow import SINK, SOURCE, Network
 from jaxpp.stages.graph import Graph, aval_of, variables
-from jaxpp.stages.repeat import price_of, repeatable
+from jaxpp.stages.repeat import EXACT, EXTREMES, is_smooth, price_of, repeatable, rounding
 
 __all__ = ["Least"]
 
+_MOVED = 1e-3
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
 
 
@@ -51,10 +52,10 @@ class Least:
             held: inputs that are let go after the forward unless the backward needs them.
             reads: what the backward needs.
         """
-        network, may = Network(), repeatable(graph)
+        network, may = Network(), _settled(graph, {*forward, *free})
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
-        known = set(held)
+        known, producers = set(held), graph.producers()
         for i, eqn in enumerate(graph.eqns):
             if i not in forward and i not in free:
                 continue
@@ -64,6 +65,8 @@ class Least:
             for var in variables(eqn.invars) if repeated else ():
                 if var in known:
                     network.edge(var, i)
+                if eqn.primitive.name in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
+                    network.edge(i, producers[var])
             for var in eqn.outvars:
                 network.edge(i, var, math.inf if i in free else count_bytes(aval_of(var)))
             known.update(eqn.outvars)
@@ -95,8 +98,8 @@ class Least:
         for i in {*of_input, *of_weight}:
             eqn, shared = graph.eqns[i], i in of_input
             price = price_of(eqn, self.transcendental) if may[i] else math.inf
-            if i not in free:
-                network.edge(*((SOURCE, i) if shared else (i, SINK)), price)
+            if i not in free:  # what is only moved from W to I costs nothing, but W is the place for it
+                network.edge(*((SOURCE, i, price) if shared else (i, SINK, math.inf if price == math.inf else _MOVED)))
             for var in variables(eqn.invars):
                 if var in made or var in held:
                     network.edge(var, i)
@@ -107,3 +110,19 @@ class Least:
         chosen = network.sink_side()
         again = {i for i in of_input if i in chosen and i not in free}
         return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
+
+
+def _settled(graph: Graph, before: Collection[int]) -> list[bool]:
+    """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
+
+    Args:
+        graph: the stage's forward and pullback.
+        before: the equations that are not of the backward.
+    """
+    may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
+    for i, eqn in enumerate(graph.eqns):
+        if i not in before and not is_smooth(eqn):
+            for var in variables(eqn.invars):
+                if var in producers and levels.get(var, EXACT) != EXACT:
+                    may[producers[var]] = False
+    return may

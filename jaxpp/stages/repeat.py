@@ -1,10 +1,12 @@
 """Which equations a backward may run again, and at what price.
 
-Never again: matrix products, convolutions, loops, calls, random bits, sorts, gathers, and what has an effect. Nor a *decision* on
-rounded numbers: another program fuses multiplications and additions in another way, so that a comparison of values that are nearly
-equal may come out otherwise there, and the gradient with it. A decision's result, one byte an element, is kept instead. Where all
-operands come out the same in every program (integers, and what is only added, chosen or laid out of values that are kept), a
-decision may be made again.
+Never again: matrix products, convolutions, loops, calls, random bits, sorts, gathers, and what has an effect.
+
+Nor a *decision* on a rounded number. XLA rounds ``x * scale + bias`` once where both operations are in one program and twice where
+the product comes from another; it adds constants to each other first; it does not round what it converts to bfloat16 and back. A
+comparison of values that are nearly equal may so come out otherwise in the backward than in the forward, and the gradient with it.
+So the result of a decision is kept, one byte an element. Integers, and what is at most once added to values that are the same in
+every program, may be compared again.
 
 Prices are in bytes: what one would rather keep than compute again. Elementwise arithmetic is done while a value is read, for nearly
 nothing. The functions of ``TRANSCENDENTAL`` have a price where they cost more than reading their result from memory.
@@ -20,7 +22,7 @@ from jax.extend.core import JaxprEqn, Var
 from jaxpp.stages.cost import LAYOUT, count_bytes
 from jaxpp.stages.graph import Atom, Graph, aval_of, variables
 
-__all__ = ["TRANSCENDENTAL", "may_repeat", "price_of", "repeatable"]
+__all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
 
 TRANSCENDENTAL = frozenset(
     "tanh exp exp2 expm1 log log1p logistic erf erfc erf_inv sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow "
@@ -28,30 +30,85 @@ TRANSCENDENTAL = frozenset(
 )
 """Functions that take many operations an element."""
 _CHOOSING = LAYOUT | frozenset(
-    "transpose rev pad concatenate slice dynamic_slice split select_n neg abs max min clamp real imag conj complex "
+    "transpose rev pad concatenate slice dynamic_slice split select_n neg abs max min clamp real imag conj complex name "
     "bitcast_convert_type reduce_max reduce_min random_wrap random_unwrap sharding_constraint".split()
 )
+EXTREMES = frozenset({"reduce_max", "reduce_min"})
+"""Operations whose results are compared with their operands, or subtracted from them."""
 _ADDING = frozenset("add sub add_any".split())
 _ARITHMETIC = frozenset(
     "mul div sqrt rsqrt square integer_pow reduce_precision reduce_sum convert_element_type and or not xor "
     "shift_left shift_right_logical shift_right_arithmetic population_count clz reduce_and reduce_or".split()
 )
-_DECIDING = frozenset("eq ne lt le gt ge sign floor ceil round is_finite rem nextafter eq_to lt_to le_to".split())
+_DECIDING = frozenset("eq ne lt le gt ge sign floor ceil round is_finite rem nextafter atan2 eq_to lt_to le_to".split())
 _REPEATABLE = _CHOOSING | _ADDING | _ARITHMETIC | _DECIDING | TRANSCENDENTAL
+_MOVING = frozenset(
+    "gather optimization_barrier reduce_window_max reduce_window_min cummax cummin scatter dynamic_update_slice".split()
+)
+"""Never repeated, and yet their results are as their operands are."""
+_WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft".split())
+"""Never repeated, and their results are written to memory before anybody reads them."""
+_SMOOTH = (_REPEATABLE - _DECIDING) | frozenset(
+    "dot_general conv_general_dilated gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split()
+)
 _ELEMENT, _REDUCED = 1 / 64, 1 / 4
+
+EXACT, _ADDED, _ROUNDED = range(3)
+"""How far a value is the same in every program: in all bits; in whether it is above another; not at all."""
 
 
 def repeatable(graph: Graph) -> list[bool]:
     """Whether each equation may be run again, whatever is kept."""
-    rounded: set[Var] = set()
-    found = []
+    found, levels, producers = list[bool](), rounding(graph), graph.producers()
     for eqn in graph.eqns:
-        name, loose = eqn.primitive.name, not rounded.isdisjoint(variables(eqn.invars))
-        again = name in _REPEATABLE and not eqn.effects and not (loose and _decides(eqn))
-        found.append(again)
-        if again and any(_rounds(eqn, var, loose) for var in eqn.outvars):
-            rounded.update(eqn.outvars)
+        loose = any(levels.get(var, EXACT) == _ROUNDED for var in variables(eqn.invars))
+        found.append(eqn.primitive.name in _REPEATABLE and not eqn.effects and not (loose and _decides(eqn)))
+    for eqn in graph.eqns:
+        if eqn.primitive.name == "name":  # the user's word for what is to be kept
+            for var in variables(eqn.invars):
+                if var in producers:
+                    found[producers[var]] = False
     return found
+
+
+def rounding(graph: Graph) -> dict[Var, int]:
+    """The floating-point values that may have other last bits in another program, and how far that matters."""
+    levels: dict[Var, int] = {}
+    for eqn in graph.eqns:
+        worst = max((levels.get(var, EXACT) for var in variables(eqn.invars)), default=EXACT)
+        for var in eqn.outvars:
+            level = _level(eqn, var, worst) if _is_float([var]) else EXACT
+            if level:
+                levels[var] = level
+    return levels
+
+
+def _level(eqn: JaxprEqn, result: Var, operands: int) -> int:
+    name = eqn.primitive.name
+    widened = name == "convert_element_type" and _digits(result) >= _digits(eqn.invars[0])
+    if name in _CHOOSING or name in _MOVING or widened:
+        return operands
+    if _digits(result) < jnp.finfo(jnp.float32).nmant:  # computed with more digits inside a fusion
+        return _ROUNDED
+    if name in _ADDING:
+        return _ADDED if operands == EXACT else _ROUNDED
+    return EXACT if name in _WRITTEN and not _is_single(eqn) else _ROUNDED
+
+
+def _is_single(eqn: JaxprEqn) -> bool:
+    """Whether a product or a loop has one term only, so that XLA makes elementwise arithmetic of it."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return math.prod(aval_of(eqn.invars[0]).shape[axis] for axis in contracted) == 1
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = aval_of(eqn.invars[1]).shape, eqn.params["dimension_numbers"]
+        return math.prod(kernel) == kernel[numbers.rhs_spec[0]]
+    return eqn.primitive.name == "scan" and eqn.params["length"] == 1
+
+
+def is_smooth(eqn: JaxprEqn) -> bool:
+    """Whether a small difference of an equation's operands makes a small difference of its results."""
+    return eqn.primitive.name in _SMOOTH and not _decides(eqn)
 
 
 def may_repeat(name: str, operands: Sequence[Any], new_dtype: Any = None) -> bool:
@@ -64,7 +121,7 @@ def may_repeat(name: str, operands: Sequence[Any], new_dtype: Any = None) -> boo
     """
     rounded = any(_is_inexact(aval.dtype) for aval in operands)
     decides = name in _DECIDING or (new_dtype is not None and not _is_inexact(new_dtype))
-    return name in _REPEATABLE and not (rounded and decides)
+    return name in _REPEATABLE - {"name"} and not (rounded and decides)
 
 
 def price_of(eqn: JaxprEqn, transcendental: float) -> float:
@@ -75,30 +132,19 @@ def price_of(eqn: JaxprEqn, transcendental: float) -> float:
         transcendental: the price of one element of the result of a function of ``TRANSCENDENTAL``.
     """
     name = eqn.primitive.name
+    if name in EXTREMES:
+        return _ELEMENT * sum(math.prod(aval_of(var).shape) for var in variables(eqn.invars))
     if name.startswith("reduce_") and name != "reduce_precision":
         return _REDUCED * sum(count_bytes(aval_of(var)) for var in variables(eqn.invars))
     size = sum(math.prod(aval_of(var).shape) for var in eqn.outvars)
-    return size * (_ELEMENT + transcendental * (name in TRANSCENDENTAL))
+    return size * (_ELEMENT * (name != "name") + transcendental * (name in TRANSCENDENTAL))
 
 
 def _decides(eqn: JaxprEqn) -> bool:
     """Whether a small difference of its operands can become a large one of its result."""
-    if eqn.primitive.name == "convert_element_type":
+    if eqn.primitive.name in ("convert_element_type", "bitcast_convert_type"):
         return _is_float(eqn.invars) and not _is_float(eqn.outvars)
-    return eqn.primitive.name in _DECIDING
-
-
-def _rounds(eqn: JaxprEqn, result: Var, loose: bool) -> bool:
-    """Whether a result may have other last bits in another program."""
-    if not _is_float([result]):
-        return False
-    name = eqn.primitive.name
-    if name in _CHOOSING:
-        return loose
-    if name == "convert_element_type" and not loose:
-        return _digits(eqn.outvars[0]) < _digits(eqn.invars[0])
-    short = _digits(result) < jnp.finfo(jnp.float32).nmant  # computed with more digits inside a fusion
-    return loose or short or name not in _ADDING
+    return eqn.primitive.name in _DECIDING and _is_float(eqn.invars)
 
 
 def _is_float(atoms: Iterable[Atom]) -> bool:

@@ -82,7 +82,7 @@ class Body:
             summed = _sum_by([ref.index if ref.peer >= 0 else -1 for ref in cotangents], received)
             return (outs, rest), pullback(summed)
 
-        graph, _ = trace(both, avals, shapes)
+        graph, _ = trace(both, avals, shapes, opened=True)
         order = [ref for ref, give in zip(results, gives, strict=True) if give]
         order += [ref for ref, give in zip(results, gives, strict=True) if not give]
         returned = [ref for ref, want in zip(self.inputs, wants, strict=True) if want]
