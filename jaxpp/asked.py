@@ -11,7 +11,7 @@ from jaxpp.given import variables_of
 from jaxpp.observe.collectives import Collectives
 from jaxpp.observe.communicated import collectives_of
 from jaxpp.observe.forecast import Forecast, forecast, parse_bytes
-from jaxpp.observe.profile import Profile
+from jaxpp.observe.profile import Clock, Profile
 from jaxpp.observe.record import record
 from jaxpp.opened import Opened, open_engine
 from jaxpp.runtime.arguments import refuse_tracers
@@ -162,18 +162,31 @@ class Asked:
             return collectives_of(self._engine, batch, key)
         return collectives_of(self._tasks.engine(task), batch, key, self._tasks.other_bytes(task))
 
-    def profile(self, state: State, batch: Batch, key: Key | None = None, *, num_steps: int = 3, task: Any = None) -> Profile:
-        """What really runs, when, and why the ranks idle: some steps watched at full speed; the state is left as it is.
+    def profile(
+        self,
+        state: State,
+        batch: Batch,
+        key: Key | None = None,
+        *,
+        num_steps: int = 3,
+        clock: Clock | None = None,
+        task: Any = None,
+    ) -> Profile:
+        """What really runs, when, and why the ranks idle: steps at full speed under JAX's profiler; the state is left as it is.
 
-        It differs from a timer around each action in that nothing waits: after each dispatch the host asks which results are
-        there. The state is copied once, and steps are trained on the copy, so there must be room for a second one.
+        It differs from a timer around each action in that nothing waits: the trace knows when each program ran. Some more steps
+        then run one program at a time. The state is copied once, and steps are trained on the copy, so there must be room for a
+        second one.
 
         Args:
             state: from ``init`` or ``step``.
             batch: as for ``step``.
             key: as for ``step``.
             task: as for ``step``.
-            num_steps: how many steps to watch, at least 1; by turns with as many that are not, after three pairs that do not count.
+            num_steps: how many steps to trace, at least 1, after as many that are not and three that do not count.
+            clock: which times the numbers are of. ``"trace"``: the step as it ran, on devices that may share cores.
+                ``"isolated"``: each program as long as it takes alone, on the virtual clock, as on devices of their own; the
+                default on CPU, where devices share cores, and where there are fewer devices than ranks.
 
         Returns:
             the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live
@@ -181,14 +194,24 @@ class Asked:
             ``jaxpp.observe.to_perfetto(profile)`` is a trace for Perfetto, ``to_json`` and ``to_html`` the rest.
 
         Raises:
-            ArgumentError: fewer than one step.
+            ArgumentError: fewer than one step, an unknown clock, or a trace of JAX's profiler is being taken already.
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
         if not is_count(num_steps, least=1):
             raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
+        if clock not in (None, "trace", "isolated"):
+            rule = 'the times are those of the trace ("trace"), or of each program alone ("isolated")'
+            raise ArgumentError("pipe.profile", rule, f"clock={clock!r}", 'pass clock="trace", or leave it out')
         with self._whole("profile", state, batch, key, task) as (engine, leaves):
-            return record(engine, leaves, batch, key, num_steps)
+            return record(engine, leaves, batch, key, num_steps, clock or _clock_for(engine))
+
+
+def _clock_for(engine: Engine) -> Clock:
+    """The isolated clock where devices share what they compute with."""
+    places = engine.placement.by_rank
+    shared = len(set(places)) < len(places) or devices_of(places[0])[0].platform == "cpu"
+    return "isolated" if shared else "trace"
 
 
 def check_no_task(task: Any) -> None:

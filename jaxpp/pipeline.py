@@ -12,6 +12,7 @@ from jaxpp.bank import Bank
 from jaxpp.by_hand import check_stages, compose, scope
 from jaxpp.errors import StateError
 from jaxpp.given import are_swapped, read_given, swapped
+from jaxpp.observe.xla import STEP
 from jaxpp.opened import Opened, first_leaves
 from jaxpp.runtime.arguments import check_function, check_optimizer, refuse_tracers
 from jaxpp.runtime.engine import Engine
@@ -332,7 +333,7 @@ class Pipeline(Asked):
         leaves = ready.states.unwrap(state, consumed=donate)
         ready.detector.look()  # before anything is consumed: a warning may be an error
         self._kept = state
-        with Hold() as hold:
+        with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
             try:
                 if self._tasks is None:
                     check_no_task(task)

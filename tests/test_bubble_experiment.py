@@ -5,8 +5,8 @@ import json
 import pytest
 
 from experiments.bubble.main import Config, main, run, table
-from experiments.bubble.watching import Config as Watching
-from experiments.bubble.watching import run as watching
+from experiments.bubble.tracing import Config as Tracing
+from experiments.bubble.tracing import run as tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.schedule import make, simulate
 
@@ -26,6 +26,9 @@ def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
     for row in result.rows:
         assert 0 < row.measured < 1
         assert 0 <= row.clock < 1
+        assert row.uneven >= 1
+        assert row.alone > 0
+        assert row.seconds > 0
         assert sum(row.causes.values()) == pytest.approx(row.measured)
         assert row.forecast == pytest.approx(row.peak, rel=0.05)
         assert 0 < row.bytes_of_residuals < row.peak
@@ -48,7 +51,7 @@ def test_schedules_of_which_none_runs_are_refused(tmp_path, monkeypatch):
         main()
 
 
-def test_the_price_of_watching_is_a_ratio_for_each_model(capsys):
-    found = watching(Watching(pairs=1), {"small": Config(**SMALL)})
+def test_the_price_of_tracing_is_a_ratio_for_each_model(capsys):
+    found = tracing(Tracing(steps=1), {"small": Config(**SMALL)})
     assert found["small"] > 0
-    assert f"small: a watched step takes {found['small']:.3f} times as long as another" in capsys.readouterr().out
+    assert f"small: a traced step takes {found['small']:.3f} times as long as another" in capsys.readouterr().out

@@ -18,6 +18,10 @@ MIB = 2**20
 LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)
 
 
+def titled(measured, simulated):
+    return [("measured", measured), ("alone", simulated)]
+
+
 def synthetic(name, ranks, microbatches, seed=0):
     """A schedule, its bars as they might be measured, and those of the virtual clock with the same durations."""
     schedule, rng = make(name, num_ranks=ranks, num_microbatches=microbatches), np.random.default_rng(seed)
@@ -87,8 +91,8 @@ SIZES = [("1f1b", 2, 4), ("zb-v", 4, 8), ("1f1b", 8, 32)]
 def test_measured_above_and_simulated_below_every_action_is_one_bar_at_its_time(name, ranks, microbatches):
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
     for figure in (
-        profile_figure("", measured, simulated, curves(schedule, measured), schedule.stage_to_rank),
-        pebble_pair("", measured, simulated, schedule.stage_to_rank),
+        profile_figure("", titled(measured, simulated), curves(schedule, measured), schedule.stage_to_rank),
+        pebble_pair("", titled(measured, simulated), schedule.stage_to_rank),
     ):
         for axes, ran in zip(figure.axes, (measured, simulated), strict=False):
             for kind, spans in drawn(axes).items():
@@ -98,14 +102,14 @@ def test_measured_above_and_simulated_below_every_action_is_one_bar_at_its_time(
 def test_all_parts_have_one_scale_of_time_and_begin_below_one_another():
     schedule, measured, simulated = synthetic("1f1b", 4, 8)
     memory = curves(schedule, measured)
-    figure = profile_figure("", measured, simulated, memory, schedule.stage_to_rank)
+    figure = profile_figure("", titled(measured, simulated), memory, schedule.stage_to_rank)
     parts, (end,) = figure.axes[:3], {curve.times[-1] for curve in memory}
     assert {axes.get_xlim() for axes in parts} == {(0, end)}
     assert len({(axes.get_position().x0, axes.get_position().x1) for axes in parts}) == 1
     assert sorted((axes.get_position().y0 for axes in parts), reverse=True) == [axes.get_position().y0 for axes in parts]
     assert [axes.get_xlabel() for axes in parts] == ["", "", "time, ms"]
     slow = [bar._replace(start=2 * bar.start, end=2 * bar.end) for bar in simulated]
-    wider = pebble_pair("", measured, slow, schedule.stage_to_rank)
+    wider = pebble_pair("", titled(measured, slow), schedule.stage_to_rank)
     assert {axes.get_xlim() for axes in wider.axes[:2]} == {(0, max(bar.end for bar in slow))}
 
 
@@ -116,7 +120,7 @@ def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the
         levels = tuple(map(tuple, (rng.integers(MIB, size=(23, len(KINDS))) * rng.integers(2, size=(23, len(KINDS)))).tolist()))
         memory.append(Curve(f"cpu:{device} (rank {device})", times, levels))
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 10.0)]
-    axes = profile_figure("", run, [run[0]._replace(end=12.0)], memory, [0]).axes[2]
+    axes = profile_figure("", titled(run, [run[0]._replace(end=12.0)]), memory, [0]).axes[2]
     most = max(sum(level) for curve in memory for level in curve.levels)
     highest, scale = [], None
     for k, kind in enumerate(KINDS):
@@ -136,7 +140,7 @@ def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the
 def test_the_last_bytes_stay_to_the_end_of_the_step_and_no_longer():
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 3.0)]
     memory = [Curve("cpu:0 (rank 0)", (0.0, 1.0), ((0,) * 9, (*(MIB,) * 8, 0)))]
-    axes = profile_figure("", run, [run[0]._replace(end=4.0)], memory, [0]).axes[2]
+    axes = profile_figure("", titled(run, [run[0]._replace(end=4.0)]), memory, [0]).axes[2]
     (collection,) = (c for c in axes.collections if c.get_label() == "parameters")
     (box,) = (path.get_extents() for path in collection.get_paths())
     assert (box.x0, box.x1) == (1.0, 3.0) and axes.get_xlim() == (0, 4.0)
@@ -146,7 +150,7 @@ def test_the_peak_of_each_device_stands_beside_it_even_if_it_lasted_for_no_time(
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 3.0)]
     short = Curve("cpu:0 (rank 0)", (0.0, 1.0, 1.0), ((*(MIB,) * 8, 0), (*(3 * MIB // 2,) * 8, 0), (0,) * 9))
     long = Curve("cpu:1 (ranks 1, 2)", (0.0,), ((2**30, 0, 0, 0, 0, 0, 0, 0, 2**29),))
-    axes = profile_figure("", run, run, [short, long], [0]).axes[2]
+    axes = profile_figure("", titled(run, run), [short, long], [0]).axes[2]
     beside = {text.get_text(): text.get_position()[1] for text in axes.texts}
     assert beside["12 MiB"] < 1 < beside["1.5 GiB"] and beside["peak"] < 0
     assert [label.get_text() for label in axes.get_yticklabels()] == ["cpu:0 (rank 0)", "cpu:1 (ranks 1, 2)"]
@@ -155,13 +159,13 @@ def test_the_peak_of_each_device_stands_beside_it_even_if_it_lasted_for_no_time(
 def test_the_key_of_the_memory_names_the_kinds_that_there_are_in_the_order_of_the_stack():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     memory = [c._replace(levels=tuple((*level[:2], 0, *level[3:]) for level in c.levels)) for c in curves(schedule, measured)]
-    figure = profile_figure("", measured, simulated, memory, schedule.stage_to_rank)
+    figure = profile_figure("", titled(measured, simulated), memory, schedule.stage_to_rank)
     assert [k for k in KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
 
 
 def test_without_memory_there_is_none_of_it():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
-    figure = profile_figure("heading", measured, simulated, (), schedule.stage_to_rank)
+    figure = profile_figure("heading", titled(measured, simulated), (), schedule.stage_to_rank)
     assert len(figure.axes) == 3  # two timelines and a key
     assert not {"memory", "peak", *KINDS} & {word for axes in figure.axes for word in words(axes)}
     assert figure.axes[1].get_xlabel() == "time, ms" and figure.texts[0].get_text() == "heading"
@@ -171,16 +175,16 @@ def test_without_memory_there_is_none_of_it():
 def test_each_timeline_has_its_title_and_the_end_of_its_last_action():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     ends = [max(bar.end for bar in ran) for ran in (measured, simulated)]
-    figure = profile_figure("", measured, simulated, (), schedule.stage_to_rank)
+    figure = profile_figure("", titled(measured, simulated), (), schedule.stage_to_rank)
     assert set(words(figure.axes[0])) == {"measured", f"{ends[0]:.3g} ms"}
-    assert set(words(figure.axes[1])) == {"virtual clock, with these durations", f"{ends[1]:.3g} ms"}
+    assert set(words(figure.axes[1])) == {"alone", f"{ends[1]:.3g} ms"}
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
 def test_both_pebble_graphs_say_the_most_residuals_of_each_stage(name, ranks, microbatches):
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
-    figure = pebble_pair("", measured, simulated, schedule.stage_to_rank)
-    for axes, ran, title in zip(figure.axes, (measured, simulated), ("measured", "virtual clock"), strict=False):
+    figure = pebble_pair("", titled(measured, simulated), schedule.stage_to_rank)
+    for axes, ran, title in zip(figure.axes, (measured, simulated), ("measured", "alone"), strict=False):
         peaks = [str(peak(r for r in live(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
         assert [word for word in words(axes) if word.isdigit()] == peaks
         assert any(word.startswith(title) for word in words(axes))
@@ -189,7 +193,7 @@ def test_both_pebble_graphs_say_the_most_residuals_of_each_stage(name, ranks, mi
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
 def test_a_pebble_stands_only_where_its_residual_is_alive_and_wherever_one_is(name, ranks, microbatches):
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
-    figure = pebble_pair("", measured, simulated, schedule.stage_to_rank)
+    figure = pebble_pair("", titled(measured, simulated), schedule.stage_to_rank)
     for axes, ran in zip(figure.axes, (measured, simulated), strict=False):
         dots = [c.get_offsets().tolist() for c in axes.collections if c.get_label() == "pebbles"]
         assert len(dots) == schedule.num_stages
@@ -212,7 +216,7 @@ def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatche
 def test_a_device_of_many_ranks_has_its_name_on_as_many_lines_as_it_takes():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     names = [f"cpu:{k} (ranks {', '.join(map(str, range(k, 40, 2)))})" for k in (0, 1)]
-    figure = profile_figure("", measured, simulated, curves(schedule, measured, names), schedule.stage_to_rank)
+    figure = profile_figure("", titled(measured, simulated), curves(schedule, measured, names), schedule.stage_to_rank)
     shown = [label.get_text() for label in figure.axes[2].get_yticklabels()]
     assert [re.sub(r"\s", " ", label) for label in shown] == names
     assert max(len(line) for label in shown for line in label.split("\n")) <= 20

@@ -38,7 +38,7 @@ class Config:
         examples: in each microbatch.
         width: features of each hidden layer, and of the input.
         depth: hidden layers; the same model for all schedules.
-        steps: to watch; the one of median length counts.
+        steps: to trace; the one of median length counts.
         figures: draw each profile, and its pebble graph.
         out: folder for figures and traces; made if there is none.
         json: file to add the line of results to.
@@ -62,12 +62,14 @@ class Row:
 
     Attributes:
         name: of the schedule.
-        seconds: of a step.
+        seconds: of a step as it was traced.
+        alone: of a step with each program as long as it takes alone, on devices of its own.
         ideal: bubble fraction on the virtual clock, with F, I and W equal on all stages.
-        clock: the same with the measured durations.
-        measured: bubble fraction of the step that ran.
-        causes: the parts of ranks x step in which ranks idled, by cause.
-        watch_cost: a watched step over one that is not.
+        clock: the same with the durations that each action takes alone.
+        measured: bubble fraction of the step, by the clock that the profile chose.
+        causes: the parts of ranks x step in which ranks idled, by cause; by the same clock.
+        uneven: the longest of the stages' actions of one kind over the shortest, alone; the largest of these over the kinds.
+        trace_cost: a traced step over one that is not.
         residuals: most microbatches whose residuals a rank holds: on the virtual clock.
         bytes_of_residuals: most bytes of residuals on a device, measured at the device's peak.
         peak: most bytes on a device, measured: arrays of the step and temporaries.
@@ -76,11 +78,13 @@ class Row:
 
     name: str
     seconds: float
+    alone: float
     ideal: float
     clock: float
     measured: float
     causes: dict[str, float]
-    watch_cost: float
+    uneven: float
+    trace_cost: float
     residuals: float
     bytes_of_residuals: int
     peak: int
@@ -166,17 +170,28 @@ def _row(config: Config, name: str, pipe: jaxpp.Pipeline, init: Any, batch: Any)
     simulation = simulate(pipe.schedule)
     return Row(
         name=name,
-        seconds=profile.seconds,
+        seconds=max(span.end for span in profile.spans),
+        alone=max(span.end for span in profile.isolated),
         ideal=simulation.bubble_fraction,
         clock=profile.simulated_bubble_fraction,
         measured=profile.bubble_fraction,
         causes=dict(zip(profile.causes[0]._fields, parts.tolist(), strict=True)),
-        watch_cost=profile.watch_cost,
+        uneven=_uneven(profile),
+        trace_cost=profile.trace_cost,
         residuals=max(simulation.peak_residuals) / per_rank,
         bytes_of_residuals=max(sample.by_kind["residuals"] for sample in peaks),
         peak=max(sum(sample.kinds) + sample.temporaries for sample in peaks),
         forecast=max(forecast.peaks.values()),
     )
+
+
+def _uneven(profile: Profile) -> float:
+    """How much longer the longest stage's F, B, I or W takes than the shortest's, each alone; the first microbatch's aside."""
+    found: dict[str, list[float]] = {}
+    for span in profile.isolated:
+        if span.action is not None and not span.sends and span.action.microbatch:
+            found.setdefault(str(span.action.kind), []).append(span.end - span.start)
+    return max((max(taken) / min(taken) for taken in found.values()), default=1.0)
 
 
 def _draw(out: Path, name: str, profile: Profile) -> None:
@@ -190,11 +205,14 @@ def _draw(out: Path, name: str, profile: Profile) -> None:
 def table(result: Result) -> str:
     """The rows as text, and below them the schedules that did not run."""
     causes = ["fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]
-    lines = [["schedule", "step", "ideal", "clock", "bubble", *causes, "watched", "residuals", "of them", "peak", "forecast"]]
+    times = ["traced", "alone", "ideal", "clock", "bubble"]
+    lines = [["schedule", *times, *causes, "uneven", "tracing", "residuals", "of them", "peak", "forecast"]]
     for row in result.rows:
         shares = [f"{share:.1%}" for share in (row.ideal, row.clock, row.measured, *row.causes.values())]
         sizes = [f"{size / 2**20:.1f} MiB" for size in (row.bytes_of_residuals, row.peak, row.forecast)]
-        lines.append([row.name, f"{1e3 * row.seconds:.1f} ms", *shares, f"{row.watch_cost:.2f}", f"{row.residuals:g}", *sizes])
+        steps = [f"{1e3 * seconds:.1f} ms" for seconds in (row.seconds, row.alone)]
+        ratios = [f"{row.uneven:.2f}", f"{row.trace_cost:.2f}", f"{row.residuals:g}"]
+        lines.append([row.name, *steps, *shares, *ratios, *sizes])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     printed = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
     printed += [f"{name}: {why.splitlines()[0]}" for name, why in result.refused.items()]

@@ -2,10 +2,12 @@
 
 import html
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from jaxpp.observe.account import KINDS
 from jaxpp.observe.profile import Profile
+from jaxpp.observe.span import Span
 
 __all__ = ["to_html", "to_json", "to_perfetto"]
 
@@ -56,15 +58,18 @@ def to_json(profile: Profile) -> str:
             "bubble_fraction": profile.bubble_fraction,
             "simulated_seconds": profile.simulated_seconds,
             "simulated_bubble_fraction": profile.simulated_bubble_fraction,
-            "watch_cost": profile.watch_cost,
+            "trace_cost": profile.trace_cost,
             "beside": profile.beside,
+            "clock": profile.clock,
+            "missing": profile.missing,
             "host_seconds": profile.host_seconds,
             "latencies": list(profile.latencies),
             "ranks": [
                 {"busy": busy, "idle": idle, "causes": causes._asdict()}
                 for busy, idle, causes in zip(profile.busy, profile.idle, profile.causes, strict=True)
             ],
-            "spans": [span._asdict() | {"action": span.action and str(span.action)} for span in profile.spans],
+            "spans": _spans(profile.spans),
+            "isolated": _spans(profile.isolated),
             "memory": [
                 sample._asdict() | {"device": str(sample.device), "kinds": dict(zip(KINDS, sample.kinds, strict=True))}
                 for sample in ledger.samples
@@ -83,6 +88,10 @@ def to_html(profile: Profile) -> str:
     style = "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse}th,td{padding:.15em .8em}"
     head = f'<meta charset="utf-8"><title>{heading}</title><style>{style}</style>'
     return f"<!DOCTYPE html><html><head>{head}</head><body>{profile._repr_html_()}</body></html>"
+
+
+def _spans(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    return [span._asdict() | {"action": span.action and str(span.action)} for span in spans]
 
 
 def _name(what: str, pid: int, tid: int, text: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from jaxpp.stages.table import bytes_in_words
 __all__ = ["COLOURS", "Curve", "pebble_pair", "profile_figure"]
 
 COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#E4E4E4")
-_TITLES = ("measured", "virtual clock, with these durations")
 _TITLE, _KEY = 0.32, 0.28  # inches above a panel, for its title and for a key under that
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
 _LETTERS = 20  # in a line of a device's name
@@ -45,15 +44,16 @@ class Curve(NamedTuple):
     levels: tuple[tuple[int, ...], ...]
 
 
-def profile_figure(
-    heading: str, measured: Sequence[Bar], simulated: Sequence[Bar], memory: Sequence[Curve], stage_to_rank: Sequence[int]
-) -> Any:
-    """The timeline of a step as it ran, the same on the virtual clock, and the bytes on each device meanwhile.
+Timeline = tuple[str, Sequence[Bar]]
+"""A title, and actions in milliseconds."""
+
+
+def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int]) -> Any:
+    """The timelines of a step, one below the other, and the bytes on each device during the first.
 
     Args:
         heading: the line above.
-        measured: the actions as they ran, in milliseconds.
-        simulated: the actions on the virtual clock, with the measured durations, likewise.
+        timelines: the step as it ran, and as it would run on devices of its own.
         memory: a curve a device; the figure has no such part if there are none.
         stage_to_rank: the rank of each stage.
 
@@ -64,11 +64,12 @@ def profile_figure(
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
+    measured = timelines[0][1]
     step = max([bar.end for bar in measured] + [curve.times[-1] for curve in memory])
-    across = max([step] + [bar.end for bar in simulated]) or 1
+    across = max([step] + [bar.end for _, bars in timelines for bar in bars]) or 1
     names = [_lines(curve.label) for curve in memory]
     left = max([LEFT] + [0.15 + _LETTER * len(line) for name in names for line in name.split("\n")])
-    parts = [timeline_room(stage_to_rank, _TITLE)] * 2
+    parts = [timeline_room(stage_to_rank, _TITLE)] * len(timelines)
     if memory:
         row = max([_ROW] + [_LINE * (name.count("\n") + 2) for name in names])
         parts.append(Part(len(memory), row * len(memory), _TITLE + _KEY))
@@ -77,39 +78,38 @@ def profile_figure(
     )  # the shortest may be as short as the stamps are fine
     width = max(_NARROWEST, width_of(across / usual, stage_to_rank))
     panels = page(heading, across, parts, width, _MARGIN, left, "ms")
-    for panel, bars, title in zip(panels, (measured, simulated), _TITLES, strict=False):
+    for panel, (title, bars) in zip(panels, timelines, strict=False):
         draw_timeline(panel, bars, stage_to_rank)
         end = max(bar.end for bar in bars)
         panel.axes.text(end + 5 / panel.points[0], max(stage_to_rank) / 2 + 0.5, _milli(end), size=8, va="center", color=INK)
         _title(panel, title)
-    key_of_bars(panels[0], [*measured, *simulated], stage_to_rank, above=_TITLE)
-    for panel in panels[2:]:
+    key_of_bars(panels[0], [bar for _, bars in timelines for bar in bars], stage_to_rank, above=_TITLE)
+    for panel in panels[len(timelines) :]:
         _memory(panel, memory, names, step)
     return panels[0].axes.figure
 
 
-def pebble_pair(heading: str, measured: Sequence[Bar], simulated: Sequence[Bar], stage_to_rank: Sequence[int]) -> Any:
-    """The pebble graph of a step as it ran, above that of the virtual clock.
+def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> Any:
+    """The pebble graphs of a step, one below the other.
 
     Args:
         heading: as for ``profile_figure``.
-        measured: likewise.
-        simulated: likewise.
-        stage_to_rank: likewise.
+        timelines: as for ``profile_figure``.
+        stage_to_rank: the rank of each stage.
 
     Returns:
         a matplotlib ``Figure``, as ``profile_figure``. A pebble stands where its residual is alive; there are two columns of
         them to a short action, or fewer where they would be too narrow.
     """
-    both = [*measured, *simulated]
+    both = [bar for _, bars in timelines for bar in bars]
     across = max(bar.end for bar in both) or 1
     short = shortest(both)
     width = width_of(across / short, stage_to_rank)
     step = max(short / 2, _COLUMN / (72 * width) * across)
-    parts = [pebbles_room(bars, _TITLE) for bars in (measured, simulated)]
+    parts = [pebbles_room(bars, _TITLE) for _, bars in timelines]
     panels = page(heading, across, parts, width, pebbles_margin(stage_to_rank), unit="ms")
-    signs = [draw_pebbles(panel, bars, stage_to_rank, step) for panel, bars in zip(panels, (measured, simulated), strict=True)]
-    for panel, title in zip(panels, _TITLES, strict=True):
+    signs = [draw_pebbles(panel, bars, stage_to_rank, step) for panel, (_, bars) in zip(panels, timelines, strict=True)]
+    for panel, (title, _) in zip(panels, timelines, strict=True):
         _title(panel, title)
     key_of_bars(panels[0], both, stage_to_rank, DOT if DOT in signs else signs[0], above=_TITLE)
     return panels[0].axes.figure

@@ -1,19 +1,21 @@
 """What really ran, when, and why the ranks idled.
 
-``record`` runs steps under watch (``watch``); a ``Profile`` is that of median length. Every action and transfer has a start and
-an end on the host's clock. The end is when its result was there. The start is the latest of what it had to wait for: its being
-handed over, its inputs, and the end of what the device ran before. Stamps can be late, never early, so no action starts before
-what it depends on has ended.
+``record`` runs steps under JAX's profiler; a ``Profile`` is that of median length. It has two timelines. One is the trace: the
+start and end of every program on its device, the transfers between them, and what they waited for on each other and on the host.
+The other is isolated: every program as long as it takes alone, on the virtual clock. Where devices share cores, as forced CPU
+devices do, the trace shows how they hold each other up, and the isolated timeline what the pipeline would do on devices of their
+own.
 
-Beside it stand the virtual clock with the same durations, why each rank idled (``causes``) and what memory held (``ledger``).
+The numbers are of one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. Beside them: what memory held.
 """
 
+import dataclasses
 import html
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jaxpp.observe.causes import Causes, Measured, causes, simulated
 from jaxpp.observe.curves import curves
@@ -26,7 +28,10 @@ from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw import Drawing, Drawn, align
 from jaxpp.types import Device
 
-__all__ = ["Profile"]
+__all__ = ["Clock", "Profile"]
+
+Clock = Literal["trace", "isolated"]
+"""Which times the numbers are of."""
 
 
 @dataclass(frozen=True)
@@ -36,35 +41,44 @@ class Profile(Drawn):
     Attributes:
         schedule: the order that was asked for.
         devices: of each rank.
-        spans: every instruction, in the order the host handed them over.
-        step_seconds: the length of each step that was watched.
-        beside: how many programs ended before one that their device was given earlier: the backend ran them side by side.
-        watch_cost: a watched step over one that is not watched: the median of pairs.
+        spans: every instruction as it was traced, in the order the host handed them over.
+        isolated: every instruction on devices of their own, as long as it takes alone.
+        clock: which of the two the numbers are of: ``"trace"`` or ``"isolated"``.
+        step_seconds: the length of each step that was traced.
+        trace_cost: a traced step over one that is not: the ratio of the medians.
         ledger: what memory held.
+        missing: what the trace of this backend lacks, so that the results were asked for instead and starts are inferred; or empty.
     """
 
     schedule: Schedule
     devices: tuple[Device, ...]
     spans: tuple[Span, ...]
+    isolated: tuple[Span, ...]
+    clock: Clock
     step_seconds: tuple[float, ...]
-    beside: int
-    watch_cost: float
+    trace_cost: float
     ledger: Ledger
+    missing: str = ""
+
+    @property
+    def shown(self) -> tuple[Span, ...]:
+        """The spans that the numbers are of."""
+        return self.isolated if self.clock == "isolated" else self.spans
 
     @cached_property
     def actions(self) -> Mapping[Action, Span]:
         """The actions that ran; I of a stage whose input wants no cotangent has nothing to do and is not among them."""
-        return {span.action: span for span in self.spans if span.action is not None and not span.sends}
+        return _actions(self.shown)
 
     @cached_property
     def transfers(self) -> tuple[Span, ...]:
         """What went from rank to rank for an action."""
-        return tuple(span for span in self.spans if span.sends and span.action is not None)
+        return tuple(span for span in self.shown if span.sends and span.action is not None)
 
     @cached_property
     def seconds(self) -> float:
-        """The length of this step."""
-        return max(span.end for span in self.spans)
+        """The length of the step."""
+        return max(span.end for span in self.shown)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -85,6 +99,16 @@ class Profile(Drawn):
     def bubble_fraction(self) -> float:
         """Idle time over ranks x step."""
         return sum(self.idle) / (self.schedule.num_ranks * self.seconds)
+
+    @cached_property
+    def beside(self) -> int:
+        """How many programs began in the trace before one had ended that their rank was given earlier: they ran side by side."""
+        ends, found = [0.0] * self.schedule.num_ranks, 0
+        for span in self.spans:
+            if not span.sends:
+                found += span.start < ends[span.rank]
+                ends[span.rank] = max(ends[span.rank], span.end)
+        return found
 
     @property
     def host_seconds(self) -> float:
@@ -114,12 +138,12 @@ class Profile(Drawn):
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
-        """The actions as they ran, in seconds."""
-        return tuple(Bar(span.rank, action, span.start, span.end) for action, span in self.actions.items())
+        """The actions of the timeline that the numbers are of, in seconds."""
+        return _bars(self.shown)
 
     @cached_property
     def simulated(self) -> tuple[Bar, ...]:
-        """The actions on the virtual clock, with the measured durations of actions and transfers, in seconds."""
+        """The actions on the virtual clock, with these durations of actions and transfers, in seconds; nothing else of a step."""
         return simulated(self.schedule, self.measured)
 
     @property
@@ -129,7 +153,7 @@ class Profile(Drawn):
 
     @property
     def simulated_bubble_fraction(self) -> float:
-        """Their idle time over ranks x makespan."""
+        """Their idle time over ranks x makespan: the bubble of the actions, without the optimizer's part of the step."""
         whole = self.schedule.num_ranks * self.simulated_seconds
         return 1 - sum(float(bar.end - bar.start) for bar in self.simulated) / whole
 
@@ -146,29 +170,38 @@ class Profile(Drawn):
     @property
     def heading(self) -> str:
         """One line that says what this is."""
-        return f"{self.schedule.heading}; measured: {_milli(self.seconds)} ms, bubble {self.bubble_fraction:.1%}"
+        return f"{self.schedule.heading}; {self.titles[self.clock]}: {_milli(self.seconds)} ms, bubble {self.bubble_fraction:.1%}"
+
+    @property
+    def titles(self) -> Mapping[Clock, str]:
+        """What the two timelines are called."""
+        how = "traced" if not self.missing else "watched, starts inferred"
+        return {"trace": how, "isolated": "each program alone, on devices of its own"}
 
     def drawing(self) -> Drawing:
-        """The actions as they ran, in milliseconds."""
+        """The actions of the timeline that the numbers are of, in milliseconds."""
         return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, _in_milliseconds(self.bars))
 
     def figure(self) -> Any:
-        """The measured timeline, the virtual clock's with the measured durations, and the memory of each device, as one figure.
+        """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        ran, clock = _in_milliseconds(self.bars), _in_milliseconds(self.simulated)
-        return profile_figure(self.heading, ran, clock, self.memory, self.schedule.stage_to_rank)
+        return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank)
 
     def pebble_figure(self) -> Any:
-        """The pebble graph of the step that ran, above that of the virtual clock with the measured durations.
+        """The pebble graph of the step as it was traced, above that of each program alone.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        ran, clock = _in_milliseconds(self.bars), _in_milliseconds(self.simulated)
-        return pebble_pair(self.heading, ran, clock, self.schedule.stage_to_rank)
+        return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank)
+
+    def _timelines(self) -> list[tuple[str, tuple[Bar, ...]]]:
+        """Both timelines, in milliseconds, with their titles."""
+        both: tuple[tuple[Clock, tuple[Span, ...]], ...] = ("trace", self.spans), ("isolated", self.isolated)
+        return [(self.titles[clock], _in_milliseconds(_bars(spans))) for clock, spans in both]
 
     def causes_table(self) -> list[list[str]]:
         """Busy and idle time of each rank and the causes of it, as text, in milliseconds; the first row says what is what."""
@@ -189,10 +222,11 @@ class Profile(Drawn):
         compute, transfer, rest = self.shares
         lines = [
             f"milliseconds; compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {rest:.1%}",
-            f"the virtual clock, with these durations: {_milli(self.simulated_seconds)} ms, "
+            f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, "
             f"bubble {self.simulated_bubble_fraction:.1%}",
-            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a step that is watched takes "
-            f"{self.watch_cost:.2f} of one that is not",
+            *self._other(),
+            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a step that is traced takes "
+            f"{self.trace_cost:.2f} of one that is not",
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
         durations, hops, _ = self.measured
@@ -208,13 +242,15 @@ class Profile(Drawn):
                 )
         if slow:
             lines.append(f"warning: waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank")
-        if self.beside:
-            who = "1 program" if self.beside == 1 else f"{self.beside} programs"
-            lines.append(
-                f"at least {who} ran beside another on the same device, as the timeline shows; there the inferred starts and "
-                "lengths are uncertain"
-            )
+        if self.missing:
+            lines.append(f"warning: the trace of this backend lacks what is needed ({self.missing}): starts are inferred")
         return lines
+
+    def _other(self) -> list[str]:
+        """The step on the other of the two clocks, in one line."""
+        other: Clock = "trace" if self.clock == "isolated" else "isolated"
+        found = dataclasses.replace(self, clock=other)
+        return [f"{self.titles[other]}: {_milli(found.seconds)} ms, bubble {found.bubble_fraction:.1%}"]
 
     def __str__(self) -> str:
         return "\n".join([self.overview(), "", *align(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])
@@ -227,6 +263,14 @@ class Profile(Drawn):
         notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
         ledger = f"<details><summary>memory</summary><pre>{html.escape(str(self.ledger))}</pre></details>"
         return f"{super()._repr_html_()}<table>{_row(head, 'th')}{tables}</table><ul>{notes}</ul>{ledger}"
+
+
+def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
+    return {span.action: span for span in spans if span.action is not None and not span.sends}
+
+
+def _bars(spans: Sequence[Span]) -> tuple[Bar, ...]:
+    return tuple(Bar(span.rank, action, span.start, span.end) for action, span in _actions(spans).items())
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

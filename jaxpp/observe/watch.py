@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxpp.observe.span import Span
 from jaxpp.runtime.plan import Instruction, Plan
+from jaxpp.schedule.base import Schedule
 
-__all__ = ["Stamp", "Watch"]
+__all__ = ["Stamp", "Watch", "inferred"]
 
 _SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a step: looking takes time from small machines
 
@@ -71,3 +73,27 @@ class Watch:
         while self._look():
             time.sleep(max(_SHORTEST_PAUSE, (time.perf_counter() - begun) / _LOOKS))
         return [Stamp(begun, handed, max(handed, self._done[k])) for k, (begun, handed) in enumerate(self._times)]
+
+
+def inferred(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tuple[Span, ...]:
+    """When each instruction ran: to its stamp, from the latest of what it had to wait for.
+
+    That is its being handed over, its inputs, and the end of what the device ran before; a program that another overtook on its
+    device begins too early here.
+    """
+    there: dict[int, float] = {}
+    last: dict[Any, float] = {}
+    spans, zero = [], stamps[0].begun
+    for line, stamp in zip(plan.instructions, stamps, strict=True):
+        begun, handed, done = (at - zero for at in stamp)
+        action: Any = line.about.action
+        start = max([begun, *(there.get(slot, 0.0) for slot in line.inputs)])
+        if not line.about.sends:
+            before = last.get(line.about.device, 0.0)
+            start = max(start, before) if before <= done else start
+            last[line.about.device] = max(before, done, start)
+        end = max(start, done)
+        there.update((slot, end) for slot in line.outputs)
+        rank = schedule.stage_to_rank[line.about.stage]
+        spans.append(Span(line.label, action, rank, line.about.sends, start, end, begun, handed))
+    return tuple(spans)

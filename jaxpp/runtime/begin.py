@@ -69,7 +69,7 @@ def draft_begin(draft: Draft, job: Job, stage: int, totals: dict[Ref, Any]) -> N
         return results
 
     refs_in, refs_out = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-    program = Program(begin, refs_in, refs_out, shapes_of(avals))
+    program = Program(begin, refs_in, refs_out, shapes_of(avals), name=f"begin_stage_{stage}")
     draft.compute(f"begin stage {stage}", program, job.placement[stage], names_in, names_out, ())
 
 

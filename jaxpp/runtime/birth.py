@@ -77,6 +77,7 @@ def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> D
             draft.send(f"send key to stage {stage}", INIT_KEY, name, placement[stage])
         names_out = [names[leaf] for leaf in mine]
         function = closed_function(graph, piece, inputs, atoms)
-        program = Program(function, tuple(n.ref for n in names_in), tuple(n.ref for n in names_out), shapes_of(inputs))
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+        program = Program(function, *refs, shapes_of(inputs), name=f"stage_{stage}_init")
         draft.compute(f"init stage {stage}", program, placement[stage], names_in, names_out, ())
     return draft

@@ -147,8 +147,8 @@ class Draft:
             donated |= line.taken
         return found[::-1]
 
-    def _compile(self, programs: Programs, what: str) -> list[Any]:
-        """The compiled program of each line, None for sends.
+    def _compile(self, programs: Programs, what: str) -> tuple[list[Any], list[str]]:
+        """The compiled program of each line, None for sends; and what it is called.
 
         Those that read what the compiler sharded as it liked wait for the ones that make it; all others are compiled at once.
         """
@@ -177,8 +177,9 @@ class Draft:
             given[number] = tuple(chosen[name] for name in names)
             waiting.append(number)
         flush()
-        jobs = enumerate(line.job for line in self.lines)
-        return [None if job is None else programs.get(job, given[number]) for number, job in jobs]
+        jobs = list(enumerate(line.job for line in self.lines))
+        calls = [None if job is None else programs.get(job, given[number]) for number, job in jobs]
+        return calls, ["" if job is None else programs.name(job, given[number]) for number, job in jobs]
 
     def last_uses(self) -> dict[Name, int]:
         """The number of the last line that reads or writes each name."""
@@ -214,7 +215,7 @@ class Draft:
         if checked is not None:
             self.lines = [line if line.job is None else line._replace(job=(*line.job[:2], ())) for line in self.lines]
         watch = self._watched(programs) if watched else [None] * len(self.lines)
-        calls = self._compile(programs, what)
+        calls, names = self._compile(programs, what)
         last = self.last_uses()
         results = tuple(map(self.resolve, outputs))
         kept = set(results)
@@ -236,7 +237,7 @@ class Draft:
             elif checked is not None:
                 call = checked(line, call)
             seen = -1 if watch[number] is None else slots[watch[number]]
-            about = About(line.device, line.stage, line.action, line.is_send, seen)
+            about = About(line.device, line.stage, line.action, line.is_send, names[number], seen)
             instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
         given = set(map(self.resolve, inputs))
         consumes = next((k for k, line in enumerate(self.lines) if not given.isdisjoint(line.taken)), len(self.lines))

@@ -116,18 +116,19 @@ def _unpack(draft: Draft, job: Job) -> None:
     for stage in range(job.num_stages):
         packs = job.codes(stage)[0].packs
         if packs:
-            program = job.once(("unpack", packs), functools.partial(_unpacking, packs))
+            program = job.once(("unpack", stage, packs), functools.partial(_unpacking, stage, packs))
             names_in = [Name(stage, ref) for ref in program.inputs]
             names_out = [Name(stage, ref) for ref in program.outputs]
             draft.compute(f"unpack stage {stage}", program, job.placement[stage], names_in, names_out, ())
 
 
-def _unpacking(packs: Sequence[Pack]) -> Program:
+def _unpacking(stage: int, packs: Sequence[Pack]) -> Program:
     def unpack(*vectors: Any) -> list[Any]:
         return [value for pack, vector in zip(packs, vectors, strict=True) for value in pack.split(vector).values()]
 
     members = tuple(ref for pack in packs for ref in pack.members)
-    return Program(unpack, tuple(pack.ref for pack in packs), members, tuple(pack.aval for pack in packs))
+    refs, avals = zip(*((pack.ref, pack.aval) for pack in packs), strict=True)
+    return Program(unpack, refs, members, avals, name=f"stage_{stage}_unpack")
 
 
 def _tie(draft: Draft, job: Job) -> None:
@@ -155,7 +156,7 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
 
     totals = [group[0] for group in groups]
     refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
-    program = job.once(("tie", refs), lambda: Program(tie, *refs, shapes_of(avals)))
+    program = job.once(("tie", refs), lambda: Program(tie, *refs, shapes_of(avals), name=f"stage_{stage}_tie"))
     donated = tuple(k for k, name in enumerate(names) if name in totals)
     draft.compute(f"tie stage {stage}", program, job.placement[stage], names, totals, donated)
 
@@ -244,7 +245,7 @@ def _reduce(draft: Draft, job: Job) -> None:
 
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
             output = total_name(stage, Role.AUX, ref.index)
-            program = Program(reduced, refs, (output.ref,), shapes_of(avals))
+            program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
             if job.placement.meshed:
                 program = _across(program, job.placement.num_replicas, job.split)
             draft.compute(f"reduce aux {ref.index}", program, job.placement[stage], names, [output], ())

@@ -41,6 +41,7 @@ class About(NamedTuple):
         stage: for which stage.
         action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
         sends: whether it is a send.
+        program: what the program that runs is called in a trace; empty for sends.
         watch: in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1.
     """
 
@@ -48,6 +49,7 @@ class About(NamedTuple):
     stage: int
     action: Hashable | None
     sends: bool
+    program: str
     watch: int
 
 

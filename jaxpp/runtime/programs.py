@@ -6,6 +6,7 @@ stages on one device, an update at another batch shape) share what is compiled.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -27,6 +28,8 @@ Job = tuple[Program, Place, tuple[int, ...]]
 
 Shardings = tuple[Any, ...]
 
+_MODULE = re.compile(r"^module @\S+", re.MULTILINE)
+
 _PATIENCE = 2.0
 """Seconds of compiling after which a progress bar is shown."""
 
@@ -34,10 +37,11 @@ _PATIENCE = 2.0
 class _Executable:
     """What was compiled; shared by the programs that are the same."""
 
-    __slots__ = ("__weakref__", "call")
+    __slots__ = ("__weakref__", "call", "name")
 
-    def __init__(self, call: Any):
+    def __init__(self, call: Any, name: str):
         self.call = call
+        self.name = name
 
 
 class Programs:
@@ -97,7 +101,7 @@ class Programs:
                     waiting[pool.submit(lowered.compile)] = text, chosen
             for done in as_completed(waiting):
                 text, chosen = waiting[done]
-                made = self._same[text] = _Executable(done.result())
+                made = self._same[text] = _Executable(done.result(), wanted[text][0][0].name)
                 for job in wanted[text]:
                     self._keep(job, chosen, made)
                     bar.update()
@@ -110,6 +114,11 @@ class Programs:
         """The compiled program, for arguments sharded so."""
         program, place, donated = job
         return self._compiled[program][place, donated, given].call
+
+    def name(self, job: Job, given: Shardings = ()) -> str:
+        """What the compiled program is called in a trace: its own name, or that of the first that is the same."""
+        program, place, donated = job
+        return self._compiled[program][place, donated, given].name
 
     def __getitem__(self, job: Job) -> Any:
         """The compiled program, however its arguments are sharded."""
@@ -143,11 +152,12 @@ def _lower(job: Job, given: Shardings) -> Any:
 def _text(job: Job, given: Shardings, lowered: Any) -> Any:
     """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
 
-    A function on the host is known to a text by a number alone, so a program that calls one is like no other. (What stands for it
-    is not the program, which its own executable would then keep alive.) To a text a key is an array of integers, so the types of
-    arguments and results are compared too.
+    They may be called otherwise. A function on the host is known to a text by a number alone, so a program that calls one is
+    like no other. (What stands for it is not the program, which its own executable would then keep alive.) To a text a key is
+    an array of integers, so the types of arguments and results are compared too.
     """
     text = lowered.as_text()
-    same = object() if "callback" in text else hashlib.sha256(text.encode()).digest()
+    unnamed = _MODULE.sub("module", text, count=1)
+    same = object() if "callback" in text else hashlib.sha256(unnamed.encode()).digest()
     types = tuple(leaf.dtype for leaf in jax.tree.leaves((lowered.in_avals, lowered.out_info)))
     return same, types, *job[1:], given

@@ -7,7 +7,7 @@ share (parameters, optimizer state) is the same on each. Along ``model`` the com
 sharded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -113,12 +113,22 @@ def bytes_on(place: Place, ref: Ref, aval: Any, sharding: Any = None) -> int:
 def jitted(program: Program, place: Place, donated: Sequence[int]) -> Any:
     """A program as ``jax.jit`` runs it at a place, given all its arguments, read or not."""
     if not isinstance(place, Submesh):
-        home = SingleDeviceSharding(place)
-        return jax.jit(program.function, donate_argnums=donated, out_shardings=home, keep_unused=True)
+        home, function = SingleDeviceSharding(place), _called(program.name, program.function)
+        return jax.jit(function, donate_argnums=donated, out_shardings=home, keep_unused=True)
     outs = [None if place.is_free(ref) else place.sharding(ref) for ref in program.outputs]
     ours = any(map(place.per_replica, (*program.inputs, *program.outputs)))
     function = _each(program, place) if ours and not program.spans else program.function
-    return jax.jit(function, donate_argnums=donated, out_shardings=outs, keep_unused=True)
+    return jax.jit(_called(program.name, function), donate_argnums=donated, out_shardings=outs, keep_unused=True)
+
+
+def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function by another name, by which the compiler and its traces call it."""
+
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    run.__name__ = run.__qualname__ = name
+    return run
 
 
 def _each(program: Program, place: Submesh) -> Any:

@@ -44,7 +44,8 @@ def draft_birth(update: Update, placement: Placement) -> Draft:
         function = closed_function(graph, piece, inputs, atoms)
         names_in = [param_name(stage, numbers[var]) for var in inputs]
         names_out = [opt_name(stage, leaf) for leaf in mine]
-        program = Program(function, tuple(n.ref for n in names_in), tuple(n.ref for n in names_out), shapes_of(inputs))
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+        program = Program(function, *refs, shapes_of(inputs), name=f"stage_{stage}_init_optimizer")
         draft.compute(f"init stage {stage}", program, placement[stage], names_in, names_out, ())
     return draft
 
@@ -160,7 +161,8 @@ class _Drafter:
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        made = Program(function, *refs, shapes_of(shapes[name] for name in names_in))
+        called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
+        made = Program(function, *refs, shapes_of(shapes[name] for name in names_in), name=called)
         program = self.update.programs.setdefault((color, self.donate, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage} level {level}"
         self.draft.compute(label, program, self.placement[stage], names_in, names_out, tuple(range(len(donated))))

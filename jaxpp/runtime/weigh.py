@@ -90,7 +90,7 @@ def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], spl
     values = list(graph.constants.values())
     refs = tuple(Ref(Role.BATCH, k, shared=k in shared) for k in used)
     shapes = shapes_of(leaves[k] for k in used)
-    program = Program(lambda *args: run(*args, *values)[:1], refs, (Ref(Role.SCALE),), shapes, spans=bool(lead))
+    program = Program(lambda *args: run(*args, *values)[:1], refs, (Ref(Role.SCALE),), shapes, spans=bool(lead), name="weigh")
     return Weights(program, lambda *args: run(*args, *values)[1:])
 
 

@@ -108,4 +108,5 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
         values |= {pack.ref: pack.join(values) for pack in writes}
         return [values[ref] for ref in outputs]
 
-    return Program(function, inputs, tuple(outputs), (*(aval for _, aval in plain), *(pack.aval for pack in used)))
+    avals = (*(aval for _, aval in plain), *(pack.aval for pack in used))
+    return replace(program, function=function, inputs=inputs, outputs=tuple(outputs), avals=avals)

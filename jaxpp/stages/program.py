@@ -76,6 +76,7 @@ class Program:
         outputs: what each result is.
         avals: shape and dtype of each argument, as one replica has it.
         spans: whether the function sees all replicas at once: what each has of its own comes with one more axis, the first.
+        name: what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``.
     """
 
     function: Callable[..., Any]
@@ -83,6 +84,7 @@ class Program:
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
     spans: bool = False
+    name: str = "program"
 
     @cached_property
     def results(self) -> list[Any]:

@@ -14,7 +14,7 @@ wherever the backward needs it. Nothing else changes, for forward and backward a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -148,6 +148,7 @@ class StageBuilder:
 _STATICS, _FORWARD, _BACKWARD = "statics", "forward", "backward"
 _INPUT, _WEIGHT = "input", "weight"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
+_NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
 _HALVES = {"B": {_INPUT, _WEIGHT}, "I": {_INPUT}, "W": {_WEIGHT}}
 
 
@@ -287,7 +288,7 @@ class _Programs:
     def statics(self) -> Program:
         piece = self._piece(_STATICS)
         function = self.traced.graph.function(piece.eqns, piece.inputs, piece.outputs)
-        return self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
+        return self._called("statics", self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs]))
 
     def forward(self) -> Program:
         piece = self._piece(_FORWARD)
@@ -299,7 +300,7 @@ class _Programs:
         for k, ref in totals:
             outputs[k] = ref
         avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
-        return self._accumulating(run, piece.inputs, outputs, added, avals, [])
+        return self._called("forward", self._accumulating(run, piece.inputs, outputs, added, avals, []))
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -312,7 +313,11 @@ class _Programs:
         sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
         residuals = self.small if kind == "B" else (*self.small, *self.small_kept)
         writes = (*self.small_kept, *sums) if kind == "I" else sums
-        return Backward(packed(first, residuals, writes), packed(then, (*residuals, *sums), writes))
+        first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
+        return Backward(self._called(f"{_NAMES[kind]}_first", first), self._called(_NAMES[kind], then))
+
+    def _called(self, name: str, program: Program) -> Program:
+        return replace(program, name=f"stage_{self.stage}_{name}")
 
     def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
         graph, traced = self.traced.graph, self.traced

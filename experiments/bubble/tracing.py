@@ -1,6 +1,6 @@
-"""What does watching cost? A watched step over one that is not, for a large model and a small one; both in one run.
+"""What does tracing cost? A traced step over one that is not, for a large model and a small one; both in one run.
 
-``python -m experiments.bubble.watching``
+``python -m experiments.bubble.tracing``
 """
 
 import json
@@ -23,12 +23,12 @@ class Config:
     """How much to measure.
 
     Attributes:
-        pairs: interleaved pairs of steps, one watched and one not; the medians of their ratios are printed.
+        steps: steps of each kind, traced and not; the ratio of their medians is printed.
         schedule: order of the actions.
         json: file to add the line of results to.
     """
 
-    pairs: int = 41
+    steps: int = 41
     schedule: str = "1f1b"
     json: Path | None = None
 
@@ -44,9 +44,9 @@ def run(config: Config, models: dict[str, Bubble] = MODELS) -> dict[str, float]:
     found = {}
     for name, sizes in models.items():
         pipe, init, batch = make_pipe(sizes, config.schedule)
-        profile = pipe.profile(pipe.init(init, jax.random.key(0), batch), batch, num_steps=config.pairs)
-        found[name] = profile.watch_cost
-        print(f"{name}: a watched step takes {profile.watch_cost:.3f} times as long as another ({1e3 * profile.seconds:.2f} ms)")
+        profile = pipe.profile(pipe.init(init, jax.random.key(0), batch), batch, num_steps=config.steps)
+        found[name] = profile.trace_cost
+        print(f"{name}: a traced step takes {profile.trace_cost:.3f} times as long as another ({1e3 * profile.seconds:.2f} ms)")
     return found
 
 
@@ -57,14 +57,14 @@ def to_json(config: Config, ratios: dict[str, float]) -> str:
 
 def main() -> None:
     """Run from the command line."""
-    config = tyro.cli(Config, prog="python -m experiments.bubble.watching", description="What does watching cost?")
+    config = tyro.cli(Config, prog="python -m experiments.bubble.tracing", description="What does tracing cost?")
     ensure_devices(4)
     try:
         check_writable("--json", config.json)
     except ConfigError as error:
-        raise SystemExit(f"watching: {error}") from None
+        raise SystemExit(f"tracing: {error}") from None
     ratios = run(config)
-    report(f"{len(ratios)} models, {config.pairs} pairs of steps each", to_json(config, ratios), config.json)
+    report(f"{len(ratios)} models, {config.steps} steps of each kind", to_json(config, ratios), config.json)
 
 
 if __name__ == "__main__":

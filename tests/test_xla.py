@@ -1,0 +1,162 @@
+"""What JAX's profiler records of a pipeline: the names of its programs, and a run for each instruction of the plan."""
+
+import jax
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError
+from jaxpp.observe.laid_out import durations_of, laid_out, traced
+from jaxpp.observe.matching import TraceError, matched
+from jaxpp.observe.watch import Stamp
+from jaxpp.observe.xla import Run, Runs, read_runs
+from jaxpp.runtime.plan import About, Instruction, Plan
+from jaxpp.schedule import Action, Kind, make
+from tests.conftest import mlp_case
+
+
+def pipeline(schedule="zb-h1"):
+    case = mlp_case(batch_size=8)
+    pipe = jaxpp.Pipeline(
+        case.loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=2, has_aux=True, schedule=schedule, devices=jax.devices()[:2]
+    )
+    return pipe, pipe.init(case.params, case.batch), case.batch
+
+
+def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(tmp_path):
+    pipe, state, batch = pipeline()
+    state, _ = pipe.step(state, batch)
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            state, _ = pipe.step(state, batch)
+            jax.block_until_ready(state.params)
+    runs = read_runs(tmp_path)
+    found = {}
+    for (device, name, _), group in runs.of_program.items():
+        found[device, name] = found.get((device, name), 0) + len(group)
+        assert all(run.start <= run.end for run in group)
+    assert len(runs.steps) == 3
+    for stage in range(2):
+        assert found[stage, f"stage_{stage}_forward"] == 6
+        assert found[stage, f"stage_{stage}_weight_grad_first"] == 3
+        assert found[stage, f"stage_{stage}_weight_grad"] == 3
+        assert found[stage, f"begin_stage_{stage}"] == 3
+    assert found[1, "stage_1_input_grad_first"] + found.get((1, "stage_1_input_grad"), 0) == 6
+    assert {name for _, name in found if "update" in name} >= {"stage_0_update", "stage_1_update"}
+    assert not [name for _, name in found if name in ("function", "program", "run")], "no program goes without a name"
+
+
+def test_where_there_is_no_trace_that_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no trace"):
+        read_runs(tmp_path)
+
+
+def test_a_profile_beside_somebody_elses_trace_is_refused(tmp_path):
+    pipe, state, batch = pipeline("1f1b")
+    with jax.profiler.trace(tmp_path), pytest.raises(ArgumentError, match="one at a time") as error:
+        pipe.profile(state, batch, num_steps=1)
+    assert "Fix: end the other trace first" in str(error.value)
+    assert pipe.profile(state, batch, num_steps=1).isolated, "afterwards it works"
+
+
+def test_an_unknown_clock_is_refused():
+    pipe, state, batch = pipeline("1f1b")
+    with pytest.raises(ArgumentError, match="clock='wall'") as error:
+        pipe.profile(state, batch, clock="wall")
+    assert 'Fix: pass clock="trace"' in str(error.value)
+
+
+def test_a_trace_that_cannot_be_read_is_replaced_by_asking_and_the_title_says_so(monkeypatch):
+    def refused(*_):
+        raise TraceError("2 runs in the trace, 4 were handed over")
+
+    monkeypatch.setattr("jaxpp.observe.record.matched", refused)
+    pipe, state, batch = pipeline("1f1b")
+    profile = pipe.profile(state, batch, num_steps=1, clock="trace")
+    assert "watched, starts inferred: " in profile.heading
+    assert "warning: the trace of this backend lacks what is needed (2 runs in the trace" in str(profile)
+    assert all(span.start <= span.end for span in (*profile.spans, *profile.isolated))
+    assert set(profile.actions) == {action for row in pipe.schedule.rows for action in row}
+
+
+def line(label, stage, program, inputs, outputs, *, action=None, call=None):
+    about = About(jax.devices()[stage], stage, action, not program, program, -1)
+    return Instruction(label, call or program, inputs, outputs, (), about)
+
+
+F, B = (lambda stage: Action(stage, Kind.F, 0)), (lambda stage: Action(stage, Kind.B, 0))
+PLAN = Plan(
+    (
+        line("0F0", 0, "stage_0_forward", (), (0,), action=F(0)),
+        line("send 0F0 to stage 1", 1, "", (0,), (1,), action=F(0)),
+        line("1F0", 1, "stage_1_forward", (1,), (2,), action=F(1)),
+        line("1B0", 1, "stage_1_backward", (2,), (3,), action=B(1)),
+        line("send 1B0 to stage 0", 0, "", (3,), (4,), action=B(1)),
+        line("0B0", 0, "stage_0_backward", (4,), (), action=B(0)),
+    ),
+    5,
+    (),
+    (),
+    (),
+    6,
+)
+SCHEDULE = make("naive", num_ranks=2, num_microbatches=1)
+
+
+def runs_of(*steps):
+    """A trace of the plan; each step begins one second after the one before."""
+    found = {}
+    for k, times in enumerate(steps):
+        for instruction, time in zip(PLAN.instructions, times, strict=True):
+            if time is not None:
+                key = instruction.about.stage, instruction.about.program, 7
+                found.setdefault(key, []).append(Run(10 + k + time[0], 10 + k + time[1]))
+    return Runs(found, [10.0 + k for k in range(len(steps))])
+
+
+TIMES = ((0.0, 0.1), None, (0.15, 0.25), (0.25, 0.45), None, (0.5, 0.7))
+
+
+def test_each_instruction_gets_the_run_of_its_step():
+    later = tuple(time and (time[0] + 0.01, time[1] + 0.01) for time in TIMES)
+    for found, times in zip(matched(PLAN, runs_of(TIMES, later), 2), (TIMES, later), strict=True):
+        assert [run and pytest.approx(tuple(run)) for run in found] == list(times)
+
+
+def test_a_run_too_few_or_too_many_is_no_match():
+    for change, message in (
+        (lambda group: group[:1], "1 runs of stage_1_forward on device 1"),
+        (lambda group: group * 2, "4 runs of"),
+    ):
+        runs = runs_of(TIMES, TIMES)
+        key = 1, "stage_1_forward", 7
+        with pytest.raises(TraceError, match=message):
+            matched(PLAN, runs._replace(of_program={**runs.of_program, key: change(runs.of_program[key])}), 2)
+    with pytest.raises(TraceError, match="2 steps in the trace, 3 were run"):
+        matched(PLAN, runs_of(TIMES, TIMES), 3)
+
+
+def test_a_program_without_operations_is_found_by_its_device_and_its_count():
+    runs = runs_of(TIMES, TIMES)
+    nameless = {(d, "" if name == "stage_1_forward" else name, p): group for (d, name, p), group in runs.of_program.items()}
+    assert matched(PLAN, runs._replace(of_program=nameless), 2) == matched(PLAN, runs, 2)
+
+
+def test_a_send_lies_between_what_makes_and_what_reads_its_value():
+    stamps = [Stamp(5 + 0.01 * k, 5.005 + 0.01 * k, 6.0) for k in range(6)]
+    (runs,) = matched(PLAN, runs_of(TIMES), 1)
+    spans = traced(PLAN, runs, stamps, [0.1, 0.03, 0.1, 0.2, 0.9, 0.2], SCHEDULE)
+    assert [(s.rank, s.sends) for s in spans] == [(0, False), (1, True), (1, False), (1, False), (0, True), (0, False)]
+    assert (spans[1].start, spans[1].end) == pytest.approx((0.1, 0.13)), "as long as alone"
+    assert (spans[4].start, spans[4].end) == pytest.approx((0.45, 0.5)), "no longer than until it is read"
+    assert [s.begun for s in spans] == pytest.approx([0.01 * k for k in range(6)])
+
+
+def test_alone_each_program_takes_its_median_and_waits_for_its_operands_and_its_rank_only():
+    steps = [[0.1, 0.02, 0.3, 0.2, 0.02, 0.1], [0.2, 0.04, 0.3, 0.2, 0.04, 0.1], [0.1, 0.03, 0.6, 0.2, 0.03, 0.1]]
+    durations = durations_of(PLAN, steps)
+    assert durations == pytest.approx([0.1, 0.03, 0.3, 0.2, 0.03, 0.1])
+    spans = laid_out(PLAN, durations, SCHEDULE)
+    assert [(s.start, s.end) for s in spans] == [
+        pytest.approx(pair) for pair in ((0, 0.1), (0.1, 0.13), (0.13, 0.43), (0.43, 0.63), (0.63, 0.66), (0.66, 0.76))
+    ]
