@@ -19,7 +19,7 @@ LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)
 
 
 def titled(measured, simulated):
-    return [("measured", measured), ("alone", simulated)]
+    return [("watched, starts inferred", measured), ("each program alone, on devices of its own", simulated)]
 
 
 def synthetic(name, ranks, microbatches, seed=0):
@@ -176,15 +176,15 @@ def test_each_timeline_has_its_title_and_the_end_of_its_last_action():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     ends = [max(bar.end for bar in ran) for ran in (measured, simulated)]
     figure = profile_figure("", titled(measured, simulated), (), schedule.stage_to_rank)
-    assert set(words(figure.axes[0])) == {"measured", f"{ends[0]:.3g} ms"}
-    assert set(words(figure.axes[1])) == {"alone", f"{ends[1]:.3g} ms"}
+    assert set(words(figure.axes[0])) == {"watched, starts inferred", f"{ends[0]:.3g} ms"}
+    assert set(words(figure.axes[1])) == {"each program alone, on devices of its own", f"{ends[1]:.3g} ms"}
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
 def test_both_pebble_graphs_say_the_most_residuals_of_each_stage(name, ranks, microbatches):
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
     figure = pebble_pair("", titled(measured, simulated), schedule.stage_to_rank)
-    for axes, ran, title in zip(figure.axes, (measured, simulated), ("measured", "alone"), strict=False):
+    for axes, ran, title in zip(figure.axes, (measured, simulated), ("watched", "each program alone"), strict=False):
         peaks = [str(peak(r for r in live(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
         assert [word for word in words(axes) if word.isdigit()] == peaks
         assert any(word.startswith(title) for word in words(axes))
@@ -210,7 +210,9 @@ def test_a_pebble_stands_only_where_its_residual_is_alive_and_wherever_one_is(na
 def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatches, draw):
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
     memory = [curves(schedule, measured)] if draw == profile_figure else []
-    assert_apart(draw(f"{schedule.heading}; measured: 12.3 ms, bubble 20.1%", measured, simulated, *memory, schedule.stage_to_rank))
+    assert_apart(
+        draw(f"{schedule.heading}; measured: 12.3 ms, bubble 20.1%", titled(measured, simulated), *memory, schedule.stage_to_rank)
+    )
 
 
 def test_a_device_of_many_ranks_has_its_name_on_as_many_lines_as_it_takes():
@@ -227,7 +229,7 @@ def test_actions_that_take_no_time_on_the_virtual_clock_make_no_figure_wider():
     schedule, measured, simulated = synthetic("zb-h1", 2, 4)
     free = [bar._replace(end=bar.start) if bar.action[:2] == (0, Kind.I) else bar for bar in simulated]
     for draw, *memory in ((profile_figure, ()), (pebble_pair,)):
-        wide, wider = (draw("", measured, ran, *memory, schedule.stage_to_rank).get_figwidth() for ran in (simulated, free))
+        wide, wider = (draw("", titled(measured, ran), *memory, schedule.stage_to_rank).get_figwidth() for ran in (simulated, free))
         assert wider <= 1.1 * wide
 
 

@@ -26,6 +26,7 @@ def pipeline(schedule="zb-h1"):
 def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(tmp_path):
     pipe, state, batch = pipeline()
     state, _ = pipe.step(state, batch)
+    jax.block_until_ready(state.params)
     with jax.profiler.trace(tmp_path):
         for _ in range(3):
             state, _ = pipe.step(state, batch)
