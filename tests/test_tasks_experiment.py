@@ -178,7 +178,7 @@ def test_tasks_come_by_turns_or_at_random_and_are_the_same_however_many_there_ar
 
 
 def test_all_that_a_task_has_of_its_own_is_one_subtree_and_adapters_add_nothing_before_training():
-    x = np.random.default_rng(0).normal(size=(3, 64)).astype("f")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
     params = MODEL.init(jax.random.key(0), x)["params"]
     rest, own = take(params, PATH)
     assert set(rest) == {"dense_0", "dense_1"}

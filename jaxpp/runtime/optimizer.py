@@ -330,4 +330,17 @@ class _Placer:
                 "use a transformation that treats each parameter by itself, or pass num_stages=1",
                 f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
             )
-        return tuple(colors)
+        return self._late(colors)
+
+    def _late(self, colors: Sequence[Color | None]) -> tuple[Color | None, ...]:
+        """Each equation at the last level at which it serves its readers, so that no moment is held from one level to the next."""
+        users, results = self.graph.users(), set(variables(self.graph.outputs))
+        late = list(colors)
+        for i, eqn in reversed(list(enumerate(self.graph.eqns))):
+            color = colors[i]
+            readers = [late[j] for var in eqn.outvars for j in users.get(var, ())]
+            large = any(_size(var) > 1 for var in eqn.outvars)
+            if color is not None and large and readers and results.isdisjoint(eqn.outvars):
+                latest = min(reader[0] - (reader[1] != color[1]) for reader in readers if reader is not None)
+                late[i] = max(color[0], latest), color[1]
+        return tuple(late)

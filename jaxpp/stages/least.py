@@ -15,16 +15,17 @@ PyTorch's compiler.
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jax.extend.core import Var
+import numpy as np
+from jax.extend.core import Literal, Var
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.flow import SINK, SOURCE, Network
-from jaxpp.stages.graph import Graph, aval_of, variables
-from jaxpp.stages.repeat import EXACT, EXTREMES, is_smooth, price_of, repeatable, rounding
+from jaxpp.stages.graph import Atom, Graph, aval_of, variables
+from jaxpp.stages.repeat import EXACT, EXTREMES, is_decision, is_smooth, price_of, repeatable, rounding
 
-__all__ = ["Least"]
+__all__ = ["Least", "from_results"]
 
 _MOVED = 1e-3
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
@@ -74,7 +75,9 @@ class Least:
             if var in known:
                 network.edge(var, SINK)
         chosen = network.sink_side()
-        return {i for i in forward if i in chosen}
+        again = {i for i in forward if i in chosen}
+        kept = {var for var in known if var in chosen and producers.get(var) not in again}
+        return again | _decided_on(graph, {*forward, *free} - again, kept)
 
     def between(
         self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
@@ -110,6 +113,37 @@ class Least:
         chosen = network.sink_side()
         again = {i for i in of_input if i in chosen and i not in free}
         return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
+
+
+def from_results(graph: Graph) -> Graph:
+    """The graph with ``max(x, 0) > 0`` in place of ``x > 0`` where there is such a maximum: the result of a relu says it all."""
+    results: dict[Var, Var] = {}
+    eqns = list(graph.eqns)
+    for i, eqn in enumerate(eqns):
+        name = eqn.primitive.name
+        if name not in ("max", "gt") or isinstance(eqn.invars[0], Literal) or not _is_zero(eqn.invars[1]):
+            continue
+        if name == "max":
+            results[eqn.invars[0]] = eqn.outvars[0]
+        elif eqn.invars[0] in results:
+            eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
+    return replace(graph, eqns=tuple(eqns))
+
+
+def _is_zero(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+
+
+def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
+    """The decisions on values that are kept which the forward itself does not use: the backward decides, on the same bytes."""
+    used = {var for i in forward for var in variables(graph.eqns[i].invars)}.union(variables(graph.outputs))
+    return {
+        i
+        for i in forward
+        if is_decision(graph.eqns[i])
+        and used.isdisjoint(graph.eqns[i].outvars)
+        and all(var in kept for var in variables(graph.eqns[i].invars))
+    }
 
 
 def _settled(graph: Graph, before: Collection[int]) -> list[bool]:

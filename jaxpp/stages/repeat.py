@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Var
 from jaxpp.stages.cost import LAYOUT, count_bytes
 from jaxpp.stages.graph import Atom, Graph, aval_of, variables
 
-__all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
+__all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_decision", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
 
 TRANSCENDENTAL = frozenset(
     "tanh exp exp2 expm1 log log1p logistic erf erfc erf_inv sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow "
@@ -62,7 +62,7 @@ def repeatable(graph: Graph) -> list[bool]:
     found, levels, producers = list[bool](), rounding(graph), graph.producers()
     for eqn in graph.eqns:
         loose = any(levels.get(var, EXACT) == _ROUNDED for var in variables(eqn.invars))
-        found.append(eqn.primitive.name in _REPEATABLE and not eqn.effects and not (loose and _decides(eqn)))
+        found.append(eqn.primitive.name in _REPEATABLE and not eqn.effects and not (loose and is_decision(eqn)))
     for eqn in graph.eqns:
         if eqn.primitive.name == "name":  # the user's word for what is to be kept
             for var in variables(eqn.invars):
@@ -108,7 +108,7 @@ def _is_single(eqn: JaxprEqn) -> bool:
 
 def is_smooth(eqn: JaxprEqn) -> bool:
     """Whether a small difference of an equation's operands makes a small difference of its results."""
-    return eqn.primitive.name in _SMOOTH and not _decides(eqn)
+    return eqn.primitive.name in _SMOOTH and not is_decision(eqn)
 
 
 def may_repeat(name: str, operands: Sequence[Any], new_dtype: Any = None) -> bool:
@@ -140,7 +140,7 @@ def price_of(eqn: JaxprEqn, transcendental: float) -> float:
     return size * (_ELEMENT * (name != "name") + transcendental * (name in TRANSCENDENTAL))
 
 
-def _decides(eqn: JaxprEqn) -> bool:
+def is_decision(eqn: JaxprEqn) -> bool:
     """Whether a small difference of its operands can become a large one of its result."""
     if eqn.primitive.name in ("convert_element_type", "bitcast_convert_type"):
         return _is_float(eqn.invars) and not _is_float(eqn.outvars)

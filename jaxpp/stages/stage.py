@@ -23,7 +23,7 @@ from jax.extend.core import Var
 
 from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
 from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
-from jaxpp.stages.least import Least
+from jaxpp.stages.least import Least, from_results
 from jaxpp.stages.loop_remat import leaner
 from jaxpp.stages.loss import TracedLoss, cheap_values
 from jaxpp.stages.microbatch import scale_dtype
@@ -135,7 +135,10 @@ class StageBuilder:
         graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
         graphs += leaner(self.loss.graph, body.piece.eqns) if loops else []
         given = stage, self.rows, num_constants, remat, self.scaled_by, self.pack_below
-        found = [_Programs(body.trace(stage, self.carried, self.train, graph), *given) for graph in graphs]
+        traces = [body.trace(stage, self.carried, self.train, graph) for graph in graphs]
+        if isinstance(remat, Least):
+            traces = [replace(traced, graph=from_results(traced.graph)) for traced in traces]
+        found = [_Programs(traced, *given) for traced in traces]
         return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 
     def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:

@@ -1,0 +1,39 @@
+"""The count of what stages keep: its lines, its table, its line of JSON, and what it refuses."""
+
+import json
+
+import pytest
+
+from experiments.memory.kept import Config, ConfigError, main, run, table
+
+
+def test_a_stage_of_gpt_blocks_keeps_at_most_half_and_its_activations_are_counted_a_block():
+    (line,) = run(Config(models=("gpt-blocks-bf16",), width=32, length=16, microbatch=2))
+    assert line.activation == 2 * 16 * 32 * 2
+    assert 0 < line.least <= line.keep / 2
+    assert line.a_block(line.least) == pytest.approx(line.least / (2 * line.activation))
+    assert table((line,)).splitlines()[1].split()[0] == "gpt-blocks-bf16"
+
+
+def test_the_command_prints_the_table_and_writes_the_line_of_json(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "kept.jsonl"
+    monkeypatch.setattr("sys.argv", f"kept --models mlp --stages 2 --json {path}".split())
+    main()
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "mlp"
+    (line,) = json.loads(path.read_text())["lines"]
+    assert (line["model"], line["activation"]) == ("mlp", 0)
+    assert 0 < line["least"] <= line["keep"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": ("bert",)}, "--models bert: there is no such model. Fix: pass some of gpt-blocks, "),
+        ({"stages": 0, "length": -1}, "--stages 0, --length -1: counts start at 1"),
+        ({"width": 6}, "--width 6: 4 heads share the width equally. Fix: pass a multiple of 4"),
+    ],
+)
+def test_a_config_that_makes_no_count_is_refused(options, message):
+    with pytest.raises(ConfigError) as error:
+        Config(**options)
+    assert message in str(error.value)
