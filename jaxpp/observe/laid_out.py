@@ -52,7 +52,7 @@ def laid_out(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tupl
             start = max(start, free[rank])
             free[rank] = start + taken
         there.update((slot, start + taken) for slot in line.outputs)
-        spans.append(_span(line, schedule, start, start + taken, start, start))
+        spans.append(_span(line, schedule, start, start + taken, 0.0, 0.0))
     return tuple(spans)
 
 

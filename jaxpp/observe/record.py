@@ -139,9 +139,13 @@ def _session(folder: str) -> Iterator[None]:
 
 
 def _seconds(stamps: Sequence[Stamp], runs: Sequence[Sequence[Run | None]]) -> list[float]:
-    """How long each instruction of a step took in which each waited for the one before: by the trace, else by the host's clock."""
+    """How long each instruction of a step took in which each waited for the one before.
+
+    By the trace; what it does not know, such as a send, by the host's clock: from when the host went on to when the result was
+    there.
+    """
     known = runs[0] if runs else [None] * len(stamps)
-    return [stamp.done - stamp.begun if run is None else run.end - run.start for stamp, run in zip(stamps, known, strict=True)]
+    return [stamp.done - stamp.handed if run is None else run.end - run.start for stamp, run in zip(stamps, known, strict=True)]
 
 
 def _watched(steps: _Steps, num_steps: int) -> tuple[list[tuple[Span, ...]], list[float]]:
