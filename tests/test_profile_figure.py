@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpp.observe.account import KINDS
-from jaxpp.observe.figure import Curve, pebble_pair, profile_figure
+from jaxpp.observe.figure import Curve, Timeline, pebble_pair, profile_figure
 from jaxpp.schedule import Action, Kind, make
 from jaxpp.schedule.clock import Bar, bars, replay
 from jaxpp.schedule.residuals import live, peak
@@ -19,7 +19,7 @@ LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)
 
 
 def titled(measured, simulated):
-    return [("watched, starts inferred", measured), ("each program alone, on devices of its own", simulated)]
+    return [Timeline("watched, starts inferred", measured), Timeline("each program alone, on devices of its own", simulated)]
 
 
 def synthetic(name, ranks, microbatches, seed=0):

@@ -47,6 +47,29 @@ def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(tmp_path):
     assert not [name for _, name in found if name in ("function", "program", "run")], "no program goes without a name"
 
 
+def test_a_trace_taken_elsewhere_makes_a_profile(tmp_path):
+    pipe, state, batch = pipeline("1f1b")
+    state, _ = pipe.step(state, batch)
+    jax.block_until_ready(state.params)
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            state, _ = pipe.step(state, batch)
+            jax.block_until_ready(state.params)
+    other, _, _ = pipeline("1f1b")
+    profile = jaxpp.observe.from_trace(tmp_path, other, batch)
+    assert set(profile.actions) == {action for row in pipe.schedule.rows for action in row}
+    assert len(profile.step_seconds) == 3
+    assert all(0 <= span.start <= span.end for span in (*profile.spans, *profile.isolated))
+    assert 0 < profile.bubble_fraction < 1
+    assert "traced: " in profile.heading
+    assert profile.figure() is not None
+    with pytest.raises(ArgumentError, match="whole steps of a pipeline like this one") as error:
+        jaxpp.observe.from_trace(tmp_path, pipeline("zb-h1")[0], batch)
+    assert "runs of stage_" in str(error.value)
+    with pytest.raises(ArgumentError, match="no trace"):
+        jaxpp.observe.from_trace(tmp_path / "nothing", other, batch)
+
+
 def test_where_there_is_no_trace_that_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="no trace"):
         read_runs(tmp_path)

@@ -3,7 +3,8 @@
 from jaxpp.observe.collectives import Collectives, read_collectives
 from jaxpp.observe.export import to_html, to_json, to_perfetto
 from jaxpp.observe.forecast import Forecast
+from jaxpp.observe.from_trace import from_trace
 from jaxpp.observe.ledger import Ledger
 from jaxpp.observe.profile import Profile
 
-__all__ = ["Collectives", "Forecast", "Ledger", "Profile", "read_collectives", "to_html", "to_json", "to_perfetto"]
+__all__ = ["Collectives", "Forecast", "Ledger", "Profile", "from_trace", "read_collectives", "to_html", "to_json", "to_perfetto"]

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 from jaxpp.observe.account import KINDS
 from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.figure import draw_pebbles, draw_timeline, pebbles_margin, pebbles_room, shortest, timeline_room
-from jaxpp.schedule.panel import DOT, INK, LEFT, Panel, Part, key_of, key_of_bars, page, width_of
+from jaxpp.schedule.panel import DOT, INK, LEFT, Entry, Panel, Part, inside, key_of, key_of_bars, page, width_of
 from jaxpp.stages.table import bytes_in_words
 
-__all__ = ["COLOURS", "Curve", "pebble_pair", "profile_figure"]
+__all__ = ["COLOURS", "Curve", "Timeline", "pebble_pair", "profile_figure"]
 
 COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#E4E4E4")
+_REST, _SENT = "#8C8C8C", "#D55E00"  # what is no action, and what arrives: a line below the row of a rank
 _TITLE, _KEY = 0.32, 0.28  # inches above a panel, for its title and for a key under that
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
 _LETTERS = 20  # in a line of a device's name
@@ -44,8 +45,25 @@ class Curve(NamedTuple):
     levels: tuple[tuple[int, ...], ...]
 
 
-Timeline = tuple[str, Sequence[Bar]]
-"""A title, and actions in milliseconds."""
+class Timeline(NamedTuple):
+    """A step in time, in milliseconds.
+
+    Attributes:
+        title: what it is.
+        bars: the actions.
+        rest: rank, start and end of what else the ranks run: the step's begin, sums of tied gradients, the update.
+        sends: rank, start and end of each arrival.
+    """
+
+    title: str
+    bars: Sequence[Bar]
+    rest: Sequence[tuple[int, float, float]] = ()
+    sends: Sequence[tuple[int, float, float]] = ()
+
+    @property
+    def end(self) -> float:
+        """When all is done."""
+        return max([float(bar.end) for bar in self.bars] + [end for _, _, end in self.rest])
 
 
 def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int]) -> Any:
@@ -58,15 +76,15 @@ def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence
         stage_to_rank: the rank of each stage.
 
     Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``. To the right of a timeline stands the end of its last action;
-        to the right of the memory, which goes on to the end of the step, the peak of each device.
+        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``. To the right of a timeline stands its end; to the right of the
+        memory, which goes on to the end of the step, the peak of each device.
 
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
-    measured = timelines[0][1]
-    step = max([bar.end for bar in measured] + [curve.times[-1] for curve in memory])
-    across = max([step] + [bar.end for _, bars in timelines for bar in bars]) or 1
+    measured, everything = timelines[0].bars, [bar for line in timelines for bar in line.bars]
+    step = max([timelines[0].end] + [curve.times[-1] for curve in memory])
+    across = max([step] + [line.end for line in timelines]) or 1
     names = [_lines(curve.label) for curve in memory]
     left = max([LEFT] + [0.15 + _LETTER * len(line) for name in names for line in name.split("\n")])
     parts = [timeline_room(stage_to_rank, _TITLE)] * len(timelines)
@@ -78,12 +96,16 @@ def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence
     )  # the shortest may be as short as the stamps are fine
     width = max(_NARROWEST, width_of(across / usual, stage_to_rank))
     panels = page(heading, across, parts, width, _MARGIN, left, "ms")
-    for panel, (title, bars) in zip(panels, timelines, strict=False):
-        draw_timeline(panel, bars, stage_to_rank)
-        end = max(bar.end for bar in bars)
-        panel.axes.text(end + 5 / panel.points[0], max(stage_to_rank) / 2 + 0.5, _milli(end), size=8, va="center", color=INK)
-        _title(panel, title)
-    key_of_bars(panels[0], [bar for _, bars in timelines for bar in bars], stage_to_rank, above=_TITLE)
+    for panel, line in zip(panels, timelines, strict=False):
+        draw_timeline(panel, line.bars, stage_to_rank, line.end)
+        panel.rectangles([(start, end, *inside(rank)) for rank, start, end in line.rest], _REST, "rest")
+        panel.rectangles([(start, end, rank + 0.94, rank + 1.04) for rank, start, end in line.sends], _SENT, "sends")
+        middle = max(stage_to_rank) / 2 + 0.5
+        panel.axes.text(line.end + 5 / panel.points[0], middle, _milli(line.end), size=8, va="center", color=INK)
+        _title(panel, line.title)
+    more: list[Entry] = [("begin, sums, update", _REST, 0)] * any(line.rest for line in timelines)
+    more += [("arrives", _SENT, 0)] * any(line.sends for line in timelines)
+    key_of_bars(panels[0], everything, stage_to_rank, above=_TITLE, more=more)
     for panel in panels[len(timelines) :]:
         _memory(panel, memory, names, step)
     return panels[0].axes.figure
@@ -101,16 +123,16 @@ def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequ
         a matplotlib ``Figure``, as ``profile_figure``. A pebble stands where its residual is alive; there are two columns of
         them to a short action, or fewer where they would be too narrow.
     """
-    both = [bar for _, bars in timelines for bar in bars]
+    both = [bar for line in timelines for bar in line.bars]
     across = max(bar.end for bar in both) or 1
     short = shortest(both)
     width = width_of(across / short, stage_to_rank)
     step = max(short / 2, _COLUMN / (72 * width) * across)
-    parts = [pebbles_room(bars, _TITLE) for _, bars in timelines]
+    parts = [pebbles_room(line.bars, _TITLE) for line in timelines]
     panels = page(heading, across, parts, width, pebbles_margin(stage_to_rank), unit="ms")
-    signs = [draw_pebbles(panel, bars, stage_to_rank, step) for panel, (_, bars) in zip(panels, timelines, strict=True)]
-    for panel, (title, _) in zip(panels, timelines, strict=True):
-        _title(panel, title)
+    signs = [draw_pebbles(panel, line.bars, stage_to_rank, step) for panel, line in zip(panels, timelines, strict=True)]
+    for panel, line in zip(panels, timelines, strict=True):
+        _title(panel, line.title)
     key_of_bars(panels[0], both, stage_to_rank, DOT if DOT in signs else signs[0], above=_TITLE)
     return panels[0].axes.figure
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from jaxpp.observe.causes import Causes, Measured, causes, simulated
 from jaxpp.observe.curves import curves
-from jaxpp.observe.figure import Curve, pebble_pair, profile_figure
+from jaxpp.observe.figure import Curve, Timeline, pebble_pair, profile_figure
 from jaxpp.observe.ledger import Ledger
 from jaxpp.observe.span import Span, covered
 from jaxpp.schedule.action import Action, Kind
@@ -198,10 +198,16 @@ class Profile(Drawn):
         """
         return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank)
 
-    def _timelines(self) -> list[tuple[str, tuple[Bar, ...]]]:
+    def _timelines(self) -> list[Timeline]:
         """Both timelines, in milliseconds, with their titles."""
         both: tuple[tuple[Clock, tuple[Span, ...]], ...] = ("trace", self.spans), ("isolated", self.isolated)
-        return [(self.titles[clock], _in_milliseconds(_bars(spans))) for clock, spans in both]
+        found = []
+        for clock, spans in both:
+            rest = [span for span in spans if span.action is None and not span.sends]
+            parts = (rest, [span for span in spans if span.sends])
+            others = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
+            found.append(Timeline(self.titles[clock], _in_milliseconds(_bars(spans)), *others))
+        return found
 
     def causes_table(self) -> list[list[str]]:
         """Busy and idle time of each rank and the causes of it, as text, in milliseconds; the first row says what is what."""

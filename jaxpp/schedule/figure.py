@@ -78,9 +78,9 @@ def timeline_room(stage_to_rank: Sequence[int], above: float = 0) -> Part:
     return Part(num_ranks, num_ranks * (0.42 if num_ranks <= 8 else 0.32), above)
 
 
-def draw_timeline(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int]) -> None:
-    """Draw a timeline onto a panel that has room for it."""
-    makespan, num_ranks = max(bar.end for bar in bars) or 1, max(stage_to_rank) + 1
+def draw_timeline(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], until: Number = 0) -> None:
+    """Draw a timeline onto a panel that has room for it; it goes on ``until`` then, if that is later than the last bar."""
+    makespan, num_ranks = max(until, *(bar.end for bar in bars)) or 1, max(stage_to_rank) + 1
     panel.rectangles([(0, makespan, *inside(rank)) for rank in range(num_ranks)], IDLE, "idle")
     panel.bars([cell_of(bar, bar.rank, stage_to_rank) for bar in bars])
     panel.axes.set_yticks([rank + 0.5 for rank in range(num_ranks)], [str(rank) for rank in range(num_ranks)])

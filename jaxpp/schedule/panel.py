@@ -244,11 +244,18 @@ def key_of(panel: Panel, entries: Iterable[Entry], above: float) -> None:
         key.bars(cells)
 
 
-def key_of_bars(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], pebble: str = "", above: float = 0) -> None:
+def key_of_bars(
+    panel: Panel,
+    bars: Sequence[Bar],
+    stage_to_rank: Sequence[int],
+    pebble: str = "",
+    above: float = 0,
+    more: Sequence[Entry] = (),
+) -> None:
     """What the colours of bars mean, in a line between the heading and what lies that many inches above the panel."""
     entries: list[Entry] = [(_WORDS[k], k, 0) for k in Kind if any(b.action.kind == k for b in bars)]
     entries += [("later stage of its rank", Kind.F, 1)] * several_stages(stage_to_rank)
-    entries += [("idle", IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]
+    entries += [*more, *[("idle", IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]]
     key_of(panel, entries, 0.1 + above)
 
 

@@ -170,7 +170,7 @@ class _Flattener:
             name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
             inputs = [self.resolve(atom) for atom in eqn.invars]
             parameter = self._opened.get(eqn.primitive.name)
-            if parameter is None:
+            if parameter not in eqn.params:
                 if fresh:
                     self._renamed.update({var: Var(var.aval) for var in eqn.outvars})
                 outputs: Any = [self._renamed.get(var, var) for var in eqn.outvars] if fresh else eqn.outvars
