@@ -134,7 +134,7 @@ def gpt_loss(dtype, dropout, *, depth=4, width=256, length=64, heads=4, size=8):
 def test_a_gpt_keeps_a_dozen_activations_a_block(dtype, dropout, most, transcendental):
     loss, activation = gpt_loss(dtype, dropout)
     for before, after in zip(*cut_with(loss, 2, None, Least(transcendental)), strict=True):
-        assert kept(before) / 2 / activation > 35
+        assert kept(before) / 2 / activation > 30
         assert kept(after) / 2 / activation <= most + (after.index == 1) / 2  # the last stage also keeps its head's operand
         assert kept(after, "W") <= kept(before, "W")
 

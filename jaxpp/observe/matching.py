@@ -32,12 +32,14 @@ def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
     """
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
+    first = runs.steps[0]  # what a step before it had left to do may still run in the trace
+    of_program = {key: [run for run in group if run.start >= first] for key, group in runs.of_program.items()}
     found: list[list[Run | None]] = [[None] * len(plan.instructions) for _ in range(num_steps)]
     for (ordinal, name), mine in _by_program(plan).items():
-        there = [group for (device, called, _), group in runs.of_program.items() if (device, called) == (ordinal, name)]
+        there = [group for (device, called, _), group in of_program.items() if (device, called) == (ordinal, name)]
         if not there:  # no operation: XLA made nothing of it, and the trace no name
             sizes = {len(lines) * num_steps for lines in mine}
-            there = [group for (device, called, _), group in runs.of_program.items() if device == ordinal and not called]
+            there = [group for (device, called, _), group in of_program.items() if device == ordinal and not called]
             there = [group for group in there if len(group) in sizes]
         there.sort(key=lambda group: group[0].start)
         if [len(group) for group in there] != [len(lines) * num_steps for lines in mine]:

@@ -72,7 +72,7 @@ class _Steps:
                 observer.begin()
             outcome = self.engine.run("update", self.leaves, self.batch, self.key, observer=observer, watched=watched)
             self.leaves = outcome.leaves
-            jax.block_until_ready(self.leaves)
+            jax.block_until_ready(outcome)  # the norm of the gradients too, or its program would run in the next step
         return time.perf_counter() - begun
 
 

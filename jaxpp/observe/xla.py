@@ -10,6 +10,7 @@ The name of a module is that of its program (``Program.name``) after ``jit_``.
 """
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,6 +58,12 @@ def read_runs(folder: Path) -> Runs:
     Raises:
         FileNotFoundError: there is no trace in it.
     """
+    with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _read(folder)
+
+
+def _read(folder: Path) -> Runs:
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")
@@ -64,7 +71,8 @@ def read_runs(folder: Path) -> Runs:
     unnamed: dict[tuple[int, int], Run] = {}
     named: dict[tuple[int, int], tuple[str, Any]] = {}
     steps: list[float] = []
-    for plane in ProfileData.from_file(str(files[-1])).planes:
+    data = ProfileData.from_file(str(files[-1]))  # its planes and events live as long as it does
+    for plane in data.planes:
         device = _DEVICE_PLANE.match(plane.name)
         for line in plane.lines:
             if device and line.name == _MODULES:

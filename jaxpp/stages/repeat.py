@@ -37,7 +37,7 @@ EXTREMES = frozenset({"reduce_max", "reduce_min"})
 """Operations whose results are compared with their operands, or subtracted from them."""
 _ADDING = frozenset("add sub add_any".split())
 _ARITHMETIC = frozenset(
-    "mul div sqrt rsqrt square integer_pow reduce_precision reduce_sum convert_element_type and or not xor "
+    "mul div sqrt rsqrt square one_minus_square integer_pow reduce_precision reduce_sum convert_element_type and or not xor "
     "shift_left shift_right_logical shift_right_arithmetic population_count clz reduce_and reduce_or".split()
 )
 _DECIDING = frozenset("eq ne lt le gt ge sign floor ceil round is_finite rem nextafter atan2 eq_to lt_to le_to".split())
