@@ -33,7 +33,8 @@ def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
     first = runs.steps[0]  # what a step before it had left to do may still run in the trace
-    of_program = {key: [run for run in group if run.start >= first] for key, group in runs.of_program.items()}
+    later = {key: [run for run in group if run.start >= first] for key, group in runs.of_program.items()}
+    of_program = {key: group for key, group in later.items() if group}
     found: list[list[Run | None]] = [[None] * len(plan.instructions) for _ in range(num_steps)]
     for (ordinal, name), mine in _by_program(plan).items():
         there = [group for (device, called, _), group in of_program.items() if (device, called) == (ordinal, name)]
