@@ -8,7 +8,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.laid_out import durations_of, laid_out, traced
 from jaxpp.observe.matching import TraceError, matched
-from jaxpp.observe.watch import Stamp
+from jaxpp.observe.watch import Stamp, Watch
 from jaxpp.observe.xla import Run, Runs, read_runs
 from jaxpp.runtime.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
@@ -23,14 +23,20 @@ def pipeline(schedule="zb-h1"):
     return pipe, pipe.init(case.params, case.batch), case.batch
 
 
-def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(tmp_path):
-    pipe, state, batch = pipeline()
-    state, _ = pipe.step(state, batch)
-    jax.block_until_ready(state.params)
-    with jax.profiler.trace(tmp_path):
+def traced_loop(folder, schedule="zb-h1"):
+    """Three steps traced as a user does it."""
+    pipe, state, batch = pipeline(schedule)
+    state, metrics = pipe.step(state, batch)
+    jax.block_until_ready((state, metrics.grad_norm))
+    with jax.profiler.trace(folder):
         for _ in range(3):
-            state, _ = pipe.step(state, batch)
-            jax.block_until_ready(state.params)
+            state, metrics = pipe.step(state, batch)
+        jax.block_until_ready((state, metrics.grad_norm))
+    return pipe, batch
+
+
+def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(tmp_path):
+    traced_loop(tmp_path)
     runs = read_runs(tmp_path)
     found = {}
     for (device, name, _), group in runs.of_program.items():
@@ -48,13 +54,7 @@ def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(tmp_path):
 
 
 def test_a_trace_taken_elsewhere_makes_a_profile(tmp_path):
-    pipe, state, batch = pipeline("1f1b")
-    state, _ = pipe.step(state, batch)
-    jax.block_until_ready(state.params)
-    with jax.profiler.trace(tmp_path):
-        for _ in range(3):
-            state, _ = pipe.step(state, batch)
-            jax.block_until_ready(state.params)
+    pipe, batch = traced_loop(tmp_path, "1f1b")
     other, _, _ = pipeline("1f1b")
     profile = jaxpp.observe.from_trace(tmp_path, other, batch)
     assert set(profile.actions) == {action for row in pipe.schedule.rows for action in row}
@@ -101,6 +101,20 @@ def test_a_trace_that_cannot_be_read_is_replaced_by_asking_and_the_title_says_so
     assert "warning: the trace of this backend lacks what is needed (2 runs in the trace" in str(profile)
     assert all(span.start <= span.end for span in (*profile.spans, *profile.isolated))
     assert set(profile.actions) == {action for row in pipe.schedule.rows for action in row}
+
+
+def test_who_asks_for_results_looks_while_they_arrive_and_not_when_all_are_there(monkeypatch):
+    def refused(*_):
+        raise TraceError("nothing")
+
+    calls, stamps, wait = [], Watch.stamps, jax.block_until_ready
+    monkeypatch.setattr("jaxpp.observe.record.matched", refused)
+    monkeypatch.setattr(Watch, "stamps", lambda self: (calls.append("looked"), stamps(self))[1])
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: (calls.append("waited"), wait(tree))[1])
+    pipe, state, batch = pipeline("1f1b")
+    pipe.profile(state, batch, num_steps=1)
+    first = calls.index("looked")
+    assert calls[first : first + 3] == ["looked", "waited", "looked"]
 
 
 def line(label, stage, program, inputs, outputs, *, action=None, call=None):

@@ -36,8 +36,8 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
         ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
 
     Example:
-        ``with jax.profiler.trace("out"): state, _ = pipe.step(state, batch); jax.block_until_ready(state)``, then
-        ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
+        In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
+        ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
     """
     engine = pipe._engine
     plan, drafted = engine.plan("update", batch, key)
@@ -49,7 +49,7 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
         raise ArgumentError(_WHERE, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
     except TraceError as error:
         rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
-        fix = "call jax.block_until_ready(state) before the trace begins, and before it ends"
+        fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
         raise ArgumentError(_WHERE, rule, str(error), fix) from None
     schedule = engine.settings.schedule
     unknown = [Stamp(0.0, 0.0, 0.0)] * len(plan.instructions)

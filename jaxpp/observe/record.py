@@ -72,6 +72,8 @@ class _Steps:
                 observer.begin()
             outcome = self.engine.run("update", self.leaves, self.batch, self.key, observer=observer, watched=watched)
             self.leaves = outcome.leaves
+            if isinstance(observer, Watch):
+                observer.stamps()  # it looks while the results arrive, not when all are there
             jax.block_until_ready(outcome)  # the norm of the gradients too, or its program would run in the next step
         return time.perf_counter() - begun
 

@@ -27,7 +27,7 @@ from jaxpp.stages.repeat import EXACT, EXTREMES, is_decision, is_smooth, price_o
 
 __all__ = ["Least", "from_results"]
 
-_MOVED = 1e-3
+_MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
 
 
@@ -135,14 +135,18 @@ def _is_zero(atom: Atom) -> bool:
 
 
 def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
-    """The decisions on values that are kept which the forward itself does not use: the backward decides, on the same bytes."""
+    """The decisions on one value that is kept which the forward itself does not use: the backward decides, on the same bytes.
+
+    Not a comparison of two values, such as a maximum and what it is of: one of them may be rounded otherwise where it is written.
+    """
     used = {var for i in forward for var in variables(graph.eqns[i].invars)}.union(variables(graph.outputs))
     return {
         i
         for i in forward
         if is_decision(graph.eqns[i])
         and used.isdisjoint(graph.eqns[i].outvars)
-        and all(var in kept for var in variables(graph.eqns[i].invars))
+        and len(operands := variables(graph.eqns[i].invars)) == 1
+        and operands[0] in kept
     }
 
 
