@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
+from jaxpp.options import settings
 from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import same_shapes
-from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring, check_alive, together
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.stack import is_slices
-from jaxpp.stages.uneven import warn_of
+from jaxpp.stages.cuts.uneven import warn_of
+from jaxpp.stages.loops.stacked import is_slices
 from jaxpp.tracebacks import entry
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import jax
 
-from jaxpp.by_hand import by_hand, scope
 from jaxpp.errors import CutError
-from jaxpp.given import Given
-from jaxpp.observe.detector import Detector
-from jaxpp.runtime.birth import trace_init
+from jaxpp.observe.dead_stages import Detector
+from jaxpp.plan.init_arguments import Given
+from jaxpp.plan.init_params import trace_init
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.submesh import devices_of, home_of
+from jaxpp.runtime.place import devices_of, home_of
 from jaxpp.runtime.transfer import put
+from jaxpp.stages.by_hand import by_hand, scope
+from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.table import Stages, tabulate
-from jaxpp.stages.uneven import warn_of
 from jaxpp.state import States, states_of
-from jaxpp.tasks import Tasks
+from jaxpp.tasks.pipeline import Tasks
 
 __all__ = ["Opened", "first_leaves", "open_engine"]
 

@@ -7,24 +7,24 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpp.asked import Asked, check_no_task
-from jaxpp.bank import Bank
-from jaxpp.by_hand import check_stages, compose, scope
 from jaxpp.errors import StateError
-from jaxpp.given import are_swapped, read_given, swapped
-from jaxpp.observe.xla import STEP
+from jaxpp.observe.asked import Asked, check_no_task
+from jaxpp.observe.profile.trace import STEP
 from jaxpp.opened import Opened, first_leaves
+from jaxpp.options import settings
+from jaxpp.plan.init_arguments import are_swapped, read_given, swapped
 from jaxpp.runtime.arguments import check_function, check_optimizer, refuse_tracers
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.hold import Hold
-from jaxpp.runtime.settings import settings
+from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
+from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.joint import join_losses, join_optimizers
-from jaxpp.stages.keyed import positional_key
+from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State
-from jaxpp.tasks import Tasks, check_scaling
+from jaxpp.tasks.bank import Bank
+from jaxpp.tasks.pipeline import Tasks, check_scaling
 from jaxpp.tracebacks import entries
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat
 

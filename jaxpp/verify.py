@@ -18,10 +18,10 @@ from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.joint import Joint
-from jaxpp.stages.keyed import positional_key
-from jaxpp.stages.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
-from jaxpp.stages.reduce import Reducer
-from jaxpp.stages.stack import assembled
+from jaxpp.stages.loops.stacked import assembled
+from jaxpp.stages.loss.aux import Reducer
+from jaxpp.stages.loss.key import positional_key
+from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.state import State, states_of
 from jaxpp.types import Batch, Key, LossFn, Params
 

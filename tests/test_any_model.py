@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from jaxpp.options import settings as runtime_settings
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.settings import settings as runtime_settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
-from jaxpp.stages.reduce import REDUCERS, join
-from jaxpp.stages.stack import assembled
+from jaxpp.stages.loops.stacked import assembled
+from jaxpp.stages.loss.aux import REDUCERS, join
 from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
 from tests.layers import BY_NAME, EXACT, FRAMES, LAYERS, RANDOM, SKIPS, STATES, counter, floats_as, stateless, stream
 

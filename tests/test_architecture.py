@@ -13,13 +13,23 @@ import jaxpp
 ROOT = pathlib.Path(jaxpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [name for _, name, _ in pkgutil.walk_packages([str(ROOT)], "jaxpp.")]
-ALLOWED = {
-    "schedule": {"schedule", "errors", "tracebacks"},
-    "stages": {"stages", "errors", "types"},
-    "tracebacks.py": {"errors"},
-    "runtime": {"runtime", "stages", "schedule", "errors", "types"},
-    "observe": {"observe", "runtime", "stages", "schedule", "errors", "types"},
+ROOMS = ["errors", "types", "tracebacks", "schedule", "stages", "plan", "optim", "options", "runtime", "tasks", "observe"]
+"""From the ground up: a room imports itself and those before it. What is not named here is the public face, on top."""
+NOT_YET = {
+    "observe/asked.py",
+    "optim/emit.py",
+    "options.py",
+    "plan/builder.py",
+    "plan/init_arguments.py",
+    "plan/init_params.py",
+    "plan/lower.py",
+    "plan/stage_setup.py",
+    "plan/step.py",
+    "plan/weights.py",
+    "runtime/prepare.py",
+    "stages/by_hand.py",
 }
+"""Files that still import a room above their own."""
 
 
 def imports(file: pathlib.Path) -> list[str]:
@@ -35,15 +45,15 @@ def imports(file: pathlib.Path) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_imports_only_go_down(file):
-    wing = file.relative_to(ROOT).parts[0]
-    inside = {name.split(".")[1] for name in imports(file) if name.startswith("jaxpp.") and len(name.split(".")) > 1}
-    if wing in ALLOWED:
-        assert inside <= ALLOWED[wing]
+    room = file.relative_to(ROOT).parts[0].removesuffix(".py")
+    inside = {name.split(".")[1] for name in imports(file) if name.startswith("jaxpp.")}
+    if room in ROOMS and str(file.relative_to(ROOT)) not in NOT_YET:
+        assert inside <= set(ROOMS[: ROOMS.index(room) + 1])
     if file.name != "__init__.py":
         assert "pipeline" not in inside
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "schedule").glob("*.py")), ids=lambda f: f.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "schedule").rglob("*.py")), ids=lambda f: f.name)
 def test_the_schedule_wing_does_not_import_jax(file):
     assert not [name for name in imports(file) if name.split(".")[0] in ("jax", "flax", "optax", "numpy")]
 

@@ -16,7 +16,7 @@ import pytest
 import jaxpp
 from jaxpp.errors import BankError
 from jaxpp.runtime import shelf as shelf_module
-from jaxpp.subtree import insert
+from jaxpp.tasks.subtree import insert
 
 WIDTH = 8
 DEVICE = jax.devices()[0]

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.collectives import Collective, Collectives, Row, read_collectives
-from jaxpp.observe.hlo import parse_groups, parse_shape
+from jaxpp.observe.collectives.collectives import Collective, Collectives, Row, read_collectives
+from jaxpp.observe.collectives.hlo import parse_groups, parse_shape
 
 SIZES = {"data": 2, "model": 2}
 ALONG_DATA, ALONG_MODEL = {(0, 2), (1, 3)}, {(0, 1), (2, 3)}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpp.runtime.crate import SMALL, Crate, boxed, shapes_of
 from jaxpp.runtime.transfer import HOST, to_device, to_host
+from jaxpp.tasks.packed import SMALL, Crate, boxed, shapes_of
 
 DEVICES = jax.devices()
 ONE, TWO = SingleDeviceSharding(DEVICES[0]), SingleDeviceSharding(DEVICES[1])

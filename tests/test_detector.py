@@ -10,7 +10,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.detector import Detector
+from jaxpp.observe.dead_stages import Detector
 from tests.conftest import mlp_case
 
 

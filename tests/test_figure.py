@@ -12,8 +12,8 @@ from PIL import Image
 
 from jaxpp.schedule import SCHEDULES, Action, Kind, make, simulate
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.figure import pebble_gif, pebbles, timeline
-from jaxpp.schedule.panel import available
+from jaxpp.schedule.draw.figure import pebble_gif, pebbles, timeline
+from jaxpp.schedule.draw.panel import available
 from jaxpp.schedule.residuals import Lane, Residual, counts, lanes, live, peak, places
 
 SMALL = make("1f1b", num_ranks=2, num_microbatches=4)

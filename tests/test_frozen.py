@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.observe.account import account
+from jaxpp.observe.memory.liveness import account
 from jaxpp.schedule import Kind
-from jaxpp.stages.reduce import join
+from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 

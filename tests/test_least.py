@@ -17,16 +17,16 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpp.options import settings
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cut import cut
-from jaxpp.stages.least import Least
-from jaxpp.stages.partition import balance, owners
+from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.partition import balance, owners
+from jaxpp.stages.loops.stacked import assembled
+from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role
-from jaxpp.stages.stack import assembled
-from jaxpp.stages.tracing import trace_loss
+from jaxpp.stages.remat.least import Least
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
 from tests.random_models import LAYERS, from_host, half, random_model

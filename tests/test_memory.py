@@ -11,10 +11,10 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError, OptimizerError
-from jaxpp.observe.account import KINDS, account
-from jaxpp.observe.forecast import parse_bytes
-from jaxpp.observe.ledger import Ledger, homes_of, live_bytes, sample_step
-from jaxpp.runtime.draft import HOST, Name
+from jaxpp.observe.memory.forecast import parse_bytes
+from jaxpp.observe.memory.ledger import Ledger, homes_of, live_bytes, sample_step
+from jaxpp.observe.memory.liveness import KINDS, account
+from jaxpp.plan.builder import HOST, Name
 from jaxpp.runtime.transfer import put, to_host
 from jaxpp.stages.program import Ref, Role
 from tests.conftest import gpt_case, mlp_case

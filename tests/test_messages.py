@@ -161,7 +161,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_refused_in_the_template_before_any_device_work(name, monkeypatch):
     call, kind, rule, *details = CASES[name]
-    monkeypatch.setattr("jaxpp.runtime.programs.Programs.compile", pytest.fail)
+    monkeypatch.setattr("jaxpp.runtime.compile.Programs.compile", pytest.fail)
     with pytest.raises(kind) as error:
         call()
     text = str(error.value)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, StateError, VerifyError
-from jaxpp.observe.ledger import sample_step
+from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle

@@ -12,9 +12,9 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import CutError
-from jaxpp.stages.named_cuts import resolve
-from jaxpp.stages.partition import REAL_WORK, SLACK, balance, least_largest
-from jaxpp.stages.tracing import trace_loss
+from jaxpp.stages.cuts.named import resolve
+from jaxpp.stages.cuts.partition import REAL_WORK, SLACK, balance, least_largest
+from jaxpp.stages.loss.trace import trace_loss
 from models.gpt import GPT
 
 SIZE = 4

@@ -12,7 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import CutError, PullbackError, StateError, VerifyError
-from jaxpp.stages.reduce import join
+from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 

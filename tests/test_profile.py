@@ -13,11 +13,11 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.account import KINDS, Account
-from jaxpp.observe.causes import Causes
-from jaxpp.observe.ledger import Ledger
-from jaxpp.observe.profile import Profile
-from jaxpp.observe.span import Span, covered
+from jaxpp.observe.memory.ledger import Ledger
+from jaxpp.observe.memory.liveness import KINDS, Account
+from jaxpp.observe.profile.causes import Causes
+from jaxpp.observe.profile.profile import Profile
+from jaxpp.observe.profile.span import Span, covered
 from jaxpp.schedule import Kind, dependencies, make
 from jaxpp.schedule.residuals import live, peak
 from tests.conftest import gpt_case, mlp_case

@@ -8,11 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.stages.cut import cut
-from jaxpp.stages.partition import balance, owners
+from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.partition import balance, owners
+from jaxpp.stages.loss.aux import join
+from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role
-from jaxpp.stages.reduce import join
-from jaxpp.stages.tracing import trace_loss
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 from tests.test_split_backward import matmul_flops

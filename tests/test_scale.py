@@ -16,7 +16,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.programs import Programs
+from jaxpp.runtime.compile import Programs
 from jaxpp.stages.program import Program, Ref, Role
 
 HOME = str(pathlib.Path(jaxpp.__file__).parent)

@@ -93,7 +93,7 @@ def test_every_bar_is_of_that_kind():
 
 
 def test_compiling_draws_nothing_in_a_log(monkeypatch):
-    monkeypatch.setattr("jaxpp.runtime.programs._PATIENCE", 0.0)
+    monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     params = {"a": jnp.full((4, 4), 0.1), "b": jnp.ones((4, 2))}
     for stream in (io.StringIO(), Terminal()):
         monkeypatch.setattr("sys.stderr", stream)

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.errors import BankError
 from jaxpp.runtime import shelf as module
-from jaxpp.runtime.crate import SMALL, Crate
-from jaxpp.runtime.shelf import Shelf
 from jaxpp.runtime.transfer import to_device, to_host
+from jaxpp.tasks.host_store import Shelf
+from jaxpp.tasks.packed import SMALL, Crate
 
 HOME = SingleDeviceSharding(jax.devices()[0])
 HOMES = (HOME, HOME, HOME)

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
+from jaxpp.options import settings
+from jaxpp.plan.lower import lower
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.lower import lower
-from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import Schedule
-from jaxpp.stages.cut import cut
-from jaxpp.stages.partition import balance, owners
+from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.partition import balance, owners
+from jaxpp.stages.loss.aux import join
+from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role
-from jaxpp.stages.reduce import join
-from jaxpp.stages.tracing import trace_loss
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 

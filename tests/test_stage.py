@@ -8,12 +8,12 @@ import pytest
 
 import jaxpp
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.cut import cut
+from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.named import resolve
+from jaxpp.stages.cuts.partition import balance, owners
 from jaxpp.stages.graph import descendants, trace
-from jaxpp.stages.named_cuts import resolve
-from jaxpp.stages.partition import balance, owners
+from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role
-from jaxpp.stages.tracing import trace_loss
 from models.gpt import GPT
 from models.mlp import MLP
 from tests.conftest import gpt_case, mlp_case

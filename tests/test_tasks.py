@@ -12,7 +12,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
 import jaxpp
-from jaxpp.observe.ledger import live_bytes
+from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.runtime import shelf
 from jaxpp.runtime.transfer import HOST
 from jaxpp.stages.joint import Joint, join_losses, join_optimizers
@@ -455,7 +455,7 @@ def test_a_write_back_that_fails_does_not_cost_the_state(monkeypatch):
     state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
     before = jax.tree.map(np.copy, (bank.params("t0"), bank.opt_state("t0")))
     with monkeypatch.context() as patch:
-        patch.setattr("jaxpp.runtime.shelf.to_host", no_room)
+        patch.setattr("jaxpp.tasks.host_store.to_host", no_room)
         state, metrics = pipe.step(state, DATA, jax.random.key(1), task="t0")
     assert np.isfinite(metrics.loss) and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     with pytest.raises(jaxpp.errors.BankError, match="'t0'"):

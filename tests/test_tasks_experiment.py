@@ -23,7 +23,7 @@ from experiments.tasks.problem import PATH, make_problem, shuffled
 from experiments.tasks.ways import Banked, Resident, make_step
 from experiments.zoo.data import digits
 from jaxpp.errors import JaxppError, VerifyError
-from jaxpp.subtree import take
+from jaxpp.tasks.subtree import take
 from models.adapters import AdaptedMLP
 
 TINY = Config(

@@ -8,11 +8,11 @@ import jax
 import pytest
 
 import jaxpp
+from jaxpp.options import settings
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.settings import settings
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
-from jaxpp.stages.reduce import join
+from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 

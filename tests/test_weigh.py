@@ -32,7 +32,7 @@ COUNTS = "return how much of a microbatch counts, such as the number of its toke
 
 @pytest.mark.parametrize("value", [0, 0.0, np.nan, jnp.float32(0), np.float64(np.nan)])
 def test_a_weight_that_is_nothing_whatever_the_batch_is_refused_when_it_is_traced(value, monkeypatch):
-    monkeypatch.setattr("jaxpp.runtime.programs.Programs.compile", pytest.fail)
+    monkeypatch.setattr("jaxpp.runtime.compile.Programs.compile", pytest.fail)
     for call in (
         lambda: weighted(lambda batch: value),
         lambda: jaxpp.value_and_grad(loss_fn, num_stages=2, weight=lambda batch: value)(PARAMS, X),
@@ -69,6 +69,6 @@ def test_weights_are_looked_at_once_a_shape(monkeypatch):
     pipe, state = weighted(lambda batch: batch["mask"].sum())
     batch = {"x": X, "mask": jnp.ones(8)}
     state, _ = pipe.step(state, batch)
-    monkeypatch.setattr("jaxpp.runtime.weigh.Weights.look", pytest.fail)
+    monkeypatch.setattr("jaxpp.plan.weights.Weights.look", pytest.fail)
     _, metrics = pipe.step(state, batch | {"mask": jnp.zeros(8)})
     assert jnp.isnan(metrics.loss)

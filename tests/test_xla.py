@@ -6,11 +6,11 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.laid_out import durations_of, laid_out, traced
-from jaxpp.observe.matching import TraceError, matched
-from jaxpp.observe.watch import Stamp, Watch
-from jaxpp.observe.xla import Run, Runs, read_runs
-from jaxpp.runtime.plan import About, Instruction, Plan
+from jaxpp.observe.profile.matching import TraceError, matched
+from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
+from jaxpp.observe.profile.trace import Run, Runs, read_runs
+from jaxpp.observe.profile.watch import Stamp, Watch
+from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
 from tests.conftest import mlp_case
 
@@ -94,7 +94,7 @@ def test_a_trace_that_cannot_be_read_is_replaced_by_asking_and_the_title_says_so
     def refused(*_):
         raise TraceError("2 runs in the trace, 4 were handed over")
 
-    monkeypatch.setattr("jaxpp.observe.record.matched", refused)
+    monkeypatch.setattr("jaxpp.observe.profile.record.matched", refused)
     pipe, state, batch = pipeline("1f1b")
     profile = pipe.profile(state, batch, num_steps=1, clock="trace")
     assert "watched, starts inferred: " in profile.heading
@@ -108,7 +108,7 @@ def test_who_asks_for_results_looks_while_they_arrive_and_not_when_all_are_there
         raise TraceError("nothing")
 
     calls, stamps, wait = [], Watch.stamps, jax.block_until_ready
-    monkeypatch.setattr("jaxpp.observe.record.matched", refused)
+    monkeypatch.setattr("jaxpp.observe.profile.record.matched", refused)
     monkeypatch.setattr(Watch, "stamps", lambda self: (calls.append("looked"), stamps(self))[1])
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: (calls.append("waited"), wait(tree))[1])
     pipe, state, batch = pipeline("1f1b")

@@ -25,7 +25,7 @@ from experiments.lm import text
 from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.stages.microbatch import check_batch, sizes
+from jaxpp.stages.loss.microbatch import check_batch, sizes
 from models.gpt import GPT
 
 __all__ = ["Config", "Plain", "Result", "main", "run"]

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from experiments.memory.measure import PARTS
-from jaxpp.observe.figure import COLOURS
-from jaxpp.schedule.panel import INK, Panel, key_of, module_of
+from jaxpp.observe.profile.figure import COLOURS
+from jaxpp.schedule.draw.panel import INK, Panel, key_of, module_of
 
 __all__ = ["Bars", "bars_figure"]
 

@@ -20,7 +20,7 @@ from experiments.results import ConfigError, check_writable, report
 from experiments.zoo.main import CASES
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw import align
+from jaxpp.schedule.draw.text import align
 
 __all__ = ["BLOCKS", "Config", "Line", "main", "run", "table"]
 

@@ -25,8 +25,8 @@ from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import Schedule
-from jaxpp.schedule.draw import align
-from jaxpp.schedule.panel import available
+from jaxpp.schedule.draw.panel import available
+from jaxpp.schedule.draw.text import align
 
 __all__ = ["Config", "ConfigError", "Result", "Row", "main", "run", "table"]
 

@@ -17,9 +17,9 @@ import jax
 
 import jaxpp
 from jaxpp.observe import Forecast
-from jaxpp.observe.account import KINDS, Account, temporaries
-from jaxpp.observe.ledger import live_bytes, sample_step
-from jaxpp.runtime.plan import Instruction
+from jaxpp.observe.memory.ledger import live_bytes, sample_step
+from jaxpp.observe.memory.liveness import KINDS, Account, temporaries
+from jaxpp.plan.plan import Instruction
 from jaxpp.types import Device
 
 __all__ = ["PARTS", "Holding", "arrays_now", "measure"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxpp.schedule.panel import INK, Panel, key_of, module_of
+from jaxpp.schedule.draw.panel import INK, Panel, key_of, module_of
 
 __all__ = ["COLOURS", "Bar", "axes_figure"]
 

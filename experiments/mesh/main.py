@@ -27,8 +27,8 @@ from experiments.mesh.problems import Problem, gpt, mlp
 from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw import align
-from jaxpp.schedule.panel import available
+from jaxpp.schedule.draw.panel import available
+from jaxpp.schedule.draw.text import align
 
 __all__ = ["MODELS", "Config", "ConfigError", "Result", "every_mesh", "main", "run", "table"]
 

@@ -25,7 +25,7 @@ from experiments.remat.problems import PROBLEMS
 from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw import align
+from jaxpp.schedule.draw.text import align
 
 __all__ = ["Config", "Result", "Row", "main", "plain_step", "run", "table"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, Group, Row
-from jaxpp.schedule.panel import INK, module_of
+from jaxpp.schedule.draw.panel import INK, module_of
 
 __all__ = ["tasks_figure"]
 

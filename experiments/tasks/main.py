@@ -26,8 +26,8 @@ from experiments.tasks.problem import CLASSES, make_problem
 from experiments.tasks.ways import Stages
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw import align
-from jaxpp.schedule.panel import available
+from jaxpp.schedule.draw.panel import available
+from jaxpp.schedule.draw.text import align
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.table import bytes_in_words
 from models.adapters import AdaptedMLP

@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.runtime.submesh import MODEL
+from jaxpp.runtime.place import MODEL
 from jaxpp.types import Device
 
 __all__ = ["check_devices", "check_function", "check_optimizer", "check_shardings", "cuts_of", "refuse_tracers"]

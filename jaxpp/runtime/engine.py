@@ -13,29 +13,29 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpp.runtime.birth import INIT_KEY, draft_params
-from jaxpp.runtime.checked import Checked, flags
-from jaxpp.runtime.draft import HOST, Draft, Name
-from jaxpp.runtime.elementwise import slicing_for
+from jaxpp.optim.emit import draft_birth, draft_update
+from jaxpp.optim.place import Update, opt_name, plan_update, unread_gradients
+from jaxpp.optim.rowwise import slicing_for
+from jaxpp.options import Settings
+from jaxpp.plan.builder import HOST, Draft, Name
+from jaxpp.plan.init_params import INIT_KEY, draft_params
+from jaxpp.plan.lower import draft_wait, draft_zeros, forward_actions, lower
+from jaxpp.plan.plan import Plan
+from jaxpp.plan.step import Job, param_name, state_name, total_name
+from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
-from jaxpp.runtime.job import Job, param_name, state_name, total_name
-from jaxpp.runtime.lower import draft_wait, draft_zeros, forward_actions, lower
-from jaxpp.runtime.optimizer import Update, opt_name, plan_update, unread_gradients
+from jaxpp.runtime.place import Place, home_of
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.plan import Plan
 from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
-from jaxpp.runtime.rules import opt_specs_of
-from jaxpp.runtime.settings import Settings
-from jaxpp.runtime.submesh import Place, home_of
+from jaxpp.runtime.sharding_rules import opt_specs_of
 from jaxpp.runtime.transfer import divided, private, put_at
-from jaxpp.runtime.update import draft_birth, draft_update
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.graph import Graph, calls_host
 from jaxpp.stages.joint import Joint
-from jaxpp.stages.microbatch import batch_avals, scale_dtype
+from jaxpp.stages.loops.stacked import Slicing, is_slices
+from jaxpp.stages.loss.microbatch import batch_avals, scale_dtype
+from jaxpp.stages.loss.trace import check_arrays, check_floating
 from jaxpp.stages.program import Ref, Role, shapes_of
-from jaxpp.stages.stack import Slicing, is_slices
-from jaxpp.stages.tracing import check_arrays, check_floating
 from jaxpp.types import LossFn
 
 __all__ = ["Drafted", "Engine", "Outcome"]

@@ -7,7 +7,7 @@ and dropped where the plan frees them, so nothing outlives its last reader.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxpp.runtime.plan import Instruction, Plan
+from jaxpp.plan.plan import Instruction, Plan
 
 __all__ = ["Observer", "execute"]
 

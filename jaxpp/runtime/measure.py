@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp.runtime.programs import Programs
-from jaxpp.runtime.settings import Settings
-from jaxpp.runtime.submesh import devices_of
+from jaxpp.options import Settings
+from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.transfer import put
-from jaxpp.stages.cut import CutLoss
+from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.loss.trace import key_implementation
 from jaxpp.stages.program import Program
-from jaxpp.stages.tracing import key_implementation
 from jaxpp.types import Device
 
 __all__ = ["clock_of", "stage_times"]

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.arguments import check_devices
-from jaxpp.runtime.submesh import DATA, MODEL, Place, Submesh
+from jaxpp.runtime.place import DATA, MODEL, Place, Submesh
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.laws import is_count
+from jaxpp.schedule.validate import is_count
 from jaxpp.types import Device
 
 __all__ = ["PIPE", "Placement", "place", "submeshes"]

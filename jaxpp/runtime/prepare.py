@@ -14,21 +14,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.groups import Groups
-from jaxpp.runtime.job import Job
+from jaxpp.options import Settings
+from jaxpp.plan.step import Job
+from jaxpp.plan.weights import weigh
+from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.programs import Programs
-from jaxpp.runtime.rules import specs_of
-from jaxpp.runtime.settings import Settings
-from jaxpp.runtime.sliced import Permit, slicing_at
-from jaxpp.runtime.weigh import weigh
-from jaxpp.stages.cut import CutLoss, cut
+from jaxpp.runtime.sharding_rules import specs_of
+from jaxpp.runtime.slicing import Permit, slicing_at
+from jaxpp.stages.cuts.cut import CutLoss, cut
+from jaxpp.stages.cuts.named import resolve
+from jaxpp.stages.cuts.partition import Cuts, align, balance, owners
+from jaxpp.stages.cuts.uneven import check_giant, uneven
 from jaxpp.stages.graph import aval_of
 from jaxpp.stages.joint import Joint
-from jaxpp.stages.keyed import KeyArgument, key_argument, name_of
-from jaxpp.stages.loss import TracedLoss
-from jaxpp.stages.microbatch import (
+from jaxpp.stages.loops.stacked import Slicing, concatenated, joined, slicing_of
+from jaxpp.stages.loss.aux import Reducer, check_aux, reducers_of
+from jaxpp.stages.loss.key import KeyArgument, key_argument, name_of
+from jaxpp.stages.loss.microbatch import (
     Split,
     batch_avals,
     check_batch,
@@ -39,14 +42,11 @@ from jaxpp.stages.microbatch import (
     sizes,
     split_any,
 )
-from jaxpp.stages.named_cuts import resolve
+from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.trace import key_implementation, trace_loss
 from jaxpp.stages.packing import Pack
-from jaxpp.stages.partition import Cuts, align, balance, owners
 from jaxpp.stages.program import Program, Role
-from jaxpp.stages.reduce import Reducer, check_aux, reducers_of
-from jaxpp.stages.stack import Slicing, concatenated, joined, slicing_of
-from jaxpp.stages.tracing import key_implementation, trace_loss
-from jaxpp.stages.uneven import check_giant, uneven
+from jaxpp.tasks.replica_groups import Groups
 from jaxpp.types import LossFn
 
 __all__ = ["Layout", "Preparer", "avals_of", "check_key", "same_shapes"]

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import StateError
-from jaxpp.runtime.submesh import Place, Submesh, leading
+from jaxpp.runtime.place import Place, Submesh, leading
+from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
-from jaxpp.stages.stack import Slices
 from jaxpp.types import Array, Device
 
 __all__ = [

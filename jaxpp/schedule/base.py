@@ -13,10 +13,10 @@ from functools import cached_property
 from types import MappingProxyType
 
 from jaxpp.schedule.action import Action
-from jaxpp.schedule.circles import check_runs
 from jaxpp.schedule.clock import UNIT, Number, Row, Times, bars, replay
-from jaxpp.schedule.draw import Drawing, Drawn
-from jaxpp.schedule.laws import check_complete, check_owners, count, owners, read
+from jaxpp.schedule.deadlock import check_runs
+from jaxpp.schedule.draw.text import Drawing, Drawn
+from jaxpp.schedule.validate import check_complete, check_owners, count, owners, read
 from jaxpp.tracebacks import entries
 
 __all__ = ["Schedule"]

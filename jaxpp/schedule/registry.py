@@ -8,15 +8,15 @@ from types import MappingProxyType
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.dualpipe_v import dualpipe_v
-from jaxpp.schedule.gpipe import gpipe
-from jaxpp.schedule.interleaved import can_interleave, interleaved
-from jaxpp.schedule.laws import is_count
-from jaxpp.schedule.looped_bfs import looped_bfs
-from jaxpp.schedule.naive import naive
-from jaxpp.schedule.one_f_one_b import one_f_one_b
-from jaxpp.schedule.v_shape import v_half, v_min, zb_v
-from jaxpp.schedule.zero_bubble import zb_h1, zb_h2
+from jaxpp.schedule.generators.dualpipe_v import dualpipe_v
+from jaxpp.schedule.generators.gpipe import gpipe
+from jaxpp.schedule.generators.interleaved import can_interleave, interleaved
+from jaxpp.schedule.generators.looped_bfs import looped_bfs
+from jaxpp.schedule.generators.naive import naive
+from jaxpp.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpp.schedule.generators.v_shape import v_half, v_min, zb_v
+from jaxpp.schedule.generators.zero_bubble import zb_h1, zb_h2
+from jaxpp.schedule.validate import is_count
 from jaxpp.tracebacks import entry
 
 __all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]

@@ -20,7 +20,7 @@ from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number, Times, bars, replay
-from jaxpp.schedule.draw import Drawing, Drawn, align
+from jaxpp.schedule.draw.text import Drawing, Drawn, align
 from jaxpp.tracebacks import entry
 
 __all__ = ["Costs", "Idle", "Simulation", "simulate"]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxpp.stages.graph import Graph, Piece, trace
-from jaxpp.stages.loss import TracedLoss
+from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.program import Ref, Role, shapes_of
 
 __all__ = ["Body", "Traced"]

@@ -23,13 +23,13 @@ from jax.extend.core import Var
 
 from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
 from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
-from jaxpp.stages.least import Least, from_results
-from jaxpp.stages.loop_remat import leaner
-from jaxpp.stages.loss import TracedLoss, cheap_values
-from jaxpp.stages.microbatch import scale_dtype
+from jaxpp.stages.loss.microbatch import scale_dtype
+from jaxpp.stages.loss.roles import TracedLoss, cheap_values
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
-from jaxpp.stages.remat import Kept, dropped
+from jaxpp.stages.remat.least import Least, from_results
+from jaxpp.stages.remat.loops import leaner
+from jaxpp.stages.remat.policy import Kept, dropped
 from jaxpp.stages.slice import Body, Traced
 from jaxpp.stages.split_backward import split_backward
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cut import CutLoss
+from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.graph import aval_of
-from jaxpp.stages.loss import describe
+from jaxpp.stages.loss.roles import describe
 from jaxpp.types import Activation, Cotangent, Device, Grads, Params
 
 __all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]

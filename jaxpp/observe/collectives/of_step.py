@@ -1,0 +1,68 @@
+"""The collectives of a step: those of all its compiled programs, with how often each runs."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxpp.observe.collectives.collectives import Collective, Collectives, Row, read_collectives
+from jaxpp.plan.builder import Line
+from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.place import DATA, MODEL, Submesh, bytes_on
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.joint import Joint
+from jaxpp.tasks.replica_groups import Mean
+
+__all__ = ["collectives_of"]
+
+
+def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> Collectives:
+    """Read the programs of a step.
+
+    Args:
+        engine: settled.
+        batch: of the step, or its shapes.
+        key: likewise.
+        num_other: bytes of the parameters of other tasks, whole.
+
+    Returns:
+        the collectives; programs are named by what they do, and those that run alike for every microbatch are one. The bytes of all
+        parameters are those that one device would hold of them, each stage's counted once.
+    """
+    plan, drafted = engine.plan("update", batch, key)
+    calls = [instruction.call for instruction in plan.instructions]
+    runs: Counter[tuple[str, int]] = Counter()
+    found: dict[tuple[str, int], tuple[Collective, ...]] = {}
+    for line, call in zip(drafted.draft.lines, calls, strict=True):
+        for label, program, shape in _programs(line, call):
+            name = label, id(program)
+            runs[name] += 1
+            if name not in found:
+                found[name] = read_collectives(program.as_text(), shape)
+    rows = tuple(Row(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives)
+    assert engine.preparer.layout is not None
+    params = engine.preparer.layout.params
+    pairs = zip(engine.params, jax.tree.leaves(params), strict=True)
+    sizes = [bytes_on(engine.placement[name.stage], name.ref, aval) for name, aval in pairs]
+    own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
+    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.task))) if own else 1.0
+    return Collectives(rows, sum(sizes) + round(share * num_other))
+
+
+def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
+    """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
+    place = line.device
+    if not isinstance(place, Submesh):
+        return []
+    if isinstance(call, Mean):
+        groups = call.groups.current
+        shards = place.mesh.shape[MODEL]
+        return [(f"{line.label}, replicas {_and(g)}", call.program(g), {DATA: len(g), MODEL: shards}) for g in groups]
+    if line.job is None:
+        return []
+    label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
+    return [(label, call, dict(place.mesh.shape))]
+
+
+def _and(group: tuple[int, ...]) -> str:
+    return " ".join(map(str, group))

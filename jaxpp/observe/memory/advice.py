@@ -1,0 +1,142 @@
+"""What to change when a step does not fit: other pipelines tried on paper.
+
+Each is lowered and its account kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
+virtual clock with equal stages. Nothing is run, and compiled only where by the estimates nothing fits but something nearly does.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxpp.errors import JaxppError
+from jaxpp.observe.memory.liveness import account, temporaries
+from jaxpp.options import Settings
+from jaxpp.runtime.engine import Engine
+from jaxpp.runtime.progress import progress
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.registry import SCHEDULES, make_for_stages
+from jaxpp.schedule.simulate import simulate
+from jaxpp.stages.loss.microbatch import check_batch
+from jaxpp.stages.remat.policy import kept_of
+from jaxpp.types import Device
+
+__all__ = ["Change", "changes"]
+
+_PATIENCE = 2
+"""Seconds before a progress bar shows."""
+
+_COMPILED = 2
+"""Changes that are compiled, for the exact peak, where by the estimates none fits."""
+
+
+class Change(NamedTuple):
+    """A change that makes it fit.
+
+    Attributes:
+        what: as one writes it: ``num_microbatches=16``.
+        peak: bytes on the device that then holds most; an estimate.
+        slowdown: time of a step over today's, on the virtual clock with equal stages: below 1 it is faster.
+    """
+
+    what: str
+    peak: int
+    slowdown: float
+
+
+def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[int, int]], room: int) -> tuple[Change, ...]:
+    """The changes that make a step fit, each kind in its mildest form, the quickest first.
+
+    Args:
+        engine: whose step does not fit.
+        batch: of the step, or its shapes.
+        key: likewise.
+        needs: for each device, bytes of temporaries at its peak, and of a microbatch's residuals, which are temporaries of a
+            program that recomputes them.
+        room: bytes that each device has.
+    """
+    now = engine.settings
+    fitting: dict[str, Change] = {}
+    missed: list[tuple[int, str, Engine]] = []
+    with progress(list(_candidates(now, batch)), desc="looking for what fits", after=_PATIENCE) as bar:
+        for family, what, settings in bar:
+            if family in fitting:
+                continue
+            try:
+                other = _tried(engine, settings, batch, key)
+                book = account(other, other.draft("update", batch, key))
+            except JaxppError:
+                continue  # too many stages for this model, say
+            share = now.schedule.num_microbatches / settings.schedule.num_microbatches
+            share *= now.schedule.num_stages / settings.schedule.num_stages
+            again = settings.remat != now.remat
+            wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
+            peak = max(book.most(device) + wants.get(device, max(wants.values())) for device in book.devices)
+            if peak <= room:
+                fitting[family] = Change(what, peak, _time(settings) / _time(now))
+            else:
+                missed.append((peak, what, other))
+    for peak, what, other in [] if fitting else sorted(missed, key=lambda miss: miss[0])[:_COMPILED]:
+        exact = _compiled_peak(other, batch, key) if peak <= 2 * room else peak
+        if exact <= room:
+            fitting[what] = Change(what, exact, _time(other.settings) / _time(now))
+    return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
+
+
+def _compiled_peak(engine: Engine, batch: Any, key: Any) -> int:
+    """What ``forecast`` would say."""
+    _, drafted = engine.plan("update", batch, key)
+    book, extra = account(engine, drafted), temporaries(drafted.draft, engine.preparer.programs)
+    return max(book.most(device, extra) for device in book.devices)
+
+
+def _tried(engine: Engine, settings: Settings, batch: Any, key: Any) -> Engine:
+    now, new = engine.settings.schedule, settings.schedule
+    same = (now.stage_to_rank, now.num_microbatches) == (new.stage_to_rank, new.num_microbatches)
+    if same and settings.remat == engine.settings.remat:
+        return engine.with_schedule(new)  # no need to trace and cut again
+    layout = engine.preparer.layout
+    assert layout is not None
+    other = Engine(settings, engine.optimizer)
+    other.settle(layout.given, batch, key)
+    return other
+
+
+def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]]:
+    """Changes to try: the family, of which the first that fits is enough; how to write it; the settings."""
+    stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
+    platform = now.devices[0].platform
+    for other in SCHEDULES:
+        for settings in _made(now, other, stages, microbatches):
+            if other != name and settings.schedule.num_ranks == now.schedule.num_ranks:
+                yield f"schedule {other}", f'schedule="{other}"', settings
+    for way in ("least", "recompute") if now.remat is None else ("recompute",):
+        yield "remat", f'remat="{way}"', dataclasses.replace(now, remat=kept_of(way, stages, platform))
+    if name not in SCHEDULES:
+        return
+    count = microbatches * 2
+    while count <= check_batch(batch, 1, shared=now.shared):
+        for settings in _made(now, name, stages, count):
+            yield "microbatches", f"num_microbatches={count}", settings
+        for settings in _made(now, name, stages, count, remat=kept_of("recompute", stages, platform)):
+            yield "both", f'num_microbatches={count}, remat="recompute"', settings
+        count *= 2
+    kept = kept_of("keep" if now.remat is None else "least", 2 * stages, platform)
+    for settings in _made(now, name, 2 * stages, microbatches, cuts=None, remat=kept):
+        if settings.schedule.num_ranks <= len(now.devices):
+            yield "stages", f"num_stages={2 * stages}", settings
+
+
+def _made(now: Settings, name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Settings]:
+    """The settings with another schedule, if it exists at these sizes."""
+    with contextlib.suppress(JaxppError):
+        schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)
+        yield dataclasses.replace(now, schedule=schedule, **more)
+
+
+def _time(settings: Settings) -> float:
+    """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
+    schedule: Schedule = settings.schedule
+    again = [1 + callable(kept) for kept in settings.remat or (None,) * schedule.num_stages]
+    makespan = simulate(schedule, forward=1, input_grad=again, weight_grad=1).makespan
+    return float(makespan) / (schedule.num_stages * schedule.num_microbatches)

@@ -1,0 +1,48 @@
+"""The account of a step laid along its measured time: live bytes of each device from moment to moment."""
+
+from collections.abc import Sequence
+
+from jaxpp.observe.memory.liveness import Account
+from jaxpp.observe.profile.figure import Curve
+from jaxpp.observe.profile.span import Span
+from jaxpp.types import Device
+
+__all__ = ["curves"]
+
+
+def curves(account: Account, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
+    """One curve a device, in milliseconds.
+
+    What a program makes is there from its start, what it reads last is let go at its end; what arrives is there once
+    what the device was given before has begun: so a curve goes through the moments of the account in their order, and has its peak.
+
+    Args:
+        account: of the step.
+        spans: its instructions in time, one a line of the account.
+        by_rank: the device of each rank.
+    """
+    end = 1e3 * max(span.end for span in spans)
+    return tuple(_curve(account, spans, device, _label(device, by_rank), end) for device in account.devices)
+
+
+def _label(device: Device, by_rank: Sequence[Device]) -> str:
+    ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
+    return f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+
+
+def _curve(account: Account, spans: Sequence[Span], device: Device, label: str, end: float) -> Curve:
+    levels, freed = account.levels[device].tolist(), account.freed[device].tolist()
+    times, found, now = [0.0], [tuple(levels[0])], 0.0
+
+    def note(time: float, level: Sequence[int]) -> None:
+        if tuple(level) != found[-1]:
+            times.append(time)
+            found.append(tuple(level))
+
+    for number, (line, span) in enumerate(zip(account.lines, spans, strict=True)):
+        here = line.device == device and line.job is not None
+        now = max(now, 1e3 * span.start) if here else now
+        note(now, levels[number + 1])
+        now = max(now, 1e3 * span.end) if here else now
+        note(now, [a - b for a, b in zip(levels[number + 1], freed[number + 1], strict=True)])
+    return Curve(label, (*times, max(now, end)), (*found, tuple(levels[-1])))

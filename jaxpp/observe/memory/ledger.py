@@ -1,0 +1,201 @@
+"""What is really alive on each device, beside what the account says.
+
+At the beginning of a step, at the moment at which each device holds most, and at the end, every array that JAX knows of is looked
+up (``jax.live_arrays``), each buffer once: two arrays may share one. What belongs to the step is told apart by kind; what is
+left belongs to the caller, to other plans, or to other code of the process.
+
+What the compiled programs need while they run is no array; the compiler says how much. Where a backend counts for itself
+(``device.memory_stats()``, on GPUs), its number is shown beside: it has all of this in it, padding, and the programs themselves.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpp.observe.memory.liveness import KINDS, Account, account, kind_of, temporaries
+from jaxpp.plan.builder import HOST, Name
+from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.runtime.engine import Drafted, Engine
+from jaxpp.runtime.place import devices_of
+from jaxpp.schedule.draw.text import align
+from jaxpp.stages.program import Role
+from jaxpp.stages.table import bytes_in_words
+from jaxpp.types import Device
+
+__all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
+
+
+class Sample(NamedTuple):
+    """What one device held at one moment.
+
+    Attributes:
+        when: ``begins``, the label of the line that had been handed over, or ``ends``.
+        moment: of the account.
+        device: which.
+        kinds: bytes of the step's arrays, one for each of ``KINDS``.
+        total: bytes of all arrays there.
+        temporaries: bytes that the program running then needs besides.
+    """
+
+    when: str
+    moment: int
+    device: Device
+    kinds: tuple[int, ...]
+    total: int
+    temporaries: int
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each kind."""
+        return dict(zip(KINDS, self.kinds, strict=True))
+
+    @property
+    def elsewhere(self) -> int:
+        """Bytes of arrays that are not the step's: the caller's own, other plans' constants, other code's."""
+        return self.total - sum(self.kinds)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Live bytes of a step, by device and kind. ``print`` it for a table.
+
+    Attributes:
+        account: what the shapes say.
+        samples: what was there: of each device at the beginning, at its peak, at the end.
+        stats: what the backend counts for itself, of each device; empty where it does not.
+    """
+
+    account: Account
+    samples: tuple[Sample, ...]
+    stats: Mapping[Device, Mapping[str, int]]
+
+    @property
+    def peaks(self) -> dict[Device, Sample]:
+        """The sample of each device at its peak: most arrays and temporaries together."""
+        return {sample.device: sample for sample in self.samples if sample.when not in ("begins", "ends")}
+
+    def __str__(self) -> str:
+        shown = [k for k in range(len(KINDS)) if any(sample.kinds[k] for sample in self.samples)]
+        rows = [["device", "at", *(KINDS[k] for k in shown), "the step's", "temporaries", "other arrays"]]
+        for sample in sorted(self.samples, key=lambda sample: (self.account.devices.index(sample.device), sample.moment)):
+            sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
+            rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
+        return "\n".join([*align(rows), *self._remarks()])
+
+    __repr__ = __str__
+
+    def _remarks(self) -> list[str]:
+        found = []
+        for device, stats in self.stats.items():
+            sample, used = self.peaks[device], stats.get("peak_bytes_in_use", 0)
+            rest = used - sample.total - sample.temporaries
+            parts = f"{bytes_in_words(sample.total)} of arrays and {bytes_in_words(sample.temporaries)} of temporaries"
+            less = "less: its peak was at another moment, or some temporaries are not needed at once"
+            more = "more: padding, compiled programs, and what this process held before"
+            found.append(
+                f"{device} itself counts {bytes_in_words(used)} at most since the process began, beside {parts} at {sample.when}: "
+                f"{bytes_in_words(abs(rest))} {less if rest < 0 else more}"
+            )
+        return found
+
+
+def live_bytes(device: Device) -> int:
+    """Bytes of all arrays in a device's own memory, each buffer once; what waits in host memory is not there.
+
+    Of a rank that is several devices, the first one's.
+    """
+    return sum(_buffers(jax.live_arrays(), device).values())
+
+
+def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
+    """Bytes of each buffer on a device, by address."""
+    device = devices_of(device)[0]
+    kinds = (None, device.default_memory().kind)
+    known = (array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted())
+    known = (array for array in known if array.sharding.memory_kind in kinds)
+    here = (shard.data for array in known for shard in array.addressable_shards if shard.device == device)
+    # To ask for an address waits with Python's lock held, which a host callback of the program may be waiting for.
+    return {data.block_until_ready().unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
+
+
+def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> tuple[Ledger, list[Any]]:
+    """Run one step and look at what is alive; it waits at each look.
+
+    Args:
+        engine: whose step.
+        leaves: of the state; they are consumed.
+        batch: of the step.
+        key: likewise.
+
+    Returns:
+        the ledger, and the leaves of the new state.
+    """
+    plan, drafted = engine.plan("update", batch, key)
+    book = account(engine, drafted, homes_of(drafted, batch, key))
+    extra = temporaries(drafted.draft, engine.preparer.programs)
+    foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
+    state = dict(zip(drafted.inputs, leaves, strict=False))
+    kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
+    sampler = _Sampler(plan, drafted, book, extra, foreign, kept)
+    sampler.look(0, state, book.devices)
+    outcome = engine.run("update", leaves, batch, key, observer=sampler)
+    finite = [] if outcome.finite is None else [outcome.finite]
+    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.leaves, *finite, outcome.grad_norm, *outcome.squares]
+    sampler.look(len(book.lines) + 1, state | dict(zip(drafted.outputs, values, strict=True)), book.devices)
+    stats = {device: found for device in book.devices if (found := devices_of(device)[0].memory_stats())}
+    return Ledger(book, tuple(sampler.samples), stats), outcome.leaves
+
+
+def homes_of(drafted: Drafted, batch: Any, key: Any) -> dict[Name, Device]:
+    """The devices of the caller's batch leaves and key, of those that are on one."""
+    names = [name for name in drafted.inputs if name.stage == HOST]
+    given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
+    arrays = [(name, leaf.devices()) for name, leaf in zip(names, given, strict=True) if isinstance(leaf, jax.Array)]
+    return {name: next(iter(devices)) for name, devices in arrays if len(devices) == 1}
+
+
+class _Sampler:
+    """Follows which slot holds which value, and looks at each device when it holds most."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        drafted: Drafted,
+        book: Account,
+        extra: Sequence[int],
+        foreign: Sequence[Any],
+        kept: Mapping[Name, Any],
+    ):
+        self.samples: list[Sample] = []
+        self._lines, self._book, self._extra, self._foreign = drafted.draft.lines, book, extra, foreign
+        self._peaks = {device: book.peak(device, extra) for device in book.devices}
+        self._moment = 0
+        self._always = [*drafted.draft.constants.items(), *kept.items()]  # the old model state is the caller's until the step ends
+        self._holds = dict(zip(plan.inputs, map(drafted.draft.resolve, drafted.inputs), strict=True))
+
+    def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
+        """Called by the executor after each instruction."""
+        self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=True))
+        self._moment += 1
+        devices = [device for device, moment in self._peaks.items() if moment == self._moment]
+        if devices:
+            self.look(self._moment, {name: slots[slot] for slot, name in self._holds.items()}, devices)
+        for slot in instruction.free:
+            self._holds.pop(slot, None)
+
+    def look(self, moment: int, values: Mapping[Name, Any], devices: Iterable[Device]) -> None:
+        """Note what is alive on the devices."""
+        inside = 0 < moment <= len(self._lines)
+        label = self._lines[moment - 1].label if inside else "ends" if moment else "begins"
+        kinds = {life.name: life.kind for life in self._book.lives if life.begins <= moment <= life.ends}
+        for device in devices:
+            seen = _buffers(self._foreign, device)
+            sums: dict[str, int] = dict.fromkeys(KINDS, 0)
+            for name, value in (*self._always, *values.items()):
+                fresh = {at: size for at, size in _buffers([value], device).items() if at not in seen}
+                sums[kinds.get(name) or kind_of(name)] += sum(fresh.values())
+                seen |= fresh
+            extra = self._extra[moment - 1] * (self._lines[moment - 1].device == device) if inside else 0
+            self.samples.append(Sample(label, moment, device, tuple(sums.values()), live_bytes(device), extra))

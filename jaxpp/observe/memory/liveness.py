@@ -1,0 +1,238 @@
+"""What is alive on each device while a step runs: an account kept over the lines of its draft, without running them.
+
+Every value of a step has a name, a size, a line that makes it and a line after which it is let go. So what a device holds at any
+moment is a sum over values, known from shapes alone: before the first step (``forecast``), and to be compared with what is really
+alive (``ledger``).
+
+Moment 0 is the beginning of the step, moment k + 1 when line k has been handed over and nothing was freed after it, the last moment
+the end of the step. Devices run their programs in the order they are handed over, so these are also the moments of the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpp.plan.builder import HOST, Draft, Line, Name
+from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.engine import Drafted, Engine
+from jaxpp.runtime.place import Submesh, bytes_on, leading
+from jaxpp.schedule.action import Kind
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.graph import aval_of
+from jaxpp.stages.program import Role
+from jaxpp.types import Device
+
+__all__ = ["KINDS", "Account", "Life", "account", "kind_of", "temporaries"]
+
+KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
+"""What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over."""
+
+_KIND_OF = {
+    Role.PARAM: "parameters",
+    Role.STATIC: "statics",
+    Role.CONSTANT: "statics",
+    Role.OPT: "optimizer",
+    Role.LOSS_SCALE: "optimizer",
+    Role.GRAD: "gradients",
+    Role.RESIDUAL: "residuals",
+    Role.ACTIVATION: "in flight",
+    Role.COTANGENT: "in flight",
+    Role.BATCH: "batch",
+    Role.KEY: "batch",
+    Role.SCALE: "batch",
+    Role.STATE: "model state",
+}
+
+
+class Life(NamedTuple):
+    """A value of a step on a device.
+
+    Attributes:
+        name: of the value.
+        device: where it is.
+        num_bytes: how large.
+        kind: one of ``KINDS``.
+        begins: the first moment at which it is alive.
+        ends: the last.
+        taken: whether its buffer is then taken over by a result of the next line.
+    """
+
+    name: Name
+    device: Device
+    num_bytes: int
+    kind: str
+    begins: int
+    ends: int
+    taken: bool = False
+
+
+@dataclass(frozen=True)
+class Account:
+    """The lives of all values of a step.
+
+    Attributes:
+        devices: in the order of the ranks.
+        lines: of the step.
+        lives: of its values.
+    """
+
+    devices: tuple[Device, ...]
+    lines: tuple[Line, ...]
+    lives: tuple[Life, ...]
+
+    @cached_property
+    def levels(self) -> Mapping[Device, np.ndarray]:
+        """Bytes on each device: a row a moment, a column a kind."""
+        changes = {device: np.zeros((len(self.lines) + 3, len(KINDS)), np.int64) for device in self.devices}
+        for _, device, num_bytes, kind, begins, ends, _ in self.lives:
+            changes[device][begins, KINDS.index(kind)] += num_bytes
+            changes[device][ends + 1, KINDS.index(kind)] -= num_bytes
+        return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
+
+    @cached_property
+    def freed(self) -> Mapping[Device, np.ndarray]:
+        """Bytes that each device lets go after each moment, not those that are taken over: a row a moment, a column a kind."""
+        found = {device: np.zeros((len(self.lines) + 2, len(KINDS)), np.int64) for device in self.devices}
+        for _, device, num_bytes, kind, _, ends, taken in self.lives:
+            found[device][ends, KINDS.index(kind)] += num_bytes * (not taken)
+        return found
+
+    def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
+        """The moment at which a device holds most.
+
+        Args:
+            device: which.
+            temporaries: bytes that each line's program needs while it runs, besides its arguments and results.
+        """
+        return int(self._held(device, temporaries).argmax())
+
+    def most(self, device: Device, temporaries: Sequence[int] = ()) -> int:
+        """The bytes that a device holds then, temporaries included."""
+        return int(self._held(device, temporaries).max())
+
+    def _held(self, device: Device, temporaries: Sequence[int]) -> np.ndarray:
+        held = self.levels[device].sum(axis=1)
+        if temporaries:
+            held[1:-1] += [extra * (line.device == device) for extra, line in zip(temporaries, self.lines, strict=True)]
+        return held
+
+    def alive(self, device: Device, moment: int) -> list[Life]:
+        """What a device holds at a moment."""
+        return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
+
+
+def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Account:
+    """Keep the account of a step that takes over the buffers of its state.
+
+    Args:
+        engine: whose step.
+        drafted: its lines.
+        homes: the devices on which the caller's batch leaves and key are, by name, if on any; they are not copied to these.
+
+    Returns:
+        the account. Arrays of the caller are not in it, except the state.
+    """
+    draft = drafted.draft
+    first, last = _forwards(draft), draft.last_uses()
+    end = len(draft.lines) + 1
+    sizes = _given(engine, drafted)
+    where: dict[Name, Device] = {name: home for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
+    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
+    ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
+    taken: set[Name] = set()
+    for number, line in enumerate(draft.lines):
+        gone = line.taken - set(line.outputs)
+        taken |= gone
+        ends.update((name, number) for name in gone)
+        if line.job is not None:
+            results = _made(draft, line)
+        elif line.is_send:
+            results = [0 if where.get(line.inputs[0]) == line.device else sizes[line.inputs[0]]]
+        else:  # the means over groups of replicas: each as large as what it is of
+            results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
+        for name, size in zip(line.outputs, results, strict=True):
+            sizes[name] = size
+            begins.setdefault(name, number + 1)
+    lives: list[Life] = []
+    for name, begin in begins.items():
+        life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
+        lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
+    devices = tuple(dict.fromkeys(engine.placement.by_rank))
+    return Account(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
+
+
+def _made(draft: Draft, line: Line) -> list[int]:
+    """Bytes of what a program makes, on each device."""
+    assert line.job is not None
+    program, place, _ = line.job
+    results = program.results
+    if isinstance(place, Submesh) and program.spans:  # as one replica has them
+        results = [
+            jax.ShapeDtypeStruct(aval.shape[len(leading(place, ref)) :], aval.dtype)
+            for ref, aval in zip(program.outputs, results, strict=True)
+        ]
+    triples = zip(program.outputs, results, line.outputs, strict=True)
+    return [bytes_on(place, ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
+
+
+def kind_of(name: Name) -> str:
+    """What a value is for. An activation is in flight until the stage that holds it has run; from then on it is a residual."""
+    return _KIND_OF.get(name.ref.role, "rest")
+
+
+def temporaries(draft: Draft, programs: Programs) -> tuple[int, ...]:
+    """Bytes that each line's compiled program needs while it runs, besides its arguments and results; 0 for sends."""
+    found: dict[int, int] = {}
+
+    def needs(line: Line) -> int:
+        if line.job is None:
+            return 0
+        if id(line.job[0]) not in found:
+            stats = programs[line.job].memory_analysis()
+            found[id(line.job[0])] = 0 if stats is None else int(stats.temp_size_in_bytes)
+        return found[id(line.job[0])]
+
+    return tuple(map(needs, draft.lines))
+
+
+def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
+    """Bytes of the arguments of a step."""
+    job, update = drafted.job, engine.update
+    opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
+    key = [] if job.key is None else [job.key]
+    avals = [*job.params, *opt, *job.state, *engine.scale_shapes, *job.batch, *key]
+    places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
+    triples = zip(drafted.inputs, avals, places, strict=True)
+    return {name: count_bytes(aval) if place is None else bytes_on(place, name.ref, aval) for name, aval, place in triples}
+
+
+def _constants(engine: Engine, draft: Draft) -> list[Life]:
+    """The arrays that a plan holds from one step to the next; one that stands for several values counts once."""
+    last, end = draft.last_uses(), len(draft.lines) + 1
+    unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
+    places = [engine.placement[name.stage] for name, _ in unique.values()]
+    return [
+        Life(name, place, value.addressable_shards[0].data.nbytes, kind_of(name), 0, end)
+        for (name, value), place in zip(unique.values(), places, strict=True)
+    ]
+
+
+def _forwards(draft: Draft) -> dict[tuple[int, int], int]:
+    """The moment of each forward, by stage and microbatch."""
+    return {
+        (line.action.stage, line.action.microbatch): number + 1
+        for number, line in enumerate(draft.lines)
+        if line.job is not None and line.action is not None and line.action.kind == Kind.F
+    }
+
+
+def _split(life: Life, forward: int, reader: Line) -> list[Life]:
+    """An activation that a stage's backward reads again is a residual from its forward on."""
+    if life.name.ref.role != Role.ACTIVATION or reader.job is None or life.ends <= forward:
+        return [life]
+    before = [life._replace(ends=forward - 1)] if life.begins < forward else []
+    return [*before, life._replace(kind="residuals", begins=max(life.begins, forward))]

@@ -1,0 +1,1 @@
+"""Time: what ran when, why ranks idled, and how that looks."""

@@ -1,0 +1,102 @@
+"""A profile as files: a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open, JSON, a page."""
+
+import html
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from jaxpp.observe.memory.liveness import KINDS
+from jaxpp.observe.profile.profile import Profile
+from jaxpp.observe.profile.span import Span
+
+__all__ = ["to_html", "to_json", "to_perfetto"]
+
+_COMPUTE, _ARRIVALS, _HOST = 0, 1, 2
+
+
+def to_perfetto(profile: Profile) -> str:
+    """The trace as JSON text: a lane a rank for what it computes, one for what arrives there, one for the host.
+
+    Args:
+        profile: of a step.
+
+    Returns:
+        JSON in the trace event format; times are microseconds, as the format has them. The bytes of each device are counters.
+    """
+    ranks = profile.schedule.num_ranks
+    events: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        events.append(_name("process_name", rank, 0, f"rank {rank}"))
+        events += [_name("thread_name", rank, lane, text) for lane, text in ((_COMPUTE, "computes"), (_ARRIVALS, "receives"))]
+    events += [_name("process_name", ranks, 0, "host"), _name("thread_name", ranks, _HOST, "hands over")]
+    for span in profile.spans:
+        kind = "rest" if span.action is None else str(span.action.kind)
+        lane = _ARRIVALS if span.sends else _COMPUTE
+        events.append(_slice(span.label, "send" if span.sends else kind, span.rank, lane, span.start, span.end))
+        events.append(_slice(span.label, "host", ranks, _HOST, span.begun, span.handed))
+    for rank, curve in enumerate(profile.memory):
+        for time, level in zip(curve.times, curve.levels, strict=True):
+            bytes_of = dict(zip(KINDS, level, strict=True))
+            events.append({"ph": "C", "name": f"bytes on {curve.label}", "pid": rank, "tid": 0, "ts": 1e3 * time, "args": bytes_of})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def to_json(profile: Profile) -> str:
+    """All numbers of a profile as JSON text, in seconds and bytes.
+
+    Args:
+        profile: of a step.
+    """
+    schedule, ledger = profile.schedule, profile.ledger
+    return json.dumps(
+        {
+            "schedule": {"name": schedule.name, "rows": [list(map(str, row)) for row in schedule.rows]},
+            "stage_to_rank": list(schedule.stage_to_rank),
+            "devices": list(map(str, profile.devices)),
+            "seconds": profile.seconds,
+            "step_seconds": list(profile.step_seconds),
+            "bubble_fraction": profile.bubble_fraction,
+            "simulated_seconds": profile.simulated_seconds,
+            "simulated_bubble_fraction": profile.simulated_bubble_fraction,
+            "trace_cost": profile.trace_cost,
+            "beside": profile.beside,
+            "clock": profile.clock,
+            "missing": profile.missing,
+            "host_seconds": profile.host_seconds,
+            "latencies": list(profile.latencies),
+            "ranks": [
+                {"busy": busy, "idle": idle, "causes": causes._asdict()}
+                for busy, idle, causes in zip(profile.busy, profile.idle, profile.causes, strict=True)
+            ],
+            "spans": _spans(profile.spans),
+            "isolated": _spans(profile.isolated),
+            "memory": [
+                sample._asdict() | {"device": str(sample.device), "kinds": dict(zip(KINDS, sample.kinds, strict=True))}
+                for sample in ledger.samples
+            ],
+        }
+    )
+
+
+def to_html(profile: Profile) -> str:
+    """The profile as a page of its own: figure, causes of idle time, memory.
+
+    Args:
+        profile: of a step.
+    """
+    heading = html.escape(profile.heading)
+    style = "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse}th,td{padding:.15em .8em}"
+    head = f'<meta charset="utf-8"><title>{heading}</title><style>{style}</style>'
+    return f"<!DOCTYPE html><html><head>{head}</head><body>{profile._repr_html_()}</body></html>"
+
+
+def _spans(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    return [span._asdict() | {"action": span.action and str(span.action)} for span in spans]
+
+
+def _name(what: str, pid: int, tid: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": text}}
+
+
+def _slice(name: str, category: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": 1e6 * start, "dur": 1e6 * (end - start)}

@@ -1,0 +1,62 @@
+"""A profile of steps that somebody else traced."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxpp.errors import ArgumentError
+from jaxpp.observe.memory.ledger import Ledger
+from jaxpp.observe.memory.liveness import account
+from jaxpp.observe.profile.matching import TraceError, matched
+from jaxpp.observe.profile.profile import Profile
+from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
+from jaxpp.observe.profile.trace import read_runs
+from jaxpp.observe.profile.watch import Stamp
+
+__all__ = ["from_trace"]
+
+_WHERE = "jaxpp.observe.from_trace"
+
+
+def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
+    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine.
+
+    It differs from ``pipe.profile`` in that nothing runs: what the host did and what memory held are not known, and a program takes
+    alone what it took in the trace, at the median.
+
+    Args:
+        folder: what was given to ``jax.profiler.trace``; its newest trace is read.
+        pipe: a pipeline like the one whose steps were traced, after ``init`` or ``forecast``.
+        batch: of the traced steps, or its shapes.
+        key: likewise.
+
+    Returns:
+        the profile of the traced step of median length.
+
+    Raises:
+        ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
+
+    Example:
+        In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
+        ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
+    """
+    engine = pipe._engine
+    plan, drafted = engine.plan("update", batch, key)
+    try:
+        runs = read_runs(Path(folder))
+        found = matched(plan, runs, max(1, len(runs.steps)))
+    except FileNotFoundError as error:
+        rule = "it reads what jax.profiler.trace(folder) has written"
+        raise ArgumentError(_WHERE, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
+    except TraceError as error:
+        rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
+        fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
+        raise ArgumentError(_WHERE, rule, str(error), fix) from None
+    schedule = engine.settings.schedule
+    unknown = [Stamp(0.0, 0.0, 0.0)] * len(plan.instructions)
+    alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
+    steps = [traced(plan, step, unknown, alone, schedule) for step in found]
+    lengths = [max(span.end for span in spans) for spans in steps]
+    median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
+    spans = steps[median], laid_out(plan, alone, schedule)
+    ledger = Ledger(account(engine, drafted), (), {})
+    return Profile(schedule, engine.placement.by_rank, *spans, "trace", tuple(lengths), 1.0, ledger)

@@ -1,0 +1,295 @@
+"""What really ran, when, and why the ranks idled.
+
+``record`` runs steps under JAX's profiler; a ``Profile`` is that of median length. It has two timelines. One is the trace: the
+start and end of every program on its device, the transfers between them, and what they waited for on each other and on the host.
+The other is isolated: every program as long as it takes alone, on the virtual clock. Where devices share cores, as forced CPU
+devices do, the trace shows how they hold each other up, and the isolated timeline what the pipeline would do on devices of their
+own.
+
+The numbers are of one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. Beside them: what memory held.
+"""
+
+import dataclasses
+import html
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from jaxpp.observe.memory.curves import curves
+from jaxpp.observe.memory.ledger import Ledger
+from jaxpp.observe.profile.causes import Causes, Measured, causes, simulated
+from jaxpp.observe.profile.figure import Curve, Timeline, pebble_pair, profile_figure
+from jaxpp.observe.profile.span import Span, covered
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import Bar
+from jaxpp.schedule.draw.text import Drawing, Drawn, align
+from jaxpp.types import Device
+
+__all__ = ["Clock", "Profile"]
+
+Clock = Literal["trace", "isolated"]
+"""Which times the numbers are of."""
+
+
+@dataclass(frozen=True)
+class Profile(Drawn):
+    """One step as it ran. ``print`` it for a summary; in a notebook it draws itself.
+
+    Attributes:
+        schedule: the order that was asked for.
+        devices: of each rank.
+        spans: every instruction as it was traced, in the order the host handed them over.
+        isolated: every instruction on devices of their own, as long as it takes alone.
+        clock: which of the two the numbers are of: ``"trace"`` or ``"isolated"``.
+        step_seconds: the length of each step that was traced.
+        trace_cost: a traced step over one that is not: the ratio of the medians.
+        ledger: what memory held.
+        missing: what the trace of this backend lacks, so that the results were asked for instead and starts are inferred; or empty.
+    """
+
+    schedule: Schedule
+    devices: tuple[Device, ...]
+    spans: tuple[Span, ...]
+    isolated: tuple[Span, ...]
+    clock: Clock
+    step_seconds: tuple[float, ...]
+    trace_cost: float
+    ledger: Ledger
+    missing: str = ""
+
+    @property
+    def shown(self) -> tuple[Span, ...]:
+        """The spans that the numbers are of."""
+        return self.isolated if self.clock == "isolated" else self.spans
+
+    @cached_property
+    def actions(self) -> Mapping[Action, Span]:
+        """The actions that ran; I of a stage whose input wants no cotangent has nothing to do and is not among them."""
+        return _actions(self.shown)
+
+    @cached_property
+    def transfers(self) -> tuple[Span, ...]:
+        """What went from rank to rank for an action."""
+        return tuple(span for span in self.shown if span.sends and span.action is not None)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The length of the step."""
+        return max(span.end for span in self.shown)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds in which each rank ran an action."""
+        return tuple(covered([s for s in self.actions.values() if s.rank == rank]) for rank in range(self.schedule.num_ranks))
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds of the step in which each rank did not."""
+        return tuple(self.seconds - busy for busy in self.busy)
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """Busy time over the step, of each rank."""
+        return tuple(busy / self.seconds for busy in self.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over ranks x step."""
+        return sum(self.idle) / (self.schedule.num_ranks * self.seconds)
+
+    @cached_property
+    def beside(self) -> int:
+        """How many programs began in the trace before one had ended that their rank was given earlier: they ran side by side."""
+        ends, found = [0.0] * self.schedule.num_ranks, 0
+        for span in self.spans:
+            if not span.sends:
+                found += span.start < ends[span.rank]
+                ends[span.rank] = max(ends[span.rank], span.end)
+        return found
+
+    @property
+    def host_seconds(self) -> float:
+        """Host time an action, its sends included: the mean over the step."""
+        return sum(span.handed - span.begun for span in self.spans if span.action is not None) / max(1, len(self.actions))
+
+    @cached_property
+    def latencies(self) -> tuple[float, ...]:
+        """How long each microbatch was on its way, from its first action to its last."""
+        mine = [[s for a, s in self.actions.items() if a.microbatch == i] for i in range(self.schedule.num_microbatches)]
+        return tuple(max(s.end for s in spans) - min(s.start for s in spans) for spans in mine)
+
+    @cached_property
+    def measured(self) -> Measured:
+        """What the virtual clock is told. Time in which two actions of a rank ran side by side counts for the first only."""
+        durations, until = {}, [0.0] * self.schedule.num_ranks
+        for action, span in sorted(self.actions.items(), key=lambda item: item[1].start):
+            durations[action] = max(0.0, span.end - max(span.start, until[span.rank]))
+            until[span.rank] = max(until[span.rank], span.end)
+        found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
+        for span in self.transfers:
+            assert span.action is not None
+            found[span.action.stage - (span.action.kind != Kind.F)].append(span.end - span.start)
+        hops = tuple(statistics.median(times) if times else 0.0 for times in found[:-1])
+        handed = {action: self.actions[action].begun if action in self.actions else 0.0 for action in self.schedule.order}
+        return Measured(durations, hops, handed)
+
+    @cached_property
+    def bars(self) -> tuple[Bar, ...]:
+        """The actions of the timeline that the numbers are of, in seconds."""
+        return _bars(self.shown)
+
+    @cached_property
+    def simulated(self) -> tuple[Bar, ...]:
+        """The actions on the virtual clock, with these durations of actions and transfers, in seconds; nothing else of a step."""
+        return simulated(self.schedule, self.measured)
+
+    @property
+    def simulated_seconds(self) -> float:
+        """The makespan of those."""
+        return float(max(bar.end for bar in self.simulated))
+
+    @property
+    def simulated_bubble_fraction(self) -> float:
+        """Their idle time over ranks x makespan: the bubble of the actions, without the optimizer's part of the step."""
+        whole = self.schedule.num_ranks * self.simulated_seconds
+        return 1 - sum(float(bar.end - bar.start) for bar in self.simulated) / whole
+
+    @cached_property
+    def causes(self) -> tuple[Causes, ...]:
+        """Where each rank's idle time comes from."""
+        return causes(self.schedule, self.measured, self.busy, self.seconds)
+
+    @cached_property
+    def memory(self) -> tuple[Curve, ...]:
+        """Live bytes of each device over the step."""
+        return curves(self.ledger.account, self.spans, self.devices)
+
+    @property
+    def heading(self) -> str:
+        """One line that says what this is."""
+        return f"{self.schedule.heading}; {self.titles[self.clock]}: {_milli(self.seconds)} ms, bubble {self.bubble_fraction:.1%}"
+
+    @property
+    def titles(self) -> Mapping[Clock, str]:
+        """What the two timelines are called."""
+        how = "traced" if not self.missing else "watched, starts inferred"
+        return {"trace": how, "isolated": "each program alone, on devices of its own"}
+
+    def drawing(self) -> Drawing:
+        """The actions of the timeline that the numbers are of, in milliseconds."""
+        return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, _in_milliseconds(self.bars))
+
+    def figure(self) -> Any:
+        """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank)
+
+    def pebble_figure(self) -> Any:
+        """The pebble graph of the step as it was traced, above that of each program alone.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank)
+
+    def _timelines(self) -> list[Timeline]:
+        """Both timelines, in milliseconds, with their titles."""
+        both: tuple[tuple[Clock, tuple[Span, ...]], ...] = ("trace", self.spans), ("isolated", self.isolated)
+        found = []
+        for clock, spans in both:
+            rest = [span for span in spans if span.action is None and not span.sends]
+            parts = (rest, [span for span in spans if span.sends])
+            others = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
+            found.append(Timeline(self.titles[clock], _in_milliseconds(_bars(spans)), *others))
+        return found
+
+    def causes_table(self) -> list[list[str]]:
+        """Busy and idle time of each rank and the causes of it, as text, in milliseconds; the first row says what is what."""
+        rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]]
+        for rank, (busy, idle, parts) in enumerate(zip(self.busy, self.idle, self.causes, strict=True)):
+            rows.append([str(rank), *map(_milli, (busy, idle, *parts))])
+        return rows
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Parts of ranks x step: computing, waiting for transfers, idle for other reasons. They sum to 1."""
+        whole = self.schedule.num_ranks * self.seconds
+        compute, transfer = sum(self.busy) / whole, sum(parts.transfer for parts in self.causes) / whole
+        return compute, transfer, 1 - compute - transfer
+
+    def remarks(self) -> list[str]:
+        """What else there is to say, a line each."""
+        compute, transfer, rest = self.shares
+        lines = [
+            f"milliseconds; compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {rest:.1%}",
+            f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, "
+            f"bubble {self.simulated_bubble_fraction:.1%}",
+            *self._other(),
+            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a step that is traced takes "
+            f"{self.trace_cost:.2f} of one that is not",
+            f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
+        ]
+        durations, hops, _ = self.measured
+        slow = False
+        for boundary, hop in enumerate(hops):
+            hidden = [t for a, t in durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
+            if hop > _mean(hidden):
+                slow = True
+                where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
+                lines.append(
+                    f"warning: a transfer over {where} takes {_milli(hop)} ms, longer than the forward that could hide it "
+                    f"({_milli(_mean(hidden))} ms)"
+                )
+        if slow:
+            lines.append(f"warning: waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank")
+        if self.missing:
+            lines.append(f"warning: the trace of this backend lacks what is needed ({self.missing}): starts are inferred")
+        return lines
+
+    def _other(self) -> list[str]:
+        """The step on the other of the two clocks, in one line."""
+        other: Clock = "trace" if self.clock == "isolated" else "isolated"
+        found = dataclasses.replace(self, clock=other)
+        return [f"{self.titles[other]}: {_milli(found.seconds)} ms, bubble {found.bubble_fraction:.1%}"]
+
+    def __str__(self) -> str:
+        return "\n".join([self.overview(), "", *align(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *rows = self.causes_table()
+        tables = "".join(_row(row, "td") for row in rows)
+        notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
+        ledger = f"<details><summary>memory</summary><pre>{html.escape(str(self.ledger))}</pre></details>"
+        return f"{super()._repr_html_()}<table>{_row(head, 'th')}{tables}</table><ul>{notes}</ul>{ledger}"
+
+
+def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
+    return {span.action: span for span in spans if span.action is not None and not span.sends}
+
+
+def _bars(spans: Sequence[Span]) -> tuple[Bar, ...]:
+    return tuple(Bar(span.rank, action, span.start, span.end) for action, span in _actions(spans).items())
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+
+
+def _in_milliseconds(bars: Sequence[Bar]) -> tuple[Bar, ...]:
+    return tuple(Bar(rank, action, 1e3 * start, 1e3 * end) for rank, action, start, end in bars)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _milli(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

@@ -1,0 +1,1 @@
+"""The optimizer: any optax transformation, run where the parameters live."""

@@ -1,0 +1,200 @@
+"""What is to be lowered, and the names of its values.
+
+A ``Job`` is a cut loss at every microbatch size of a step, with the owners and the placement: all that decides the lines of a step,
+but for the order of its actions.
+"""
+
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxpp.plan.builder import Name
+from jaxpp.plan.weights import Weights
+from jaxpp.runtime.placement import Placement
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.loss.microbatch import Split
+from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
+from jaxpp.stages.stage import StageCode
+from jaxpp.tasks.replica_groups import Groups
+
+__all__ = ["Job", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be lowered.
+
+    Attributes:
+        cuts: the cut loss, once for each different microbatch size.
+        variants: ``cuts[variants[i]]`` is the one for microbatch i.
+        split: examples of a replica in each microbatch, and the replicas that have one fewer.
+        owner: the stage that owns each parameter leaf.
+        placement: where each stage lives.
+        params: shape of each parameter leaf.
+        state: shape of each model state leaf.
+        state_owner: the stage that keeps each model state leaf between steps.
+        batch: shape of each leaf of a replica's part of the batch.
+        shared: the batch leaves that every microbatch gets as they are.
+        key: shape of the raw key, or None.
+        implementation: of the key, if it was typed.
+        groups: which replicas run the same task.
+        known: programs that are the same for batches of all sizes, by what they do, for as long as a plan has them.
+        weights: of the microbatches, computed from batch leaves; None when sizes decide.
+    """
+
+    cuts: tuple[CutLoss, ...]
+    variants: tuple[int, ...]
+    split: Split
+    owner: tuple[int, ...]
+    placement: Placement
+    params: tuple[Any, ...]
+    state: tuple[Any, ...]
+    state_owner: tuple[int, ...]
+    batch: tuple[Any, ...]
+    shared: frozenset[int]
+    key: Any
+    implementation: str | None
+    weights: Weights | None
+    groups: Groups
+    known: MutableMapping[Any, Program]
+
+    @property
+    def weigh(self) -> Program | None:
+        """Computes the vector of scales from batch leaves; None when sizes decide."""
+        return None if self.weights is None else self.weights.program
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples of a replica in each microbatch."""
+        return self.split.sizes
+
+    def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
+        """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once.
+
+        Args:
+            key: what it does, and all that it depends on.
+            make: makes it.
+        """
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = make()
+        return found
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.placement.places)
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that returns the loss, and keeps its scale."""
+        return self.num_stages - 1
+
+    def batch_ref(self, leaf: int) -> Ref:
+        """What a batch leaf is called."""
+        return Ref(Role.BATCH, leaf, shared=leaf in self.shared)
+
+    def codes(self, stage: int) -> list[StageCode]:
+        """The stage's programs, once a variant."""
+        return [cut.stages[stage] for cut in self.cuts]
+
+    def read(self, stage: int, role: Role) -> list[int]:
+        """The numbers of the values of ``role`` that any program of the stage reads."""
+        refs = [ref for code in self.codes(stage) for program in _programs(code) for ref in program.inputs]
+        if self.weigh is not None and stage == self.loss_stage:
+            refs += self.weigh.inputs
+        return sorted({ref.index for ref in refs if ref.role == role})
+
+    def accumulators(self, stage: int) -> dict[Ref, Any]:
+        """The sums the stage keeps, and their shapes."""
+        found: dict[Ref, Any] = {}
+        for code in self.codes(stage):
+            for program in _programs(code):
+                found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
+        if not self.trains:
+            return found
+        packs = self.codes(stage)[0].packs
+        owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf in self.trained if self.owner[leaf] == stage}
+        unpacked = {ref: aval for ref, aval in owned.items() if ref not in self.packed}
+        return found | {pack.ref: pack.aval for pack in packs} | unpacked
+
+    @cached_property
+    def calls_host(self) -> bool:
+        """Whether any program calls a Python function on the host."""
+        return any(code.calls_host for cut in self.cuts for code in cut.stages)
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any backward is run."""
+        return any(code.backward for cut in self.cuts for code in cut.stages)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The parameter leaves that have a gradient, at any of the microbatches' sizes."""
+        losses = [cut.loss for cut in self.cuts]
+        return tuple(leaf for leaf in range(len(self.params)) if any(loss.params[leaf] in loss.carries for loss in losses))
+
+    @cached_property
+    def packed(self) -> frozenset[Ref]:
+        """The gradients that are summed as parts of vectors."""
+        return frozenset(ref for code in self.cuts[0].stages for pack in code.packs for ref in pack.members)
+
+    def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Any]]]:
+        """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
+
+        An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
+        """
+        begun: list[set[Ref]] = [set() for _ in range(self.num_stages)]
+        late: list[set[Ref]] = [set(self.accumulators(stage)) for stage in range(self.num_stages)]
+        chosen = []
+        for action in actions:
+            stage, kind, microbatch = action
+            code = self.cuts[self.variants[microbatch]].stages[stage]
+            if kind == Kind.F:
+                chosen.append((action, code.forward))
+            elif kind in code.backward:
+                backward = code.backward[kind]
+                fresh = backward.made.isdisjoint(begun[stage])
+                chosen.append((action, backward.first if fresh else backward.then))
+                begun[stage] |= backward.made
+                late[stage] -= backward.made if fresh else set()
+        zeros = [{ref: aval for ref, aval in self.accumulators(s).items() if ref in late[s]} for s in range(self.num_stages)]
+        return chosen, zeros
+
+
+def _programs(code: StageCode) -> list[Program]:
+    return [code.statics, code.forward, *(backward.then for backward in code.backward.values())]
+
+
+def param_name(stage: int, leaf: int) -> Name:
+    """A parameter leaf, as the stage holds it."""
+    return Name(stage, Ref(Role.PARAM, leaf))
+
+
+def grad_name(stage: int, leaf: int) -> Name:
+    """The gradient of a parameter leaf, as each replica of the stage sums it."""
+    return Name(stage, Ref(Role.GRAD, leaf))
+
+
+def total_name(stage: int, role: Role, index: int = 0) -> Name:
+    """A gradient, the loss or an aux leaf after the step, summed over the replicas."""
+    return Name(stage, Ref(role, index, shared=True))
+
+
+def state_name(stage: int, leaf: int, microbatch: int = 0) -> Name:
+    """A model state leaf as a microbatch finds it."""
+    return Name(stage, Ref(Role.STATE, leaf), microbatch)
+
+
+def scale_name(stage: int, leaf: int) -> Name:
+    """A leaf of the loss scale."""
+    return Name(stage, Ref(Role.LOSS_SCALE, leaf))
+
+
+def local_name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:
+    """What a program of a stage calls ``ref``, for one microbatch of one variant."""
+    if ref.role in (Role.STATIC, Role.CONSTANT):
+        return Name(stage, Ref(ref.role, ref.index, variant))
+    return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH and not ref.shared else -1)

@@ -1,0 +1,127 @@
+"""The weights of the microbatches, where the user says what they are: one program, run once a step.
+
+Weights that add up to nothing, or are no numbers, make a step of NaN. Those that are the same whatever the batch are refused when
+they are traced. Others are looked at once for each batch shape, before its first step: looking waits for them, and a step that
+trains does not.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxpp.errors import LossError
+from jaxpp.runtime.placement import Placement
+from jaxpp.stages.graph import Graph, descendants, trace, variables
+from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
+from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.program import Program, Ref, Role, shapes_of
+
+__all__ = ["Weights", "weigh"]
+
+
+@dataclass
+class Weights:
+    """The weights of the microbatches of batches of one shape.
+
+    Attributes:
+        program: computes each microbatch's share of the total weight, from the batch leaves it needs.
+        run: computes the weights themselves, from the same leaves.
+        looked: whether a batch's were looked at.
+    """
+
+    program: Program
+    run: Callable[..., list[Any]]
+    looked: bool = False
+
+    def look(self, leaves: Sequence[Any]) -> None:
+        """Refuse the first batch if its weights have no mean.
+
+        Args:
+            leaves: of the batch; with sub-meshes they have the replicas as their first axis.
+
+        Raises:
+            LossError: the weights add up to 0, or some are no numbers.
+        """
+        used = [leaves[ref.index] for ref in self.program.inputs]
+        arrays = [leaf for leaf in used if isinstance(leaf, jax.Array)]
+        if all(array.is_fully_addressable for array in arrays):
+            _check([float(value) for value in jax.jit(self.run)(*map(_on_host, used))])
+        self.looked = True
+
+
+def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], split: Split, placement: Placement) -> Weights:
+    """What computes every microbatch's share of the total weight.
+
+    Raises:
+        LossError: a weight is no scalar, or the weights have no mean whatever the batch is.
+    """
+    parts = split.sizes
+    leaves, tree = jax.tree.flatten(batch)
+    lead = (placement.num_replicas,) if placement.meshed else ()
+    leaves = [
+        leaf if k in shared else jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, weak_type=leaf.weak_type)
+        for k, leaf in enumerate(leaves)
+    ]
+
+    def scales(*batch_leaves: Any) -> list[Any]:
+        each = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(*lead)] if lead else []
+        pieces = [piece for leaves in each or [batch_leaves] for piece in slice_batch(leaves, parts, shared)]
+        found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
+        if any(value.shape != () for value in found):
+            shape = describe(next(value for value in found if value.shape != ()))
+            raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
+        counts = np.ones((placement.num_replicas, len(parts)))
+        counts[placement.num_replicas - split.num_idle :, -1] = 0
+        stacked = jnp.where(counts.ravel() > 0, jnp.stack(found).astype(scale_dtype()), 0)
+        return [(stacked / stacked.sum()).reshape(*lead, len(parts)), *found]
+
+    graph, _ = trace(scales, *leaves)
+    _check_constants(graph)
+    read = set(variables(atom for eqn in graph.eqns for atom in eqn.invars))
+    used = [k for k, var in enumerate(graph.inputs) if var in read]
+    constants = list(graph.constants)
+    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *constants], graph.outputs)
+    values = list(graph.constants.values())
+    refs = tuple(Ref(Role.BATCH, k, shared=k in shared) for k in used)
+    shapes = shapes_of(leaves[k] for k in used)
+    program = Program(lambda *args: run(*args, *values)[:1], refs, (Ref(Role.SCALE),), shapes, spans=bool(lead), name="weigh")
+    return Weights(program, lambda *args: run(*args, *values)[1:])
+
+
+def _check_constants(graph: Graph) -> None:
+    """Refuse weights that do not depend on the batch, and have no mean."""
+    of_batch = descendants(graph, graph.inputs)
+    fixed = [atom for atom in graph.outputs[1:] if isinstance(atom, Literal) or atom not in of_batch]
+    if fixed:
+        eqns = [i for i, eqn in enumerate(graph.eqns) if of_batch.isdisjoint(eqn.outvars)]
+        run = graph.function(eqns, list(graph.constants), fixed)
+        values = [float(value) for value in run(*graph.constants.values())]
+        _check(values, whole=len(fixed) == len(graph.outputs) - 1)
+
+
+def _check(weights: Sequence[float], *, whole: bool = True) -> None:
+    """Refuse weights that have no mean.
+
+    Args:
+        weights: of microbatches.
+        whole: whether these are all.
+    """
+    if all(map(math.isfinite, weights)) and (sum(weights) != 0 or not whole):
+        return
+    raise LossError(
+        "weight",
+        "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0",
+        [f"microbatch {k}: {value:g}" for k, value in enumerate(weights)],
+        "return how much of a microbatch counts, such as the number of its tokens, and leave out batches in which nothing does",
+    )
+
+
+def _on_host(leaf: Any) -> Any:
+    """A batch leaf where it can be computed with, whatever device it is on."""
+    return leaf if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.extended) or np.isscalar(leaf) else np.asarray(leaf)

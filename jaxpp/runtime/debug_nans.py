@@ -1,0 +1,179 @@
+"""``jax_debug_nans`` for a pipeline: every program's results are looked at, and the first NaN is traced to its line in the model.
+
+Problem: JAX's own check runs a program again, one operation after the other, which it cannot where the buffers of the arguments
+were given up; and it knows a program, not a model. Idea: while the flag is on, no program takes over a buffer (so the state stays
+whole), each result is looked at before anything reads it, and the equations of the program that made a NaN are run one by one on
+the same arguments. What is kept for a backward may be NaN and come to nothing (``jnp.where`` around a root), so it is only
+remembered where that was made. The flag off, nothing of this is there.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxpp.errors import NonFiniteError
+from jaxpp.plan.builder import Line
+from jaxpp.plan.step import Job
+from jaxpp.runtime.place import Submesh
+from jaxpp.stages.graph import trace, variables
+from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.program import Ref, Role
+
+__all__ = ["Checked", "flags"]
+
+_UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONSTANT, Role.RESIDUAL, Role.REPLICA})
+_ALONE = {Role.LOSS: "the loss", Role.STATIC: "what is made of the parameters alone", Role.SCALE: "the microbatch's weight"}
+_WORDS = {
+    Role.GRAD: "the gradient of",
+    Role.PARAM: "parameter",
+    Role.STATE: "model state",
+    Role.OPT: "optimizer state",
+    Role.BATCH: "the batch, leaf",
+    Role.VALUE: "a value of the optimizer,",
+}
+_OWN = str(Path(__file__).parents[1])
+
+
+class _Found(NamedTuple):
+    """Where a program makes the first NaN: the equation, if its arguments had none; else the arguments that had."""
+
+    made: str
+    given: tuple[Ref, ...] = ()
+
+
+def flags() -> tuple[bool, bool]:
+    """Whether NaN and infinities are to be looked for: ``jax_debug_nans``, ``jax_debug_infs``."""
+    config: Any = jax.config  # whose flags checkers of types do not know
+    return bool(config.jax_debug_nans), bool(config.jax_debug_infs)
+
+
+class Checked:
+    """Looks at the results of the programs of one plan.
+
+    Args:
+        job: what was lowered.
+        scaled: whether the loss is scaled: its gradients may overflow, which the step sees to.
+    """
+
+    def __init__(self, job: Job, *, scaled: bool):
+        self._job, self._nans, self._infs = job, *flags()
+        self._unchecked = _UNCHECKED | ({Role.COTANGENT, Role.GRAD, Role.VALUE} if scaled else set())
+        self._kept: dict[tuple[int, int], str] = {}
+
+    @property
+    def _what(self) -> str:
+        return " or ".join(["NaN"] * self._nans + ["infinity"] * self._infs)
+
+    def __call__(self, line: Line, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs instead of ``call``, the compiled program of a line."""
+        assert line.job is not None
+        outputs = line.job[0].outputs
+
+        def checked(*args: Any) -> Any:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                results = call(*args)
+                wrong = [k for k, value in enumerate(results) if self._count(value)]
+                if wrong:
+                    self._tell(line, args, [(outputs[k], results[k]) for k in wrong])
+            return results
+
+        return checked
+
+    def _count(self, value: Any) -> int:
+        """How many elements are not what they should be."""
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return 0
+        array = np.asarray(value)
+        array = array.astype(np.float32) if array.dtype.itemsize < 4 else array
+        return int(self._nans * np.isnan(array).sum() + self._infs * np.isinf(array).sum())
+
+    def _tell(self, line: Line, args: Sequence[Any], wrong: Sequence[tuple[Ref, Any]]) -> None:
+        found = self._find(line, args)
+        microbatch = -1 if line.action is None else line.action.microbatch
+        here = line.stage, microbatch
+        origin = found.made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in found.given))
+        seen = [(ref, value) for ref, value in wrong if ref.role not in self._unchecked]
+        if not seen:
+            self._kept[here] = origin
+            return
+        where = f"stage {line.stage}" + (f", microbatch {microbatch}" if microbatch >= 0 else "")
+        got = [f"{self._name(ref)}, {describe(value)}: {self._count(value)} of {value.size} elements" for ref, value in seen[:4]]
+        got += [f"and {len(seen) - 4} more"] * (len(seen) > 4)
+        raise NonFiniteError(
+            f"{line.label} ({where})",
+            f"with {'jax_debug_nans' if self._nans else 'jax_debug_infs'} on, no value that a program returns is {self._what}",
+            [*got, origin or "which equation makes it is not seen when they run one by one"],
+            "look at that line of the model; the state is as it was before, pipe.state",
+        )
+
+    def _name(self, ref: Ref) -> str:
+        loss = self._job.cuts[0].loss
+        if ref.role in _ALONE:
+            return _ALONE[ref.role]
+        paths = {Role.PARAM: loss.param_paths, Role.GRAD: loss.param_paths, Role.STATE: loss.state_paths}.get(ref.role, ())
+        path = paths[ref.index] if 0 <= ref.index < len(paths) else str(ref.index)
+        return f"{_WORDS.get(ref.role, ref.role)} {path}"
+
+    def _origin(self, ref: Ref, here: tuple[int, int]) -> str:
+        """Where the NaN of an argument comes from."""
+        if ref.role == Role.RESIDUAL:
+            return self._kept.get(here, "it was kept by the forward")
+        return f"it comes in with {self._name(ref)}"
+
+    def _find(self, line: Line, args: Sequence[Any]) -> _Found:
+        """Run the equations of a program one by one."""
+        assert line.job is not None
+        program, place, _ = line.job
+        given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
+        avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
+        graph, _ = trace(program.function, *avals)
+        read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
+        for row in _rows(program, place, args):
+            values = dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants)
+            for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
+                inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]
+                if eqn.effects:
+                    continue
+                values.update(zip(outputs, graph.function([i], inputs, outputs)(*(values[var] for var in inputs)), strict=True))
+                clean = not any(self._count(values[var]) for var in inputs)
+                if clean and any(self._count(values[var]) for var in outputs):
+                    return _Found(self._made(eqn, name), given)
+        return _Found("", given)
+
+    def _made(self, eqn: JaxprEqn, name: str) -> str:
+        module = re.sub(r"\b(transpose|jvp|vmap|checkpoint|remat)\(|\)", "", name)
+        backward = "the gradient of " if "transpose(" in name else ""
+        lines = _lines(eqn) or self._lines_like(eqn, module)
+        where = f" in {backward}{module}" if module else ""
+        return f"the first is made by `{eqn.primitive.name}`{where}" + f" ({lines})" * bool(lines)
+
+    def _lines_like(self, eqn: JaxprEqn, module: str) -> str:
+        """The lines of the loss's own equations of that kind in that module."""
+        graph = self._job.cuts[0].loss.graph
+        pairs = zip(graph.eqns, graph.names, strict=True)
+        found = [_lines(other) for other, name in pairs if other.primitive.name == eqn.primitive.name and name == module]
+        return ", ".join(dict.fromkeys(filter(None, found)))
+
+
+def _rows(program: Any, place: Any, args: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments as the program sees them: once, or once a replica."""
+    host = [np.asarray(arg) for arg in args]
+    own = [isinstance(place, Submesh) and not program.spans and place.per_replica(ref) for ref in program.inputs]
+    for replica in range(place.num_replicas if any(own) else 1):
+        yield [arg[replica] if mine else arg for arg, mine in zip(host, own, strict=True)]
+
+
+def _lines(eqn: JaxprEqn) -> str:
+    """The innermost line of the traced function that is in no installed package."""
+    found = eqn.source_info.traceback
+    for frame in [] if found is None else found.frames:
+        if "-packages" not in frame.file_name and not frame.file_name.startswith((_OWN, "<frozen", sys.prefix)):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""

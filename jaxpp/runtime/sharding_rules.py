@@ -1,0 +1,159 @@
+"""Tensor parallelism by rule: which axis of which parameter is sharded over ``model``.
+
+The compiler divides the work as the parameters are sharded; two layers sharded by column and then by row need one all-reduce.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.linen import spmd
+from jax.sharding import PartitionSpec
+
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime.place import MODEL
+from jaxpp.stages.joint import Joint
+from jaxpp.stages.loss.roles import describe, path_name
+
+__all__ = ["RULES", "opt_specs_of", "specs_of"]
+
+_WHOLE = PartitionSpec()
+
+
+def _column(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
+    """A layer's outputs are divided: each shard computes some of them."""
+    return PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim else _WHOLE
+
+
+def _row(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
+    """A layer's inputs are divided: each shard adds its part, and the parts are summed."""
+    return PartitionSpec(*[None] * (ndim - 2), MODEL, None) if ndim > 1 else _WHOLE
+
+
+def _heads(path: str, ndim: int) -> PartitionSpec:
+    """Attention as Flax has it: kernels ``[width, heads, head]`` of query, key and value, ``[heads, head, width]`` of out."""
+    if path.split("/")[-2:-1] == ["out"]:
+        return PartitionSpec(MODEL, None, None) if ndim == 3 else _WHOLE
+    return PartitionSpec(None, MODEL, None) if ndim == 3 else PartitionSpec(MODEL, None) if ndim == 2 else _WHOLE
+
+
+def _embedding(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
+    """An embedding ``[vocabulary, width]``, divided by words."""
+    return PartitionSpec(MODEL, None) if ndim == 2 else _WHOLE
+
+
+def _replicated(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
+    """Every shard has the whole."""
+    return _WHOLE
+
+
+RULES = {"column": _column, "row": _row, "heads": _heads, "embedding": _embedding, "replicated": _replicated}
+"""The rules that have a name."""
+
+
+def specs_of(shardings: Any, params: Any, num_shards: int) -> tuple[PartitionSpec, ...]:
+    """How each parameter leaf is sharded.
+
+    Args:
+        shardings: a dictionary from paths or patterns of paths to rules or ``PartitionSpec``s; a tree of these like the parameters;
+            Flax's logical axis rules (pairs) for parameters that carry such names; or None, for parameters with axis names of the
+            mesh, or with none.
+        params: tree of parameter shapes.
+        num_shards: devices along ``model``.
+
+    Raises:
+        ArgumentError: a pattern that no parameter matches, a rule that is none, an axis that is not ``model``, or one that does not
+            divide the parameter's.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if shardings is None and num_shards == 1:
+        return ()
+    if isinstance(shardings, Mapping) and all(isinstance(value, (str, PartitionSpec)) for value in shardings.values()):
+        specs = _matched(shardings, leaves)
+    elif shardings is None or _are_pairs(shardings):
+        specs = _annotated(params, shardings)
+    else:
+        specs = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
+            raise ArgumentError(
+                "shardings",
+                "a tree of shardings has one PartitionSpec for each parameter",
+                f"{len(specs)} leaves for {len(leaves)} parameters",
+                'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}',
+            )
+    _check(specs, leaves, num_shards)
+    return tuple(specs)
+
+
+def _are_pairs(shardings: Any) -> bool:
+    return isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in shardings)
+
+
+def _matched(shardings: Mapping[str, Any], leaves: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
+    """By path; where several patterns match, the last counts."""
+    paths = [path_name(path) for path, _ in leaves]
+    specs, missed = [_WHOLE] * len(leaves), []
+    for pattern, rule in shardings.items():
+        if isinstance(rule, str) and rule not in RULES:
+            names = ", ".join(map(repr, RULES))
+            raise ArgumentError(f"shardings[{pattern!r}]", f"a rule is one of {names}", repr(rule), "pass one, or a PartitionSpec")
+        found = [k for k, path in enumerate(paths) if fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")]
+        missed += [] if found else [pattern]
+        for k in found:
+            specs[k] = RULES[rule](paths[k], len(leaves[k][1].shape)) if isinstance(rule, str) else rule
+    if missed:
+        raise ArgumentError(
+            "shardings",
+            "a pattern names parameters or modules by their path",
+            [f"{pattern!r} matches none" for pattern in missed],
+            "use paths like those below, with * for any part",
+            "\n".join(paths[:12] + ["..."] * (len(paths) > 12)),
+        )
+    return specs
+
+
+def _annotated(params: Any, rules: Any) -> list[PartitionSpec]:
+    """By the axis names that Flax's modules were given."""
+    specs = nn.get_partition_spec(params)
+    if rules is not None:
+        specs = spmd.logical_to_mesh(specs, list(rules))
+    return jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[Any, Any]], num_shards: int) -> None:
+    wrong = []
+    for spec, (path, leaf) in zip(specs, leaves, strict=True):
+        where = f"{path_name(path)}, {describe(leaf)}: {spec}"
+        if {axis for axis in spec if axis is not None} - {MODEL}:
+            wrong.append(f"{where} has another axis")
+        elif len(spec) > len(leaf.shape) or sum(axis == MODEL for axis in spec) > 1:
+            wrong.append(f"{where} does not fit its axes")
+        elif any(axis == MODEL and size % num_shards for axis, size in zip(spec, leaf.shape, strict=False)):
+            wrong.append(f"{where} is not divisible by {num_shards}")
+    if wrong:
+        raise ArgumentError(
+            "shardings",
+            'one axis of a parameter may be sharded over "model", evenly',
+            wrong,
+            'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]',
+        )
+
+
+def opt_specs_of(opt_state: Any, params: Any, specs: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:
+    """How each optimizer leaf is sharded: like the parameter whose path it ends with, if it has its shape."""
+    if not specs:
+        return ()
+    pairs = zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
+    joint = isinstance(params, Joint)
+    known = {(str(path[0]) if joint else "", *map(str, path[joint:])): (leaf.shape, spec) for (path, leaf), spec in pairs}
+    parts = ("[0]", ".shared"), ("[1]", ".task")  # the state of a pair's optimizers is a pair
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        part = dict(parts)[str(path[0])] if joint else ""
+        names = tuple(map(str, path))
+        ends = (known.get((part, *names[k:])) for k in range(len(names)))
+        shape, spec = next((end for end in ends if end is not None), ((), _WHOLE))
+        found.append(spec if shape == leaf.shape else _WHOLE)
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""The third law: the rows do not wait for one another in a circle; and if they do, the shortest such circle."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxpp.errors import ScheduleError
+from jaxpp.schedule.action import Action
+from jaxpp.schedule.clock import Row, Times, dependencies
+from jaxpp.schedule.validate import picture
+
+__all__ = ["check_runs"]
+
+_MOST_ROOTS = 1000
+
+
+def check_runs(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], times: Times) -> None:
+    """Law 3, given how far a replay came.
+
+    Raises:
+        ScheduleError: with the shortest circle of actions that wait for one another (see ``shortest_cycle``), marked in the rows.
+    """
+    begun = [len(starts) for starts in times.starts]
+    if begun == [len(row) for row in rows]:
+        return
+    cycle = _Stuck(rows, begun, len(stage_to_rank)).shortest_cycle()
+    cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
+    raise ScheduleError(
+        f"schedule {name!r}",
+        "the rows must not wait for one another in a circle",
+        [f"{action} {link}" for action, link in cycle.items()],
+        "order each row so that what an action needs can run before it",
+        picture(rows, cells, {}),
+    )
+
+
+class _Link(NamedTuple):
+    """What an action waits for: because it depends on it, or because that stands before it in its row."""
+
+    need: Action
+    depends: bool
+
+    def __str__(self) -> str:
+        return f"needs {self.need}" if self.depends else f"stands after {self.need} in its row"
+
+
+class _Stuck:
+    """The actions that never ran, of which each waits for others: those it depends on, and those before it in its row."""
+
+    def __init__(self, rows: Sequence[Row], begun: Sequence[int], num_stages: int):
+        self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
+        self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
+        present = frozenset(action for row in rows for action in row)
+        self.needs = {a: [need for need in dependencies(a, num_stages, present) if need in self.place] for a in self.place}
+
+    def shortest_cycle(self) -> dict[Action, _Link]:
+        """The fewest actions of which each waits for the next and the last for the first.
+
+        In a table with more than a thousand stuck actions: two of one row, or the fewest through the first stuck action of a rank,
+        for there is always such a circle.
+        """
+        best = self._inverted()
+        if best is None:
+            heads = [row[0] for row in self.rows if row]
+            for root in heads if len(self.place) > _MOST_ROOTS else self.place:
+                best = self._cycle(root, len(best or self.place) + (best is None)) or best
+        assert best is not None, "rows that are stuck wait in a circle"
+        return best
+
+    def _inverted(self) -> dict[Action, _Link] | None:
+        """Two actions of one row, of which the first needs the second."""
+        for action, (rank, k) in self.place.items():
+            for need in self.needs[action]:
+                if self.place[need] > (rank, k) and self.place[need][0] == rank:
+                    return {action: _Link(need, True), need: _Link(action, False)}
+        return None
+
+    def _cycle(self, root: Action, limit: int) -> dict[Action, _Link] | None:
+        """The shortest cycle through ``root``, if it has fewer than ``limit`` actions."""
+        reached: dict[Action, tuple[Action, bool] | None] = {root: None}
+        behind = [0] * len(self.rows)  # how many actions of each row have been reached from one that stands after them
+        level = [root]
+        for _ in range(limit - 1):
+            further: list[Action] = []
+            for action in level:
+                for need, depends in self._waits(action, behind):
+                    if need == root:
+                        return _walk_back(reached, action, _Link(root, depends))
+                    if need not in reached:
+                        reached[need] = (action, depends)
+                        further.append(need)
+            level = further
+        return None
+
+    def _waits(self, action: Action, behind: list[int]) -> Iterator[_Link]:
+        yield from (_Link(need, True) for need in self.needs[action])
+        rank, k = self.place[action]
+        yield from (_Link(before, False) for before in self.rows[rank][behind[rank] : k])
+        behind[rank] = max(behind[rank], k)
+
+
+def _walk_back(reached: Mapping[Action, tuple[Action, bool] | None], last: Action, closing: _Link) -> dict[Action, _Link]:
+    """The cycle that ``closing`` closes at ``last``, from its first action on."""
+    links = [(last, closing)]
+    while (step := reached[links[-1][0]]) is not None:
+        before, depends = step
+        links.append((before, _Link(links[-1][0], depends)))
+    return dict(reversed(links))

@@ -1,0 +1,144 @@
+"""How schedules show themselves: as text that fits a terminal here, as figures by way of ``figure``.
+
+``Drawn`` is what a ``Schedule`` (on the unit clock) and a ``Simulation`` (under costs) have in common: bars in time.
+"""
+
+import base64
+import html
+import io
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxpp.schedule.clock import Bar, Number
+from jaxpp.schedule.draw.figure import pebble_gif, pebbles, timeline
+from jaxpp.schedule.draw.panel import available
+
+__all__ = ["Drawing", "Drawn", "align"]
+
+_MOST_LINES = 64
+_MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
+
+
+class Drawing(NamedTuple):
+    """What a picture needs.
+
+    Attributes:
+        heading: one line that says what this is.
+        num_ranks: how many rows there are.
+        stage_to_rank: the rank of each stage.
+        bars: every action with its rank, start and end.
+    """
+
+    heading: str
+    num_ranks: int
+    stage_to_rank: Sequence[int]
+    bars: Sequence[Bar]
+
+
+class Drawn:
+    """Bars in time, with the pictures of them."""
+
+    def drawing(self) -> Drawing:
+        """What to draw."""
+        raise NotImplementedError
+
+    def table(self, width: int | None = None) -> str:
+        """The bars as text, one column a slot of whole time, wrapped into panels.
+
+        Args:
+            width: characters a line; those of the terminal unless given.
+
+        Returns:
+            the heading and the panels; if those would be more than a screen or two, or times are not whole, ``overview``.
+        """
+        width = width or shutil.get_terminal_size((120, 24)).columns
+        heading, num_ranks, _, bars = self.drawing()
+        if any(bar.start % 1 or bar.end % 1 for bar in bars):
+            return self.overview(width)
+        makespan = int(max(bar.end for bar in bars))
+        cell = max(len(str(bar.action)) for bar in bars)
+        each = max(1, (width - 4) // (cell + 2))
+        panels = -(-makespan // each)
+        if panels * (num_ranks + 2) > _MOST_LINES and panels > 1:
+            return self.overview(width)
+        cells = [[""] * makespan for _ in range(num_ranks)]
+        for rank, action, start, end in bars:
+            cells[rank][int(start) : int(end)] = [str(action)] * int(end - start)
+        lines = []
+        for first in range(0, makespan, each):
+            slots = range(first, min(makespan, first + each))
+            lines += [""] * bool(lines)
+            lines.append("rank  " + "  ".join(str(t).ljust(cell) for t in slots).rstrip())
+            lines += [f"{rank:<6}" + "  ".join(row[t].ljust(cell) for t in slots).rstrip() for rank, row in enumerate(cells)]
+        return "\n".join([heading, *(line.rstrip() for line in lines)])
+
+    def overview(self, width: int | None = None) -> str:
+        """The whole of it in one line a rank: the kind that runs, ``·`` where the rank idles.
+
+        Args:
+            width: characters a line; those of the terminal unless given.
+        """
+        width = width or shutil.get_terminal_size((120, 24)).columns
+        heading, num_ranks, _, bars = self.drawing()
+        makespan = max(bar.end for bar in bars)
+        columns = max(1, width - 6)
+        whole = makespan == int(makespan) and makespan <= columns
+        columns = int(makespan) if whole else columns
+        lines = [["·"] * columns for _ in range(num_ranks)]
+        for rank, action, start, end in bars:
+            first, last = (_column(time, makespan, columns) for time in (start, end))
+            lines[rank][first:last] = [str(action.kind)] * (last - first)
+        return "\n".join([heading, *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
+
+    def figure(self) -> Any:
+        """The timeline as a matplotlib ``Figure``: a row a rank, colours by kind, microbatch numbers, idle time light grey.
+
+        In a notebook the schedule draws itself; a bare figure shows after ``%matplotlib inline``.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        heading, _, stage_to_rank, bars = self.drawing()
+        return timeline(bars, stage_to_rank, heading)
+
+    def pebble_figure(self) -> Any:
+        """The pebble graph as a matplotlib ``Figure``: a row a computation along the pipeline, a pebble a live residual.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        heading, _, stage_to_rank, bars = self.drawing()
+        return pebbles(bars, stage_to_rank, heading)
+
+    def pebble_gif(self, path: str | os.PathLike[str]) -> None:
+        """Write the pebble graph as an animated GIF, slot by slot, in at most 120 frames.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        heading, _, stage_to_rank, bars = self.drawing()
+        pebble_gif(bars, stage_to_rank, heading, path)
+
+    def _repr_html_(self) -> str:
+        if not available():
+            return f"<pre>{html.escape(str(self))}</pre>"
+        out = io.BytesIO()
+        small = len(self.drawing().bars) <= _MOST_VECTORS
+        self.figure().savefig(out, format="svg" if small else "png")
+        picture = f'<img src="data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}">'
+        if small:
+            text = out.getvalue().decode()
+            picture = text[text.index("<svg") :]
+        return f'<div style="overflow-x:auto">{picture}</div>'
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of cells, every column as wide as its widest, flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _column(time: Number, makespan: Number, columns: int) -> int:
+    return int(time * columns / (makespan or 1) + 0.5)

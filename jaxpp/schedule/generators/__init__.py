@@ -1,0 +1,1 @@
+"""The schedules by name, one kind a file."""

@@ -1,0 +1,121 @@
+"""Stages run by hand: explicit stage functions made into a loss, and a cut loss given back as functions.
+
+``compose`` turns stage functions and a loss on their output into one loss function, each stage under a name of its own, so that it
+is cut exactly there. ``by_hand`` goes the other way: it gives each stage of a cut loss as a function one can call in a notebook.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
+from jaxpp.runtime.arguments import check_function
+from jaxpp.runtime.prepare import Preparer
+from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.program import ACCUMULATED, Ref, Role
+
+__all__ = ["by_hand", "check_stages", "compose", "scope"]
+
+
+def scope(stage: int) -> str:
+    """The name under which a hand-written stage is traced."""
+    return f"stage_{stage}__by_hand"
+
+
+def check_stages(stages: Any, loss: Any) -> tuple[Callable[[Any, Any], Any], ...]:
+    """The stage functions, if that is what they are.
+
+    Raises:
+        ArgumentError: they are no list of functions, or the loss is none.
+    """
+    where, rule = "Pipeline.from_stages(stages, loss=...)", "the stages are a list of functions (params, x) -> x, one a stage"
+    fix = "pass a list such as [lambda params, x: jnp.tanh(x @ params), ...]"
+    if callable(stages):
+        raise ArgumentError(
+            where, rule, f"one function instead of a list: {shown(stages)}", "pass a list, such as [stage_0, stage_1]"
+        )
+    if isinstance(stages, (str, Mapping)) or not isinstance(stages, Iterable):
+        raise ArgumentError(where, rule, shown(stages), fix)
+    functions = tuple(stages)
+    wrong = [f"stages[{k}]: {shown(stage)}" for k, stage in enumerate(functions) if not callable(stage)]
+    if wrong or not functions:
+        raise ArgumentError(where, rule, wrong or "an empty list", fix)
+    check_function(where, "the loss is a function (output, targets) -> scalar", loss)
+    return functions
+
+
+def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The loss of a chain of stage functions, over ``params = (params_0, params_1, ...)`` and ``batch = (inputs, targets)``."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise BatchError(
+                "batch", "a pipeline from_stages takes a pair (inputs, targets)", type(batch).__name__, "pass (inputs, targets)"
+            )
+        if isinstance(params, Mapping) or not isinstance(params, Sequence) or len(params) != len(stages):
+            counted = isinstance(params, Sequence)
+            raise ParamsError(
+                "params",
+                "a pipeline from_stages takes a list of parameters, one tree a stage",
+                f"{len(params)} trees for {len(stages)} stages" if counted else f"{type(params).__name__} for {len(stages)} stages",
+                "pass [params_0, params_1, ...]; a stage without parameters has {}",
+            )
+        x, targets = batch
+        for k, (stage, own) in enumerate(zip(stages, params, strict=True)):
+            with jax.named_scope(scope(k)):
+                x = stage(own, x)
+        return loss(x, targets)
+
+    return loss_fn
+
+
+def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
+    """The stages of a cut loss as functions ``(params, x, batch, key) -> x``.
+
+    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage; the last stage returns the loss.
+    """
+
+    def function(stage: int) -> Callable[..., Any]:
+        def run(params: Any, x: Any, batch: Any, key: Any = None) -> Any:
+            return _run(preparer, stage, params, x, batch, key)
+
+        return jax.jit(run)
+
+    return tuple(function(stage) for stage in range(preparer.settings.schedule.num_stages))
+
+
+def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
+    preparer.check_key_taken(preparer.settings.loss_fn, key)
+    cut = preparer.cut_for(preparer.settings.loss_fn, batch_avals(batch), key, train=True)
+    code = cut.stages[stage]
+    if preparer.settings.has_state:
+        raise StateError(
+            f"pipe.stages[{stage}].forward",
+            "a stage is run by hand on its parameters, its input and the batch",
+            "a loss with model state",
+            "run one without has_state, closing over the state",
+        )
+    assert preparer.layout is not None
+    leaves = jax.tree.leaves(preparer.layout.slicing.of(params))
+    values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(leaves)}
+    values |= {Ref(Role.BATCH, k, shared=k in cut.loss.shared): leaf for k, leaf in enumerate(jax.tree.leaves(batch))}
+    values |= {Ref(Role.CONSTANT, k): value for k, value in enumerate(code.constants)}
+    values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}
+    values[Ref(Role.SCALE)] = jnp.ones(())
+    if key is not None:
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        values[Ref(Role.KEY)] = jax.random.key_data(key) if typed else key
+    for program in (code.statics, code.forward):
+        totals = {
+            ref: jnp.zeros(aval.shape, aval.dtype)
+            for ref, aval in zip(program.inputs, program.avals, strict=True)
+            if ref.role in ACCUMULATED
+        }
+        results = program.function(*((totals | values)[ref] for ref in program.inputs))
+        values.update(zip(program.outputs, results, strict=True))
+    if Ref(Role.LOSS) in code.forward.outputs:
+        return values[Ref(Role.LOSS)]
+    later = [k for k, peers in enumerate(cut.consumers) if max(peers) > stage >= cut.producer[k]]
+    return {k: values[Ref(Role.ACTIVATION, k)] for k in later}

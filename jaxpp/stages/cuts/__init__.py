@@ -1,0 +1,1 @@
+"""Where a loss is cut into stages, and what crosses."""

@@ -1,0 +1,157 @@
+"""How the aux values of the microbatches become those of the step.
+
+Unless the user says otherwise a leaf that has one row an example is joined, and everything else is averaged with the weights of the
+loss. Averages are summed as the microbatches run; all else is held, one value a microbatch, and reduced at the end of the step.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import ArgumentError, LossError
+from jaxpp.stages.graph import aval_of
+from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
+
+__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
+
+Reducer = Callable[[Sequence[jax.Array], jax.Array], Any]
+"""Takes the values of the microbatches, and their weights, which sum to 1."""
+
+
+def join(values: Sequence[jax.Array], weights: jax.Array) -> jax.Array:  # noqa: ARG001
+    """The values end to end along their first axis."""
+    return jnp.concatenate(values)
+
+
+def _folded(combine: Callable[[Any, Any], Any]) -> Reducer:
+    return lambda values, weights: functools.reduce(combine, values)  # noqa: ARG005
+
+
+REDUCERS: Mapping[str, Reducer | None] = {
+    "mean": None,
+    "join": join,
+    "sum": lambda values, weights: jnp.stack(values).sum(0),  # noqa: ARG005
+    "max": _folded(jnp.maximum),
+    "min": _folded(jnp.minimum),
+    "last": lambda values, weights: values[-1],  # noqa: ARG005
+    "stack": lambda values, weights: jnp.stack(values),  # noqa: ARG005
+}
+"""The reducers with names; None for the mean, which is summed as the microbatches run."""
+
+
+def check_reducers(reduce_aux: Any) -> dict[str, Any]:
+    """What the user passed as ``reduce_aux``, as reducers by path; under the path ``""`` the one for everything.
+
+    Raises:
+        ArgumentError: it is no reducer, and no dictionary of them.
+    """
+    if reduce_aux is None:
+        return {}
+    named = reduce_aux if isinstance(reduce_aux, Mapping) else {"": reduce_aux}
+    wrong = [
+        f"{path!r}: {reducer!r}" if path else repr(reducer)
+        for path, reducer in named.items()
+        if not (callable(reducer) or (isinstance(reducer, str) and reducer in REDUCERS))
+    ]
+    if wrong:
+        raise ArgumentError(
+            "reduce_aux",
+            f"an aux leaf is reduced by {', '.join(map(repr, REDUCERS))}, or a function of (values, weights)",
+            wrong,
+            'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}',
+        )
+    return {str(path).strip("/"): reducer for path, reducer in named.items()}
+
+
+def reducers_of(
+    loss: TracedLoss, named: Mapping[str, Any], rows: Callable[[], frozenset[int]], *, strict: bool
+) -> dict[int, Reducer]:
+    """The reducer of each aux leaf that is not averaged.
+
+    Args:
+        loss: the traced loss.
+        named: reducers by path.
+        rows: finds the leaves that have one row an example.
+        strict: whether every path must be there (an evaluation loss may have another aux).
+
+    Raises:
+        ArgumentError: a path that is not there.
+        LossError: a leaf that cannot be averaged.
+    """
+    tree = loss.aux_tree.unflatten(range(loss.aux_tree.num_leaves))
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
+    if strict and unknown:
+        near = [match for name in unknown for match in difflib.get_close_matches(name, paths, n=1)]
+        raise ArgumentError(
+            "reduce_aux",
+            "each path is one of the loss's aux leaves, or the beginning of one",
+            [repr(name) for name in unknown],
+            f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'the loss has no aux'}",
+        )
+    fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
+    chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
+    found: dict[int, Any] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
+    if len(chosen) < len(paths):
+        found |= {k: join for k in rows() if k not in chosen}
+    _try(loss, paths, found)
+    wrong = [
+        f"aux {paths[k] or 'itself'}: {describe(aval_of(atom))}"
+        for k, atom in enumerate(loss.aux)
+        if found.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
+    ]
+    if wrong:
+        raise LossError(
+            "loss_fn",
+            "an aux leaf without an average needs another reducer",
+            wrong,
+            'leave it out, or pass for example reduce_aux={"<path>": "last"}',
+        )
+    return {k: reducer for k, reducer in found.items() if reducer is not None}
+
+
+def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Any]) -> None:
+    """Refuse a reducer that cannot reduce its leaf."""
+    for k, reducer in reducers.items():
+        aval = jax.ShapeDtypeStruct(aval_of(loss.aux[k]).shape, aval_of(loss.aux[k]).dtype)
+        if reducer is not None:
+            try:
+                jax.eval_shape(lambda *args, r=reducer: jnp.asarray(r(args[:2], args[2])), aval, aval, jnp.zeros(2))
+            except Exception as error:
+                raise ArgumentError(
+                    f"reduce_aux for {paths[k] or 'aux'}",
+                    "a reducer makes one array of the values of the microbatches",
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (for {describe(aval)})",
+                    "choose another by its path, or pass a function of (values, weights) that jax can trace",
+                ) from error
+
+
+def _stacked(reducer: Callable[[jax.Array, jax.Array], Any]) -> Reducer:
+    return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
+
+
+def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
+    """Refuse aux leaves of which microbatches of different sizes have different shapes, unless they are joined.
+
+    Raises:
+        LossError: naming them all.
+    """
+    tree = losses[0].aux_tree.unflatten(range(losses[0].aux_tree.num_leaves))
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
+    wrong = [
+        f"aux {path or 'itself'}: {' and '.join(dict.fromkeys(found))}"
+        for k, (path, found) in enumerate(zip(paths, shapes, strict=True))
+        if len(set(found)) > 1 and reducers.get(k) is not join
+    ]
+    if wrong:
+        raise LossError(
+            "loss_fn",
+            "an aux leaf has one shape at all microbatches, unless it is joined along its first axis",
+            wrong,
+            "reduce it in the loss, move the examples to the first axis and join, or let num_microbatches divide the batch size",
+        )

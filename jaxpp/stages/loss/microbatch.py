@@ -1,0 +1,280 @@
+"""Splitting a batch into microbatches, weighing them, and merging what they return.
+
+The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, the larger ones first. The
+loss and the gradient of the step are the means over microbatches, weighted by size or by the user's ``weight(microbatch)``.
+Numbers (a coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the
+user calls *shared* (a graph that all examples live on).
+
+An evaluation takes any number of examples. With fewer than microbatches there are fewer microbatches. Those that cannot be divided
+evenly among replicas are a last microbatch of one example each, which counts nothing where a replica has none left.
+"""
+
+import difflib
+import fnmatch
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import BatchError
+from jaxpp.stages.loss.roles import describe, path_name
+from jaxpp.types import Batch
+
+__all__ = [
+    "Split",
+    "batch_avals",
+    "check_batch",
+    "check_shared",
+    "fold_keys",
+    "num_examples",
+    "resized",
+    "scale_dtype",
+    "shared_leaves",
+    "sizes",
+    "slice_batch",
+    "split_any",
+]
+
+_SHOWN = 8
+
+
+def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes of the microbatches.
+
+    Example:
+        >>> sizes(10, 4)
+        (3, 3, 2, 2)
+    """
+    size, rest = divmod(batch_size, num_microbatches)
+    return tuple(size + (i < rest) for i in range(num_microbatches))
+
+
+class Split(NamedTuple):
+    """How the examples of a batch are divided.
+
+    Attributes:
+        sizes: examples of each microbatch of a replica, the same for all replicas.
+        num_idle: replicas, the last ones, whose last microbatch is a copy of another's example, and counts nothing.
+    """
+
+    sizes: tuple[int, ...]
+    num_idle: int = 0
+
+    def num_examples(self, num_replicas: int) -> int:
+        """How many examples count."""
+        return num_replicas * sum(self.sizes) - self.num_idle * self.sizes[-1]
+
+
+def split_any(num_examples: int, num_microbatches: int, num_replicas: int = 1) -> Split:
+    """How any number of examples is divided, at least one.
+
+    Example:
+        >>> split_any(3, 4)
+        Split(sizes=(1, 1, 1), num_idle=0)
+        >>> split_any(11, 3, num_replicas=4)
+        Split(sizes=(1, 1, 1), num_idle=1)
+    """
+    whole, rest = divmod(num_examples, num_replicas)
+    if not rest:
+        return Split(sizes(whole, min(whole, num_microbatches)))
+    full = sizes(whole, min(whole, max(num_microbatches - 1, 1))) if whole else ()
+    return Split((*full, 1), num_replicas - rest)
+
+
+def slice_batch(leaves: Sequence[Any], parts: Sequence[int], shared: Collection[int] = ()) -> list[list[Any]]:
+    """The batch leaves of each microbatch: ``result[i][k]`` is microbatch i of leaf k, those of ``shared`` whole."""
+    ends = list(itertools.accumulate(parts))
+    return [
+        [leaf if k in shared else leaf[end - part : end] for k, leaf in enumerate(leaves)]
+        for part, end in zip(parts, ends, strict=True)
+    ]
+
+
+def batch_avals(batch: Batch) -> Any:
+    """The tree of shapes and dtypes of a batch, as a traced loss sees them: a Python number takes the type of what it meets."""
+    return jax.tree.map(_aval, batch)
+
+
+def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf), weak_type=not isinstance(leaf, bool))
+    extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+
+
+def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Any:
+    """The shapes of a batch of so many examples; the leaves numbered ``shared`` keep theirs."""
+    leaves, tree = jax.tree.flatten(avals)
+    return tree.unflatten(
+        leaf if k in shared else jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+        for k, leaf in enumerate(leaves)
+    )
+
+
+def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
+    """The numbers of the leaves that every microbatch gets as they are: numbers, and those of a path or pattern of paths."""
+    found = enumerate(jax.tree_util.tree_leaves_with_path(batch))
+    return frozenset(k for k, (path, leaf) in found if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
+
+
+def num_examples(leaves: Sequence[Any], shared: Collection[int]) -> int:
+    """The length of the first axis of the leaves that are split."""
+    return next(leaf.shape[0] for k, leaf in enumerate(leaves) if k not in shared)
+
+
+def _matches(path: tuple[Any, ...], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(path_name(path), pattern) for pattern in (name, f"{name}/*"))
+
+
+def check_shared(batch: Batch, names: Sequence[str]) -> None:
+    """Refuse names of shared leaves that the batch does not have.
+
+    Raises:
+        BatchError: with the names that come near.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    unknown = [name for name in names if not any(_matches(path, name) for path in paths)]
+    if unknown:
+        known = [path_name(path) for path in paths]
+        near = [f"{name!r}; near it: {', '.join(difflib.get_close_matches(name, known)) or 'none'}" for name in unknown]
+        listed = "\n".join(known[:_SHOWN] + ["..."] * (len(known) > _SHOWN))
+        raise BatchError(
+            f"shared={tuple(names)!r}",
+            "a name is the path of a batch leaf, or a pattern of paths",
+            near,
+            "use paths like these",
+            listed,
+        )
+
+
+def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = ()) -> int:
+    """The number of examples in a replica's part of a batch.
+
+    Args:
+        batch: arrays, or their shapes.
+        num_microbatches: parts that a replica's part is split into.
+        num_replicas: parts the batch is split into before that.
+        shared: names of the leaves that are not split.
+
+    Raises:
+        BatchError: no leaves, leaves that are neither arrays nor numbers, none that holds examples, leading axes that differ, fewer
+            examples than microbatches, or examples that cannot be divided evenly among the replicas.
+    """
+    size = _check_leaves(batch, shared)
+    if size % num_replicas:
+        raise BatchError(
+            f"batch, {num_replicas} replicas",
+            "each replica gets as many examples as the others",
+            f"{size} example{'s' * (size != 1)} for {num_replicas} replicas",
+            f"pass a batch of {max(size - size % num_replicas, num_replicas)} examples",
+        )
+    if num_replicas > 1 and size // num_replicas < num_microbatches:
+        raise BatchError(
+            f"batch, num_microbatches={num_microbatches}, {num_replicas} replicas",
+            "each microbatch of each replica needs at least one example",
+            f"{size} example{'s' * (size != 1)} for {num_replicas} x {num_microbatches}",
+            f"pass a batch of {num_replicas * num_microbatches} examples or more",
+        )
+    if size < num_microbatches:
+        raise BatchError(
+            f"batch, num_microbatches={num_microbatches}",
+            "each microbatch needs at least one example",
+            f"{size} example{'s' * (size != 1)} for {num_microbatches} microbatches",
+            f"pass a larger batch, or num_microbatches={max(size, 1)} or fewer",
+        )
+    return size // num_replicas
+
+
+def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
+    """The number of examples in a batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
+    wrong = [
+        f"batch{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
+    ]
+    if wrong:
+        raise BatchError(
+            "batch",
+            "every batch leaf is an array whose first axis counts the examples, or a number for all of them",
+            wrong,
+            "leave out what is neither, or close over it in loss_fn",
+        )
+    lists = [
+        f"batch{jax.tree_util.keystr(path)}: a list of {len(node)} number{'s' * (len(node) != 1)}"
+        for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)
+        if _is_list(node)
+    ]
+    if lists:
+        raise BatchError(
+            "batch",
+            "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item",
+            lists,
+            "make arrays of the lists, nested ones included, with np.asarray",
+        )
+    shared = shared_leaves(batch, names)
+    described = [
+        f"batch{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
+        + " (shared)" * (k in shared and bool(getattr(leaf, "shape", ())))
+        for k, (path, leaf) in enumerate(leaves)
+    ]
+    if len(shared) == len(leaves):
+        raise BatchError(
+            "batch",
+            "at least one batch leaf is an array whose first axis counts the examples",
+            described,
+            "pass arrays, and leave the leaf with the examples out of shared=(...)",
+        )
+    lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
+    if len(lengths) > 1:
+        raise BatchError(
+            "batch",
+            "all batch leaves have the same first axis, the number of examples",
+            described,
+            "give every leaf one row for each example; if examples differ in size (graphs), pad each to one size, stack them "
+            "along a new first axis and jax.vmap the loss over it; name what is the same for all examples: "
+            'shared=("beta", "graph/*")',
+        )
+    if lengths == {0}:
+        raise BatchError("batch", "a batch has at least one example", "0 examples", "leave the empty batch out")
+    return lengths.pop()
+
+
+def _is_list(node: Any) -> bool:
+    """Whether it is a list that people take for an array; to JAX it is a tree of numbers."""
+    return isinstance(node, list) and bool(node) and all(isinstance(item, (bool, int, float, complex)) for item in node)
+
+
+_BATCHED = frozenset({"threefry2x32", "rbg"})
+"""Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``."""
+
+
+def fold_keys(key: Any, implementation: str | None, first: Any, count: int) -> list[Any]:
+    """The raw keys of the microbatches from ``first`` on: each ``jax.random.fold_in(key, microbatch)``, folded by one operation.
+
+    Args:
+        key: raw, of the given implementation; of the default one if that is None.
+        implementation: of the keys.
+        first: the number of the first microbatch.
+        count: how many.
+    """
+
+    def fold(microbatch: Any) -> Any:
+        if implementation is None:
+            return jax.random.fold_in(key, microbatch)
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=implementation), microbatch))
+
+    same = (implementation or str(jax.random.key_impl(jax.random.key(0)))) in _BATCHED
+    numbers = first + jnp.arange(count)
+    folded = jax.vmap(fold)(numbers) if same else jax.lax.map(fold, numbers)
+    return [folded[i] for i in range(count)]
+
+
+def scale_dtype() -> Any:
+    """The dtype of microbatch weights: float32, or float64 where enabled."""
+    return jnp.zeros(0, float).dtype

@@ -1,0 +1,256 @@
+"""The user's loss traced at one microbatch's shapes, and checked: that it is a loss, and that its parameters have gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxpp.errors import JaxppError, LossError, ParamsError
+from jaxpp.stages.graph import Graph, inline_remat, trace
+from jaxpp.stages.loops.rows import place_rows
+from jaxpp.stages.loops.scan import split_scans
+from jaxpp.stages.loops.stacked import concatenated, first_rows, is_slices, joined
+from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
+from jaxpp.types import LossFn
+
+__all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]
+
+
+def trace_loss(  # noqa: PLR0913  (what the user has decided)
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    key: Any,
+    *,
+    has_aux: bool | None,
+    model_state: Any = None,
+    differentiable: bool = True,
+    frozen: frozenset[int] = frozenset(),
+    singly: bool = False,
+    shared: frozenset[int] = frozenset(),
+) -> TracedLoss:
+    """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
+
+    Args:
+        loss_fn: the user's loss.
+        params: tree of arrays or shapes.
+        batch: tree of shapes of one microbatch.
+        key: a key, its shape, or None when the loss takes none.
+        has_aux: whether the loss returns ``(loss, aux)``; None: that is seen by what it returns.
+        model_state: tree of shapes of the model state, or None when the loss has none; with one it returns
+            ``(loss, (new_model_state, aux))``.
+        differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
+        frozen: the parameter leaves whose gradient nobody wants.
+        singly: whether every layer of a loop over layers becomes an equation of its own.
+        shared: the batch leaves that every microbatch gets as they are.
+
+    Raises:
+        LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
+            state has other leaves than the old.
+    """
+    param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
+    state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
+    batch_leaves, batch_tree = jax.tree.flatten(batch)
+    keys, wrap = _raw_key(key)
+    aux_trees: list[Any] = []
+
+    def flat(leaves: list[Any], state: list[Any], batch_leaves: list[Any], keys: list[Any]) -> tuple[Any, list[Any]]:
+        states = () if model_state is None else (state_tree.unflatten(state),)
+        args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
+        result = loss_fn(*args)
+        pair = isinstance(result, tuple) if has_aux is None else has_aux or model_state is not None
+        loss, aux = _check_result(result, pair)
+        new = state
+        if model_state is not None and pair:
+            new, aux = _check_state(aux, model_state)
+        _check_aux(aux)
+        aux_leaves, aux_tree = jax.tree.flatten(aux)
+        aux_trees.append(aux_tree)
+        return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
+
+    try:
+        graph, _ = trace(flat, [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys)
+    except Exception as error:
+        if not isinstance(error, JaxppError):
+            shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
+            error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
+        raise
+    graph, remat = inline_remat(graph)
+    graph = place_rows(graph, graph.inputs[: len(param_leaves)])
+    graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], singly=singly)
+    _check_order(graph)
+    paths = _paths(param_leaves), _paths(state_leaves)
+    whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
+    stacks = tuple((path, row) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for row in first_rows(leaf))
+    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks)
+    loss = graph.outputs[0]
+    if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
+        raise LossError(
+            "loss_fn",
+            "the loss must depend on its parameters, or there is nothing to train",
+            f"a loss that reads none of the {len(param_leaves)} parameter leaves",
+            "compute the loss from the params argument, not from arrays the function closed over",
+        )
+    return traced
+
+
+def _paths(leaves: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+    """The path of each leaf; NNX's ``value`` at the end of all of them is left out."""
+    paths = [path_name(path) for path, _ in leaves]
+    if paths and all(path.endswith("/value") for path in paths):
+        paths = [path.removesuffix("/value") for path in paths]
+    return tuple(paths)
+
+
+def _check_order(graph: Graph) -> None:
+    ordered = [
+        f"{eqn.primitive.name} in {name or 'the loss'}"
+        for eqn, name in zip(graph.eqns, graph.names, strict=True)
+        if any(str(effect).startswith("Ordered") for effect in eqn.effects)
+    ]
+    if ordered:
+        raise LossError(
+            "loss_fn",
+            "stages run side by side, so side effects have no order among each other",
+            ordered,
+            "leave out ordered=True, or return the values as aux",
+        )
+
+
+def _check_aux(aux: Any, name: str = "aux") -> None:
+    wrong = [
+        f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    ]
+    if wrong:
+        raise LossError("loss_fn", f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
+
+
+def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
+    """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
+    where = "loss_fn with has_state=True"
+    if not isinstance(aux, tuple) or len(aux) != 2:
+        raise LossError(
+            where,
+            "it returns (loss, (new_model_state, aux))",
+            f"(loss, {type(aux).__name__})" if not isinstance(aux, tuple) else f"(loss, a tuple of {len(aux)})",
+            "return the new model state and aux as a pair beside the loss; aux may be {}",
+        )
+    new, aux = aux
+    before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        had, has = ({jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new))
+        got = [f"without model_state{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
+        raise LossError(
+            where,
+            "the new model state is a tree like the old one",
+            got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
+            "return every leaf of the model state, changed or not, and no other",
+        )
+    _check_aux(new, "model_state")
+    shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
+    wrong = [
+        f"model_state{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
+        for (path, a), b in zip(before, shapes, strict=True)
+        if (a.shape, a.dtype) != (b.shape, b.dtype)
+    ]
+    if wrong:
+        raise LossError(
+            where,
+            "the leaves of the model state keep their shapes and types",
+            wrong,
+            "give new values the old shape, and cast them with .astype(old.dtype)",
+        )
+    return after, aux
+
+
+def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse parameter leaves that have no gradient, all of them at once."""
+    where = "params"
+    if not leaves:
+        raise ParamsError(where, "the parameters are a tree of arrays", "a tree without leaves", "pass the model's parameters")
+    wrong = [
+        f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}"
+        for path, leaf in leaves
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        fix = "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)"
+        if any(callable(leaf) for _, leaf in leaves):
+            fix = (
+                "keep the functions out of params, as with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), "
+                "and in the loss model = eqx.combine(params, static)"
+            )
+        raise ParamsError(where, "every parameter leaf must be an array of floating type, because its gradient is", wrong, fix)
+
+
+def check_arrays(model_state: Any) -> None:
+    """Refuse model state leaves that are no arrays, all of them at once."""
+    wrong = [
+        f"model_state{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    ]
+    if wrong:
+        raise ParamsError(
+            "model_state",
+            "every leaf of the model state is an array",
+            wrong,
+            "make scalars arrays with jnp.asarray, and close over what never changes",
+        )
+
+
+def key_implementation(key: Any) -> str | None:
+    """The implementation of a typed key; None for a raw one (or none at all)."""
+    if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return None
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)  # a shape will do
+    return found[0]
+
+
+def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    if key is None:
+        return [], lambda data: data
+    implementation = key_implementation(key)
+    if implementation is None:
+        return [key], lambda data: data
+    return [jax.eval_shape(jax.random.key_data, key)], lambda data: jax.random.wrap_key_data(data, impl=implementation)
+
+
+def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if has_aux:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LossError(
+                "loss_fn",
+                "a loss with aux returns a pair (loss, aux)",
+                f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result),
+                "return (loss, aux), or leave has_aux out",
+            )
+        loss, aux = result
+    else:
+        loss, aux = result, ()
+    if isinstance(loss, tuple):
+        raise LossError(
+            "loss_fn", "the loss is one float scalar", f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss"
+        )
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
+        raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
+    aval = jax.eval_shape(jnp.asarray, loss)
+    if aval.shape != ():
+        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
+    if not jnp.issubdtype(aval.dtype, jnp.floating):
+        fix = "return a loss made of floating numbers; what counts or compares (argmax, ==, a cast to integers) has no gradient"
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            fix = "return a real number, for example with jnp.abs or .real"
+        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), fix)
+    return loss, aux
+
+
+def _called(result: Any) -> str:
+    """What a loss returned, as people call it."""
+    return f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__

@@ -1,0 +1,1 @@
+"""What a stage keeps for its backward, and what it computes again."""

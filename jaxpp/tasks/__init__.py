@@ -1,0 +1,1 @@
+"""theta[t]: parameter sets that live on the host, and what a pipeline does with them."""

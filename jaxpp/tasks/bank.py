@@ -1,0 +1,389 @@
+"""theta[t]: parameter sets that live on the host, one of them on the device at a time.
+
+A model has parameters Theta, and theta[t] for each of T tasks (heads, adapters, experts of a user), of which a step uses one. All
+of theta[t] with its optimizer moments need not fit on the device: the bank keeps the sets in pinned host memory, brings in one for
+a step and the next one while that computes, and writes the result back behind it. ::
+
+    host     theta[0] theta[1] theta[2] ... theta[T-1]   each with its moments
+                | bring        ^ write back
+    device   [ in use ]  [ prefetched ]                  ``slots`` of them
+
+Sets that are not used are not touched: no zero gradient, no weight decay, no momentum, no step count, not a byte.
+"""
+
+import difflib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp.errors import BankError, shown
+from jaxpp.runtime.progress import progress
+from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
+from jaxpp.schedule.draw.text import align
+from jaxpp.stages.table import bytes_in_words
+from jaxpp.tasks.host_store import Shelf
+from jaxpp.tasks.set_layout import Layout, check_params
+from jaxpp.tasks.subtree import bind, take
+from jaxpp.tracebacks import entries, managed
+from jaxpp.types import Array, Device, Params
+
+__all__ = ["Bank", "Task"]
+
+_PATIENCE = 2
+"""Seconds before a progress bar shows."""
+
+
+class Task:
+    """A set in use: its trees, on the device, to be read and assigned inside the ``with`` block that made it.
+
+    Attributes:
+        name: which set.
+        params: its parameters.
+        opt_state: its optimizer state.
+    """
+
+    def __init__(self, name: Hashable, params: Params, opt_state: Any):
+        self.name, self.params, self.opt_state = name, params, opt_state
+
+    def __getattr__(self, field: str) -> Any:  # only what is not there comes here
+        if field in ("params", "opt_state"):
+            fix = f"read it inside `with bank.use({self.name!r})`, or bank.{field}({self.name!r}) on the host"
+            raise BankError(f"task.{field}", "a task is given back where its block ends", f"{self.name!r}, given back", fix)
+        raise AttributeError(field)
+
+
+@entries
+class Bank:
+    """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
+
+    All steps with sets of equal shapes are one compiled program: what ``use`` gives has the same shapes and the same placement
+    whether it was there, prefetched or brought in. Put what the step shares on the device too, its optimizer state included
+    (``jaxpp.gather(tree, device)``): JAX compiles the first call apart if some of it has no place yet.
+
+    Args:
+        sets: the parameters of each task, by a name of any hashable kind; the bank takes copies.
+        optimizer: what makes the optimizer state of each set (``optimizer.init``).
+        device: where sets are used; the first device unless said.
+        slots: how many sets the device may hold (each pipeline's devices so many of their own); with 1 there is no room to
+            prefetch while one is in use.
+
+    Attributes:
+        optimizer: as given.
+        device: as given.
+        shelf: the flat leaves of the sets: of the parameters, then of the optimizer state.
+        bind: ``bind(loss_fn, path)``: the loss over ``(params, task_params, batch[, key])``; see ``jaxpp.tasks.subtree``.
+        take: ``take(params, path)``: the parameters without a subtree, and the subtree.
+
+    Raises:
+        BankError: a set without leaves, or with leaves that are no floating arrays; fewer than one slot; no optimizer; a device
+            without pinned host memory.
+
+    Example:
+        >>> import optax
+        >>> optimizer = optax.sgd(0.5)
+        >>> bank = Bank({"cat": {"w": np.ones(2, "f")}, "dog": {"w": np.zeros(2, "f")}}, optimizer)
+        >>> with bank.use("dog") as task:
+        ...     bank.prefetch("cat")
+        ...     updates, task.opt_state = optimizer.update({"w": task.params["w"] - 1}, task.opt_state)
+        ...     task.params = optax.apply_updates(task.params, updates)
+        >>> bank.params("dog")["w"], bank.params("cat")["w"]
+        (array([0.5, 0.5], dtype=float32), array([1., 1.], dtype=float32))
+    """
+
+    def __init__(self, sets: Mapping[Any, Params], optimizer: Any, *, device: Device | None = None, slots: int = 2):
+        self.device = jax.devices()[0] if device is None else device
+        if not hasattr(self.device, "addressable_memories"):
+            fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
+            raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
+        kinds = [memory.kind for memory in self.device.addressable_memories()]
+        if HOST not in kinds:
+            got = f"{self.device} with {', '.join(kinds) or 'none'}"
+            raise BankError("Bank(device=...)", f"the device can reach {HOST} memory", got, "use another device or backend")
+        if not callable(getattr(optimizer, "init", None)):
+            raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
+        self.optimizer, self.shelf = optimizer, Shelf(slots)
+        self._home = SingleDeviceSharding(self.device)
+        self._init = jax.jit(optimizer.init, out_shardings=self._home)
+        self._layouts: dict[Hashable, Layout] = {}
+        self._task: Task | None = None
+        with _progress(_pairs("sets", sets)) as bar:
+            for name, params in bar:
+                self.add(name, params)
+
+    @classmethod
+    def make(
+        cls, init: Callable[[Any], Params], keys: Mapping[Any, Any], optimizer: Any, *, device: Device | None = None, slots: int = 2
+    ) -> "Bank":
+        """A bank whose sets are initialised on the device, one at a time.
+
+        Args:
+            init: ``init(key)`` makes the parameters of a set; it is jitted.
+            keys: the key of each task.
+            optimizer: as of the class.
+            device: likewise.
+            slots: likewise.
+
+        Raises:
+            BankError: as the class does.
+        """
+        bank = cls({}, optimizer, device=device, slots=slots)
+        init = jax.jit(init, out_shardings=bank._home)
+        with _progress(_pairs("keys", keys)) as bar:
+            for name, key in bar:
+                bank.add(name, init(put(key, bank._home)))
+        return bank
+
+    bind = staticmethod(bind)
+    take = staticmethod(take)
+
+    @property
+    def tasks(self) -> tuple[Any, ...]:
+        """The names of the sets."""
+        return tuple(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layouts
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tasks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sets on the host."""
+        return sum(self.shelf.sizes.values())
+
+    def shapes(self, name: Any) -> tuple[Any, Any]:
+        """Shape and dtype of each leaf of a set's parameters and of its optimizer state."""
+        return self.layout(name).fill(self.layout(name).shapes)
+
+    def layout(self, name: Any) -> Layout:
+        """The trees of a set, and its leaves' shapes.
+
+        Raises:
+            BankError: there is no such set.
+        """
+        return self._layout(name, f"bank.layout({name!r})")
+
+    def params(self, name: Any) -> Params:
+        """A set's parameters as NumPy arrays that cannot be written to; waits for its write-back."""
+        return self._read(name, f"bank.params({name!r})")[0]
+
+    def opt_state(self, name: Any) -> Any:
+        """A set's optimizer state likewise (PRNG keys stay what they are)."""
+        return self._read(name, f"bank.opt_state({name!r})")[1]
+
+    def add(self, name: Any, params: Params, opt_state: Any = None) -> None:
+        """Take a set in; waits until it is on the host.
+
+        Args:
+            name: what to call it, not the name of another.
+            params: its parameters, which are copied.
+            opt_state: its optimizer state, of a file say; made by the optimizer unless given.
+
+        Raises:
+            BankError: the name is taken, or the trees are not what a set is made of.
+        """
+        where = f"bank.add({name!r}, ...)"
+        if name in self._layouts:
+            raise BankError(where, "the names of sets differ", f"a second {name!r}", f"bank.remove({name!r}) first, or rename it")
+        check_params(where, params)
+        check_alive(where, (params, opt_state))
+        if opt_state is not None:
+            expected = jax.eval_shape(self.optimizer.init, params)
+            wrong = Layout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
+            if lines := wrong.differences((), opt_state):
+                raise BankError(
+                    where, "an optimizer state is one that the optimizer made for the parameters", lines, "leave it out"
+                )
+        leaves, tree = jax.tree.flatten(params)
+        leaves = to_device(list(map(private, leaves)), (self._home,) * len(leaves))
+        moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
+        leaves = [_strong(leaf) for leaf in (*leaves, *moments)]
+        self.shelf.put(name, leaves, (self._home,) * len(leaves))
+        self._layouts[name] = Layout(tree, opt_tree, self.shelf.shapes(name))
+
+    def remove(self, name: Any) -> None:
+        """Forget a set.
+
+        Raises:
+            BankError: there is no such set, or it is in use.
+        """
+        self._layout(name, f"bank.remove({name!r})")
+        self.shelf.remove(name)
+        del self._layouts[name]
+
+    def prefetch(self, name: Any) -> None:
+        """Begin to bring a set to the device while another computes; waits for nothing.
+
+        Raises:
+            BankError: there is no such set, there is no slot beside the set in use (``slots=1``), or the device has no room.
+        """
+        layout = self._layout(name, f"bank.prefetch({name!r})")
+        self.shelf.prefetch(name, (self._home,) * len(layout.shapes))
+
+    @managed
+    def use(self, name: Any) -> Iterator[Task]:
+        """Bring a set to the device; where the block ends, write it back without waiting.
+
+        What the block assigns to ``task.params`` and ``task.opt_state`` is written; if that is nothing, nothing is. After an
+        exception nothing is written either, and the copy on the device is dropped.
+
+        Args:
+            name: which.
+
+        Raises:
+            BankError: there is no such set, one is in use, or the device has no room; where the block ends, that what was assigned
+                is not of the set's trees and shapes, or that its arrays were given up (donated): the set stays as it was.
+        """
+        layout = self._layout(name, f"bank.use({name!r})")
+        if self._task is not None:
+            got = f"{self._task.name!r} is in use"
+            raise BankError(
+                f"bank.use({name!r})", "one set is in use at a time", got, "leave its block first; prefetch brings the next"
+            )
+        leaves = self.shelf.fetch(name, (self._home,) * len(layout.shapes))
+        lent = list(map(weakref.ref, leaves))
+        self._task = task = Task(name, *layout.fill(leaves))
+        del leaves  # the task alone holds them: what the step gives up is gone
+        try:
+            yield task
+            self._give_back(task, layout, lent)
+        except BaseException:
+            self.shelf.release(name)
+            raise
+        finally:
+            self._task = None
+            vars(task).clear()
+            task.name = name
+
+    def wait(self) -> None:
+        """Return once all write-backs have arrived.
+
+        Raises:
+            BankError: one failed; its set has the values that it had before.
+        """
+        self.shelf.wait()
+
+    def __str__(self) -> str:
+        sizes, here = self.shelf.sizes, {*self.shelf.resident(), *self.shelf.in_use()}
+        groups: dict[int, list[Any]] = {}
+        for name in self:
+            groups.setdefault(sizes[name], []).append(name)
+        rows = [["tasks", "sets", "bytes a set", "on the host", "on the device"]]
+        for size, names in groups.items():
+            resident = _names([name for name in names if name in here])
+            rows.append([_names(names), str(len(names)), *map(bytes_in_words, (size, size * len(names))), resident or "none"])
+        traffic = self.shelf.traffic
+        moved = [f"{bytes_in_words(traffic.bytes_to_device)} to the device", f"{bytes_in_words(traffic.bytes_to_host)} to the host"]
+        hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {', '.join(moved)}"
+        total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.shelf.slots} slots on {self.device}"
+        return "\n".join([*align(rows), "", total, hits])
+
+    def __repr__(self) -> str:
+        each = [bytes_in_words(size) for size in sorted(set(self.shelf.sizes.values()))]
+        sizes = f" of {' to '.join(dict.fromkeys((each[0], each[-1])))} each" if each else ""
+        slots = f"{self.shelf.slots} slot{'s' if self.shelf.slots > 1 else ''} on {self.device}"
+        return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {slots})"
+
+    def check_name(self, name: Any, where: str) -> None:
+        """Refuse what is no name of a set.
+
+        Args:
+            name: what the user wrote.
+            where: where that was.
+
+        Raises:
+            BankError: there is no such set; sets of near names are named.
+        """
+        self._layout(name, where)
+
+    def _layout(self, name: Any, where: str) -> Layout:
+        if not isinstance(name, Hashable):
+            raise BankError(where, "a name is a text, a number or a tuple of these", type(name).__name__, "pass the set's name")
+        if name not in self._layouts:
+            if isinstance(name, tuple) and name and all(part in self._layouts for part in name if isinstance(part, Hashable)):
+                rule, got = "a tuple is the name of one set; one set a replica is a list", repr(name)
+                raise BankError(where, rule, got, f"pass {list(name)!r}")
+            near = difflib.get_close_matches(str(name), map(str, self._layouts))
+            got = f"{name!r}; the bank has {_names(self.tasks) or 'no sets'}"
+            fix = (
+                f"is it {' or '.join(near)}? If it is new, bank.add({name!r}, params)"
+                if near
+                else f"bank.add({name!r}, params) first"
+            )
+            raise BankError(where, "a name is that of a set in the bank", got, fix)
+        return self._layouts[name]
+
+    def _read(self, name: Any, where: str) -> tuple[Any, Any]:
+        layout = self._layout(name, where)
+        return layout.fill([leaf if _is_key(leaf) else np.asarray(leaf) for leaf in self.shelf.host(name)])
+
+    def _give_back(self, task: Task, layout: Layout, lent: Sequence[Any]) -> None:
+        """Write a task back, if it was changed."""
+        where = f"with bank.use({task.name!r})"
+        (leaves, tree), (moments, opt_tree) = jax.tree.flatten(task.params), jax.tree.flatten(task.opt_state)
+        leaves += moments
+        fits = (tree, opt_tree) == (layout.params, layout.opt_state) and all(map(_is_of, leaves, layout.shapes))
+        if not fits and (wrong := layout.differences(task.params, task.opt_state)):  # which takes longer, as it names them
+            fix = "assign the trees that the step returned for this task; the set stays as it was"
+            raise BankError(where, "a set keeps its trees, shapes and dtypes", wrong, fix)
+        gone = sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
+        if gone:
+            got = f"{gone} of {len(leaves)} arrays are gone"
+            fix = "assign what the step returned to task.params and task.opt_state; the set stays as it was"
+            raise BankError(where, "a step that gives up (donates) a set's arrays returns new ones", got, fix)
+        if all(ref() is leaf for ref, leaf in zip(lent, leaves, strict=True)):
+            self.shelf.keep(task.name, leaves)
+        else:
+            self.shelf.store(task.name, self._placed(leaves))
+
+    def _placed(self, leaves: Sequence[Any]) -> list[Array]:
+        """Leaves as ``use`` gives them, each with a buffer of its own; what a jitted step returned is so already."""
+        placed, seen = [], set()
+        for given in leaves:
+            leaf = given
+            if not (isinstance(leaf, jax.Array) and leaf.sharding == self._home and leaf.committed) or id(leaf) in seen:
+                leaf = put(private(leaf), self._home)
+            seen.add(id(given))
+            placed.append(_strong(leaf))
+        return placed
+
+
+def _strong(leaf: Any) -> Any:
+    """Without JAX's weak type, which is no part of a set's shapes, and would make a step compile again."""
+    return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def _is_of(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf that a step returned has this shape and dtype; others may as well."""
+    return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _names(names: Sequence[Any]) -> str:
+    """A few names, and how many there are if that is not all."""
+    few = ", ".join(map(str, names[:4]))
+    return few if len(names) <= 4 else f"{few}, ... ({len(names)})"
+
+
+def _pairs(what: str, given: Any) -> Sequence[tuple[Any, Any]]:
+    if not isinstance(given, Mapping):
+        raise BankError(
+            f"{what}=...", "tasks have names", type(given).__name__, f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
+        )
+    return list(given.items())
+
+
+def _progress(pairs: Sequence[tuple[Any, Any]]) -> Any:
+    return progress(pairs, desc="parameter sets", unit="set", after=_PATIENCE)
