@@ -4,28 +4,57 @@ All of them are pytrees of arrays; the names say what role a tree plays, which i
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import Sharding
 
 __all__ = [
     "Activation",
     "Array",
+    "Aval",
     "Batch",
     "Cotangent",
+    "DType",
     "Device",
     "Grads",
+    "Home",
     "Key",
+    "Leaf",
     "LossFn",
     "Params",
     "Policy",
     "ReduceAux",
     "Remat",
+    "Tree",
 ]
+
+
+class Aval(Protocol):
+    """A shape and a dtype: ``jax.ShapeDtypeStruct``, or what a traced variable says of itself."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        ...
+
 
 Array = jax.Array
 Device = Any
 """A ``jax.Device`` (which static checkers do not take for a type)."""
+Home = Device | Sharding
+"""Where an array goes: a device, or a sharding over the devices of a sub-mesh."""
+DType = Any
+"""A NumPy dtype, or one of JAX's own (``key<fry>``)."""
+Leaf = Any
+"""A leaf of a tree that holds values: a ``jax.Array``, a NumPy array or scalar, a Python number."""
+Tree = Any
+"""Any pytree: of arrays, of shapes, or of what else is said."""
 Params = Any
 """The user's parameter tree."""
 Grads = Any
