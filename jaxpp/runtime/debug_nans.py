@@ -22,7 +22,8 @@ from jaxpp.errors import NonFiniteError
 from jaxpp.plan.builder import Line
 from jaxpp.plan.step import Job
 from jaxpp.runtime.place import Submesh
-from jaxpp.stages.graph import trace, variables
+from jaxpp.stages.graph import trace
+from jaxpp.stages.jaxpr import variables
 from jaxpp.stages.loss.roles import describe
 from jaxpp.stages.program import Ref, Role
 

@@ -30,12 +30,13 @@ from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
 from jaxpp.runtime.sharding_rules import opt_specs_of
 from jaxpp.runtime.transfer import divided, private, put_at
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.graph import Graph, calls_host
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import calls_host, shapes_of
 from jaxpp.stages.joint import Joint
 from jaxpp.stages.loops.stacked import Slicing, is_slices
 from jaxpp.stages.loss.microbatch import batch_avals, scale_dtype
 from jaxpp.stages.loss.trace import check_arrays, check_floating
-from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.program import Ref, Role
 from jaxpp.types import LossFn
 
 __all__ = ["Drafted", "Engine", "Outcome"]

@@ -26,7 +26,7 @@ from jaxpp.stages.cuts.cut import CutLoss, cut
 from jaxpp.stages.cuts.named import resolve
 from jaxpp.stages.cuts.partition import Cuts, align, balance, owners
 from jaxpp.stages.cuts.uneven import check_giant, uneven
-from jaxpp.stages.graph import aval_of
+from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.joint import Joint
 from jaxpp.stages.loops.stacked import Slicing, concatenated, joined, slicing_of
 from jaxpp.stages.loss.aux import Reducer, check_aux, reducers_of
@@ -228,11 +228,11 @@ class Preparer:
         given = tuple(map(avals_of, variables))
         microbatch = resized(batch_avals(batch), size, self.shared(batch))
         self.frozen = frozen
-        singly = self._trace(settings.loss_fn, given, microbatch, key, singly=True)
-        self.layout, first = self._lay_out(singly, given, microbatch, key, frozen, permit)
+        layered = self._trace(settings.loss_fn, given, microbatch, key, per_layer=True)
+        self.layout, first = self._lay_out(layered, given, microbatch, key, frozen, permit)
         if settings.balance == "time" and settings.cuts is None and settings.schedule.num_stages > 1 and self.like is None:
             clock = clock_of([code.flops for code in first.stages], stage_times(first, settings, self.programs))
-            self.layout, first = self._lay_out(replace(singly, clock=clock), given, microbatch, key, frozen, permit)
+            self.layout, first = self._lay_out(replace(layered, clock=clock), given, microbatch, key, frozen, permit)
         self._cuts.clear()
         self._cuts[self._cache_key(settings.loss_fn, microbatch, key, True)] = first
         return self.layout
@@ -240,7 +240,7 @@ class Preparer:
     def _lay_out(
         self, loss: TracedLoss, given: tuple[Any, ...], microbatch: Any, key: Any, frozen: frozenset[int], permit: Permit
     ) -> tuple[Layout, CutLoss]:
-        """Cut a loss whose loops were split singly, and say what that decides."""
+        """Cut a loss whose loops were split into single layers, and say what that decides."""
         settings, clock, spine = self.settings, loss.clock, loss.primitives
         cuts = () if self.like else self._choose(loss)
         slicing, variables = slicing_at(loss, cuts, given[0], settings, permit, self.like and self.like.slicing), given
@@ -299,11 +299,11 @@ class Preparer:
         key: Any,
         *,
         train: bool = True,
-        singly: bool = False,
+        per_layer: bool = False,
     ) -> TracedLoss:
         params, *state = variables
         has_aux = self.settings.has_aux if loss_fn == self.settings.loss_fn else None
-        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "singly": singly}
+        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
         options |= {"shared": self.shared(microbatch)}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from jaxpp.stages.graph import Graph, Piece, trace
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.roles import TracedLoss
-from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.program import Ref, Role
 
 __all__ = ["Body", "Traced"]
 

@@ -10,7 +10,8 @@ summed in I. A stage whose input wants no cotangent, as the first, has nothing i
 
 from collections.abc import Collection, Iterable
 
-from jaxpp.stages.graph import Atom, Graph, variables
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import Atom, variables
 
 __all__ = ["split_backward"]
 

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
-from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.graph import Piece, descendants, partition
+from jaxpp.stages.jaxpr import LAYOUT, aval_of, calls_host, is_cheap, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.roles import TracedLoss, cheap_values
 from jaxpp.stages.packing import Pack, packed, packs_of
-from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Backward, Program, Ref, Role
 from jaxpp.stages.remat.least import Least, from_results
 from jaxpp.stages.remat.loops import leaner
 from jaxpp.stages.remat.policy import Kept, dropped
@@ -186,7 +187,7 @@ class _Programs:
         self.free = {i for i, color in enumerate(colors) if color is None}
         self.again = self._again(colors, remat)
         colors = [None if i in self.again else color for i, color in enumerate(colors)]
-        self.pieces = carve(graph, colors, homes)
+        self.pieces = partition(graph, colors, homes)
         self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
         sent = {
             atom: ref
@@ -197,7 +198,7 @@ class _Programs:
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
         self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), pack_below)
-        everything = carve(graph, before, homes).get(_BACKWARD, Piece((), (), ()))
+        everything = partition(graph, before, homes).get(_BACKWARD, Piece())
         self.kept_bytes, self.keepable_bytes = self._held(self._piece(_BACKWARD)), self._held(everything)
         self._split(colors, remat)
 
@@ -239,8 +240,8 @@ class _Programs:
             for ref, atom in zip(returned, self.backward_atoms, strict=True)
         ]
         atoms = zip(self.backward_atoms, self.halves, strict=True)
-        pieces = carve(graph, parts, {atom: half for atom, half in atoms if isinstance(atom, Var)})
-        blank = Piece((), (), ())
+        pieces = partition(graph, parts, {atom: half for atom, half in atoms if isinstance(atom, Var)})
+        blank = Piece()
         self.pieces |= {half: pieces.get(half, blank) for half in (_INPUT, _WEIGHT)}
         self.kept = [var for var in self.pieces[_WEIGHT].inputs if var not in self.refs]
         names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self.kept))]
@@ -250,8 +251,8 @@ class _Programs:
     def _at_the_least(self, parts: Sequence[str | None], cotangents: set[Var], remat: Least) -> list[str | None]:
         """The division of the backward with which I keeps least for W: what I runs, what W runs, and None for what both run."""
         graph, wanted = self.traced.graph, set(variables(self.backward_atoms))
-        pieces = carve(graph, parts, dict.fromkeys(wanted - cotangents, _WEIGHT) | dict.fromkeys(cotangents, _INPUT))
-        of_input, of_weight = (pieces.get(half, Piece((), (), ())) for half in (_INPUT, _WEIGHT))
+        pieces = partition(graph, parts, dict.fromkeys(wanted - cotangents, _WEIGHT) | dict.fromkeys(cotangents, _INPUT))
+        of_input, of_weight = (pieces.get(half, Piece()) for half in (_INPUT, _WEIGHT))
         held = {*of_input.inputs, *of_weight.inputs} - self.lasting
         both, early = remat.between(graph, of_input.eqns, of_weight.eqns, self.free, held)
         return [
@@ -260,7 +261,7 @@ class _Programs:
         ]
 
     def _piece(self, color: str) -> Piece:
-        return self.pieces.get(color, Piece((), (), ()))
+        return self.pieces.get(color, Piece())
 
     def _colors(self) -> list[str | None]:
         graph = self.traced.graph
@@ -284,7 +285,7 @@ class _Programs:
                 union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
                 sources.update((var, union) for var in outs)
                 grows = sum(count_bytes(aval_of(v)) for v in outs) > 2 * sum(count_bytes(aval_of(v)) for v in union)
-                again = eqn.primitive.name in LAYOUT or (eqn.primitive.name in CHEAP and grows)
+                again = kind_of(eqn) in LAYOUT or (is_cheap(eqn) and grows)
                 colors.append(None if again else _STATICS)
         return colors
 

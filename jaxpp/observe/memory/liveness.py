@@ -22,7 +22,7 @@ from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.place import Submesh, bytes_on, leading
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import aval_of
+from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.program import Role
 from jaxpp.types import Device
 
