@@ -13,8 +13,8 @@ from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.runtime.transfer import apart, bring, put, spread
+from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
-from jaxpp.stages.loss.roles import describe
 from jaxpp.types import Array, Device
 
 __all__ = ["Metrics", "State", "States", "states_of"]

@@ -13,8 +13,8 @@ from jaxpp.plan.lower import lower
 from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import Schedule
+from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut import cut
-from jaxpp.stages.cuts.partition import balance, owners
 from jaxpp.stages.loss.aux import join
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role

@@ -14,8 +14,7 @@ from jaxpp.plan.step import param_name
 from jaxpp.runtime.place import Submesh
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Piece, descendants, partition
-from jaxpp.stages.jaxpr import aval_of, shapes_of, variables
-from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.jaxpr import aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
 
 __all__ = ["draft_birth", "draft_update"]

@@ -21,7 +21,7 @@ from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, is_cast, is_elementwise, kind_of, number_in, variables
 from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.roles import path_name
+from jaxpp.stages.loss.traced_loss import path_name
 
 __all__ = ["Sizes", "slicing_for"]
 

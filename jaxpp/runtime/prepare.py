@@ -22,9 +22,9 @@ from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.sharding_rules import specs_of
 from jaxpp.runtime.slicing import Permit, slicing_at
+from jaxpp.stages.cuts.balance import Cuts, align, balance, owners
+from jaxpp.stages.cuts.by_name import resolve
 from jaxpp.stages.cuts.cut import CutLoss, cut
-from jaxpp.stages.cuts.named import resolve
-from jaxpp.stages.cuts.partition import Cuts, align, balance, owners
 from jaxpp.stages.cuts.uneven import check_giant, uneven
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.joint import Joint
@@ -42,8 +42,8 @@ from jaxpp.stages.loss.microbatch import (
     sizes,
     split_any,
 )
-from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.loss.trace import key_implementation, trace_loss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.program import Program, Role
 from jaxpp.tasks.replica_groups import Groups
@@ -252,7 +252,7 @@ class Preparer:
             cuts = self._choose(loss)
         reducers = self._reducers(loss, settings.loss_fn, variables, microbatch, key)
         owner = owners(loss, cuts)
-        options = {"remat": settings.remat, "severed": settings.severed, "scaled_by": self._scaled_by, "pack": self._pack}
+        options = {"remat": settings.remat, "cut_gradient": settings.severed, "scaled_by": self._scaled_by, "pack": self._pack}
         first = cut(loss, cuts, owner, reducers=reducers, **options)
         packs = tuple(code.packs for code in first.stages)
         decided = (owner, loss.primitives, cuts, reducers, packs, first.state_home)
@@ -347,7 +347,7 @@ class Preparer:
             cuts = layout.cuts if same else align(loss, settings.schedule.num_stages, layout.owner, layout.state_owner, train=train)
             own = loss_fn == settings.loss_fn
             reducers = layout.reducers if own else self._reducers(loss, loss_fn, layout.variables, microbatch, key)
-            options = {"packs": layout.packs, "train": train, "remat": settings.remat, "severed": settings.severed}
+            options = {"packs": layout.packs, "train": train, "remat": settings.remat, "cut_gradient": settings.severed}
             options |= {"state_owner": layout.state_owner, "scaled_by": self._scaled_by, "pack": self._pack}
             self._cuts[cache_key] = cut(loss, cuts, layout.owner, reducers=reducers, **options)
             if len(self._cuts) > 4 * settings.max_shapes:  # a shape has microbatches of two sizes, to train and to evaluate

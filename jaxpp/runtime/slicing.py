@@ -8,12 +8,12 @@ import jax
 
 from jaxpp.options import Settings
 from jaxpp.runtime.sharding_rules import specs_of
-from jaxpp.stages.cuts.partition import Cuts
+from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.joint import Joint
 from jaxpp.stages.loops.rows import rows_between
 from jaxpp.stages.loops.split_scan import slices_between
 from jaxpp.stages.loops.stacked import Slicing
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 
 __all__ = ["Permit", "slicing_at"]
 

@@ -9,7 +9,7 @@ colour is ``None`` belongs to nobody and is repeated in every piece that needs i
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -32,7 +32,7 @@ from jaxpp.types import Tree
 
 __all__ = ["Graph", "Piece", "Rewriter", "ancestors", "descendants", "inline_remat", "live", "marked", "partition", "trace"]
 
-Color = Hashable
+Color = TypeVar("Color", bound=Hashable)
 """What marks the equations of one piece."""
 
 

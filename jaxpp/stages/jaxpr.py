@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from jaxpp.types import Leaf
+from jaxpp.types import Aval, Leaf
 
 __all__ = [
     "CALLS",
@@ -33,6 +33,7 @@ __all__ = [
     "calls_host",
     "checkpoint_like",
     "concatenated_rows",
+    "describe",
     "equations_of",
     "function_of",
     "inner_jaxprs",
@@ -50,6 +51,7 @@ __all__ = [
     "scan_of",
     "shapes_of",
     "sliced_like",
+    "source_frames",
     "split_rows",
     "terms",
     "value_in",
@@ -117,6 +119,14 @@ def aval_of(atom: Atom) -> Any:
     return atom.aval
 
 
+def describe(aval: Aval) -> str:
+    """A shape as people write it: ``f32[8,64]``."""
+    short = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c"}
+    name = str(aval.dtype)
+    letters = name.rstrip("0123456789")
+    return f"{short.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, aval.shape))}]"
+
+
 def shapes_of(atoms: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of each variable, abstract value or array."""
     avals = (getattr(atom, "aval", atom) for atom in atoms)
@@ -125,7 +135,7 @@ def shapes_of(atoms: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def new_variable(like: Atom, shape: tuple[int, ...] | None = None) -> Var:
     """A variable like another, with another shape if one is given."""
-    return Var(like.aval if shape is None else like.aval.update(shape=shape))
+    return Var(aval_of(like) if shape is None else aval_of(like).update(shape=shape))
 
 
 def value_in(literal: Literal) -> Leaf:
@@ -219,8 +229,8 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     body = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, list(getattr(body, "consts", ())))
     if body.consts:
         return None
-    pairs = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
-    results = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
+    pairs = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
+    results = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
     before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
     return Scan(body, before, carry, eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
 
@@ -243,6 +253,12 @@ def kind_of(eqn: JaxprEqn) -> str:
 def module_path(eqn: JaxprEqn) -> str:
     """The name scopes under which an equation was traced, such as ``GPT/h_2/attn``."""
     return str(eqn.source_info.name_stack)
+
+
+def source_frames(eqn: JaxprEqn) -> list[Any]:
+    """The frames of the Python stack that traced an equation, the innermost first; each has a ``file_name`` and a ``line_num``."""
+    found = eqn.source_info.traceback
+    return [] if found is None else list(found.frames)
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
@@ -274,9 +290,9 @@ def terms(eqn: JaxprEqn) -> int | None:
     """How many products make up one element of the result of a matrix product or a convolution; None for anything else."""
     if kind_of(eqn) == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        return math.prod(aval_of(eqn.invars[0]).shape[axis] for axis in contracted)
     if kind_of(eqn) == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel = aval_of(eqn.invars[1]).shape
         return math.prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
     return None
 
@@ -327,7 +343,7 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
         eqn: the equation.
         integer: finds the integer that an index is, if that is known.
     """
-    kind, shape = kind_of(eqn), tuple(eqn.invars[0].aval.shape)
+    kind, shape = kind_of(eqn), tuple(aval_of(eqn.invars[0]).shape)
     ones = (1,) * len(shape)
     if kind == "slice":
         start, stop, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
@@ -342,16 +358,16 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
     if kind == "gather":  # of one row: jnp.take(w, 3, axis=0)
         named, row = eqn.params["dimension_numbers"], integer(eqn.invars[1])
         plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
-        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and eqn.outvars[0].aval.shape == shape[1:]
+        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and aval_of(eqn.outvars[0]).shape == shape[1:]
         if plain and whole_rows and row is not None and 0 <= row < shape[0]:
             return Window((row, *[0] * (len(shape) - 1)), (row + 1, *shape[1:]), ones, squeezed=True)
     return None
 
 
-def sliced_like(eqn: JaxprEqn, operand: Var, start: int, stop: int) -> JaxprEqn | None:
+def sliced_like(eqn: JaxprEqn, operand: Atom, start: int, stop: int) -> JaxprEqn | None:
     """A slice of rows of ``operand`` made from an equation that slices something else, without tracing; None if it does not."""
     if kind_of(eqn) != "slice":
         return None
-    shape = operand.aval.shape
+    shape = aval_of(operand).shape
     bounds = {"start_indices": (start, *[0] * (len(shape) - 1)), "limit_indices": (stop, *shape[1:]), "strides": None}
     return eqn.replace(invars=[operand], outvars=[new_variable(operand, (stop - start, *shape[1:]))], params=eqn.params | bounds)

@@ -13,11 +13,11 @@ from jax.extend.core import Var
 
 from jaxpp.stages.graph import Piece
 from jaxpp.stages.jaxpr import calls_host, shapes_of
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role
-from jaxpp.stages.remat.least import Least, from_results
-from jaxpp.stages.remat.loops import leaner
+from jaxpp.stages.remat.checkpoint_loops import checkpoint_loops
+from jaxpp.stages.remat.least import Least, reuse_maximum
 from jaxpp.stages.remat.policy import Kept
 from jaxpp.stages.stage_programs import StagePrograms
 from jaxpp.stages.stage_trace import StageSlice
@@ -122,11 +122,11 @@ class StageBuilder:
     def _programs(self, body: StageSlice, stage: int, num_constants: int, remat: Kept) -> tuple[StagePrograms, int]:
         """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
         graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
-        graphs += leaner(self.loss.graph, body.piece.eqns) if loops else []
+        graphs += checkpoint_loops(self.loss.graph, body.piece.eqns) if loops else []
         given = stage, self.rows, num_constants, remat, self.scaled_by, self.pack_below
         traces = [body.trace(stage, self.carried, self.train, graph) for graph in graphs]
         if isinstance(remat, Least):
-            traces = [replace(traced, graph=from_results(traced.graph)) for traced in traces]
+            traces = [replace(traced, graph=reuse_maximum(traced.graph)) for traced in traces]
         found = [StagePrograms(traced, *given) for traced in traces]
         return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 

@@ -24,11 +24,11 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import LAYOUT, aval_of, is_cheap, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.roles import cheap_values
+from jaxpp.stages.loss.traced_loss import cheap_values
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role
 from jaxpp.stages.remat.least import Least
-from jaxpp.stages.remat.policy import Kept, dropped
+from jaxpp.stages.remat.policy import Kept, recomputed
 from jaxpp.stages.split_backward import BACKWARD, INPUT, WEIGHT, split_backward
 from jaxpp.stages.stage_trace import TracedStage
 
@@ -95,7 +95,7 @@ class StagePrograms:
         """The equations of the forward that the backward runs again."""
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
         if not isinstance(remat, Least):
-            return set() if remat is None else dropped(graph, forward, remat)
+            return set() if remat is None else recomputed(graph, forward, remat)
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
         held = set(graph.inputs) - self.lasting
         return remat.again(graph, forward, self.free, held, [*reads, *variables(self.backward_atoms)])

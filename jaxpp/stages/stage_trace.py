@@ -8,7 +8,7 @@ import jax
 
 from jaxpp.stages.graph import Graph, Piece, trace
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Ref, Role
 
 __all__ = ["StageSlice", "TracedStage"]

@@ -18,10 +18,10 @@ from jaxpp.plan.builder import Name
 from jaxpp.runtime.engine import Engine, Outcome
 from jaxpp.runtime.prepare import avals_of
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.joint import Joint, join_losses
 from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import batch_avals
-from jaxpp.stages.loss.roles import describe
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.fitted import Fitted
 from jaxpp.tasks.set_layout import Layout

@@ -4,9 +4,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxpp.errors import CutError, warn
-from jaxpp.stages.cuts.partition import Cuts, least_largest
+from jaxpp.stages.cuts.balance import Cuts, least_largest
 from jaxpp.stages.jaxpr import inner_jaxprs, kind_of, scan_of, variables
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 
 __all__ = ["UNEVEN", "UnevenStagesWarning", "check_giant", "uneven", "warn_of"]
 

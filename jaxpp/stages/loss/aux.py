@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
-from jaxpp.stages.jaxpr import aval_of
-from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
+from jaxpp.stages.jaxpr import aval_of, describe
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 
 __all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import BatchError
-from jaxpp.stages.loss.roles import describe, path_name
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Batch
 
 __all__ = [

@@ -10,11 +10,11 @@ from jax.extend.core import Literal
 
 from jaxpp.errors import JaxppError, LossError, ParamsError
 from jaxpp.stages.graph import Graph, inline_remat, trace
-from jaxpp.stages.jaxpr import is_ordered
+from jaxpp.stages.jaxpr import describe, is_ordered
 from jaxpp.stages.loops.rows import place_rows
 from jaxpp.stages.loops.split_scan import split_scans
 from jaxpp.stages.loops.stacked import concatenated, first_rows, is_slices, joined
-from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.types import LossFn
 
 __all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]

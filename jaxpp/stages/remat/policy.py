@@ -12,7 +12,7 @@ from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.remat.least import Least
 from jaxpp.types import Policy
 
-__all__ = ["RECOMPUTE", "Kept", "dropped", "kept_of"]
+__all__ = ["RECOMPUTE", "Kept", "kept_of", "recomputed"]
 
 Kept = Policy | Least | None
 """What a stage keeps: what a policy says, the least, or (None) everything that its backward reads."""
@@ -55,7 +55,7 @@ def kept_of(remat: Any, num_stages: int, platform: str) -> tuple[Kept, ...] | No
     return kept if any(item is not None for item in kept) else None
 
 
-def dropped(graph: Graph, forward: Collection[int], policy: Policy) -> set[int]:
+def recomputed(graph: Graph, forward: Collection[int], policy: Policy) -> set[int]:
     """The equations of the forward whose results a policy does not keep.
 
     Raises:

@@ -9,7 +9,7 @@ Three kinds of equations come out:
   each stage that needs it makes it again, and only the batch leaf travels.
 
 A model state leaf (running statistics) has a new value after every microbatch. The stage that makes it keeps it, so whatever reads
-the old one before lies on the same stage (``together``).
+the old one before lies on the same stage (``state_spans``).
 """
 
 import itertools
@@ -34,18 +34,10 @@ from jaxpp.stages.joint import without_joint
 from jaxpp.stages.loops.rows import Read, first_reads
 from jaxpp.stages.loops.split_scan import Layers
 
-__all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "describe", "path_name"]
+__all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "path_name"]
 
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
 """Why no stage may begin at some places (``TracedLoss.barred``)."""
-
-
-def describe(aval: Any) -> str:
-    """A shape as people write it: ``f32[8,64]``."""
-    short = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c"}
-    name = str(aval.dtype)
-    letters = name.rstrip("0123456789")
-    return f"{short.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, aval.shape))}]"
 
 
 @dataclass(frozen=True)
@@ -282,7 +274,7 @@ class TracedLoss:
         return self._uses_of(self.state)[0]
 
     @cached_property
-    def together(self) -> tuple[tuple[int, int] | None, ...]:
+    def state_spans(self) -> tuple[tuple[int, int] | None, ...]:
         """For each model state leaf the spine position that makes its new value, and before it the first that reads the old one.
 
         No cut lies between the two. They are the same where only one is on the spine; None where neither is.
@@ -307,7 +299,7 @@ class TracedLoss:
     def barred(self) -> dict[int, str]:
         """The spine positions where no stage may begin, each with the model state leaf that it would divide."""
         found: dict[int, str] = {}
-        for path, place in zip(self.state_paths, self.together, strict=True):
+        for path, place in zip(self.state_paths, self.state_spans, strict=True):
             if place is not None:
                 found.update((k, path) for k in range(place[0] + 1, place[1] + 1))
         return found

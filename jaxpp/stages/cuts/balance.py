@@ -17,7 +17,7 @@ import numpy as np
 from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import multiplies
-from jaxpp.stages.loss.roles import STATE_RULE, TracedLoss
+from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
 __all__ = ["Cuts", "align", "balance", "least_largest", "owners"]
 
