@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings as runtime_settings
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.stages.loops.stacked import assembled

@@ -17,8 +17,8 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut import cut

@@ -11,8 +11,8 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring, sender
 from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.program import Role

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings
 from jaxpp.plan.lower import lower
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings
 from jaxpp.plan.lower import lower
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cuts.cut import cut

@@ -15,7 +15,7 @@ import jaxpp
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.runtime import shelf
 from jaxpp.runtime.transfer import HOST
-from jaxpp.stages.joint import Joint, join_losses, join_optimizers
+from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
 from jaxpp.state import State
 from jaxpp.verify import compare
 
@@ -504,7 +504,7 @@ def test_an_init_that_fails_gives_back_what_it_was_lent(monkeypatch):
     bank = jaxpp.Bank(sets(2), OWN)
     pipe = pipeline(bank)
     with monkeypatch.context() as patch:
-        patch.setattr(jaxpp.runtime.engine.Engine, "opt_birth", broken)
+        patch.setattr(jaxpp.engine.engine.Engine, "opt_birth", broken)
         with pytest.raises(RuntimeError, match="the device is gone"):
             pipe.init(theta(), DATA)
     state = pipe.init(theta(), DATA)

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import jaxpp
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.stages.loss.aux import join

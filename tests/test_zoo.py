@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import install_import_hook
 
 import models
+from jaxpp.engine.engine import Engine
 from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.arguments import check_devices
+from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.place import DATA, MODEL, Place, Submesh
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count

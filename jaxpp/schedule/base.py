@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
+from jaxpp.errors.tracebacks import entries
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.clock import UNIT, Number, Row, Times, bars, replay
 from jaxpp.schedule.deadlock import check_runs
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.validate import check_complete, check_owners, count, owners, read
-from jaxpp.tracebacks import entries
 
 __all__ = ["Schedule"]
 

@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxpp.errors import ScheduleError
+from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number, Times, bars, replay
 from jaxpp.schedule.draw.text import Drawing, Drawn, align
-from jaxpp.tracebacks import entry
 
 __all__ = ["Costs", "Idle", "Simulation", "simulate"]
 

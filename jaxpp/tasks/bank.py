@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError, shown
+from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
 from jaxpp.schedule.draw.text import align
@@ -29,7 +30,6 @@ from jaxpp.stages.table import bytes_in_words
 from jaxpp.tasks.host_store import Shelf
 from jaxpp.tasks.set_layout import Layout, check_params
 from jaxpp.tasks.subtree import bind, take
-from jaxpp.tracebacks import entries, managed
 from jaxpp.types import Array, Device, Params
 
 __all__ = ["Bank", "Task"]

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
+from jaxpp.engine.engine import Engine
 from jaxpp.observe.collectives.collectives import Collective, Collectives, Row, read_collectives
 from jaxpp.plan.builder import Line
-from jaxpp.runtime.engine import Engine
 from jaxpp.runtime.place import DATA, MODEL, Submesh, bytes_on
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.joint import Joint
+from jaxpp.stages.own_params import Joint
 from jaxpp.tasks.replica_groups import Mean
 
 __all__ = ["collectives_of"]
@@ -40,12 +40,11 @@ def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> 
             if name not in found:
                 found[name] = read_collectives(program.as_text(), shape)
     rows = tuple(Row(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives)
-    assert engine.preparer.layout is not None
-    params = engine.preparer.layout.params
-    pairs = zip(engine.params, jax.tree.leaves(params), strict=True)
+    params = engine.layout.params
+    pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
     sizes = [bytes_on(engine.placement[name.stage], name.ref, aval) for name, aval in pairs]
     own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
-    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.task))) if own else 1.0
+    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.own))) if own else 1.0
     return Collectives(rows, sum(sizes) + round(share * num_other))
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.advice import Change, changes
 from jaxpp.observe.memory.liveness import KINDS, Account, account, temporaries
 from jaxpp.plan.builder import Name
-from jaxpp.runtime.engine import Engine
 from jaxpp.schedule.draw.text import align
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.types import Device
@@ -130,14 +130,14 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, wait
         room: bytes that each device has; what the devices say themselves unless given.
         waiting: leaves of which a second one waits for the next step (the prefetched set of a bank), for each set that may wait.
     """
-    limits = [stats["bytes_limit"] for d in engine.settings.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
+    limits = [stats["bytes_limit"] for d in engine.options.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room
     _, drafted = engine.plan("update", batch, key)
     book = account(engine, drafted)
     if waiting:
         held = {life.name: life for life in book.lives if life.begins == 0}
         book = dataclasses.replace(book, lives=(*book.lives, *(held[n]._replace(ends=len(book.lines) + 1) for n in waiting)))
-    extra = temporaries(drafted.draft, engine.preparer.programs)
+    extra = temporaries(drafted.draft, engine.programs)
     peaks = {device: book.peak(device, extra) for device in book.devices}
     stages = tuple(_stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(engine.placement.places))
     moments = {device: book.lines[moment - 1].label for device, moment in peaks.items()}

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpp.engine.engine import Drafted, Engine
 from jaxpp.observe.memory.liveness import KINDS, Account, account, kind_of, temporaries
 from jaxpp.plan.builder import HOST, Name
 from jaxpp.plan.plan import Instruction, Plan
-from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.place import devices_of
 from jaxpp.schedule.draw.text import align
 from jaxpp.stages.program import Role
@@ -120,7 +120,7 @@ def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
     return {data.block_until_ready().unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
 
 
-def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> tuple[Ledger, list[Any]]:
+def sample_step(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any) -> tuple[Ledger, Leaves[Array]]:
     """Run one step and look at what is alive; it waits at each look.
 
     Args:
@@ -134,18 +134,17 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
     """
     plan, drafted = engine.plan("update", batch, key)
     book = account(engine, drafted, homes_of(drafted, batch, key))
-    extra = temporaries(drafted.draft, engine.preparer.programs)
+    extra = temporaries(drafted.draft, engine.programs)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
-    state = dict(zip(drafted.inputs, leaves, strict=False))
+    state = dict(zip(drafted.inputs, leaves.flat(), strict=False))
     kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
     sampler = _Sampler(plan, drafted, book, extra, foreign, kept)
     sampler.look(0, state, book.devices)
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
-    finite = [] if outcome.finite is None else [outcome.finite]
-    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.leaves, *finite, outcome.grad_norm, *outcome.squares]
-    sampler.look(len(book.lines) + 1, state | dict(zip(drafted.outputs, values, strict=True)), book.devices)
+    values = dict(zip(drafted.outputs, jax.tree.leaves(outcome), strict=True))
+    sampler.look(len(book.lines) + 1, state | values, book.devices)
     stats = {device: found for device in book.devices if (found := devices_of(device)[0].memory_stats())}
-    return Ledger(book, tuple(sampler.samples), stats), outcome.leaves
+    return Ledger(book, tuple(sampler.samples), stats), outcome.state
 
 
 def homes_of(drafted: Drafted, batch: Any, key: Any) -> dict[Name, Device]:

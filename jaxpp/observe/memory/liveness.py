@@ -16,9 +16,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxpp.engine.engine import Drafted, Engine
 from jaxpp.plan.builder import HOST, Draft, Line, Name
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.place import Submesh, bytes_on, leading
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
@@ -201,10 +201,9 @@ def temporaries(draft: Draft, programs: Programs) -> tuple[int, ...]:
 
 def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
-    job, update = drafted.job, engine.update
-    opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
+    job = drafted.job
     key = [] if job.key is None else [job.key]
-    avals = [*job.params, *opt, *job.state, *engine.scale_shapes, *job.batch, *key]
+    avals = [*engine.placed.shapes.flat(), *job.batch, *key]
     places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
     triples = zip(drafted.inputs, avals, places, strict=True)
     return {name: count_bytes(aval) if place is None else bytes_on(place, name.ref, aval) for name, aval, place in triples}

@@ -39,7 +39,7 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
         In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
         ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
     """
-    engine = pipe._engine
+    engine = pipe.engine
     plan, drafted = engine.plan("update", batch, key)
     try:
         runs = read_runs(Path(folder))
@@ -51,7 +51,7 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
         rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
         fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
         raise ArgumentError(_WHERE, rule, str(error), fix) from None
-    schedule = engine.settings.schedule
+    schedule = engine.options.schedule
     unknown = [Stamp(0.0, 0.0, 0.0)] * len(plan.instructions)
     alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
     steps = [traced(plan, step, unknown, alone, schedule) for step in found]
