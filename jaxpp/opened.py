@@ -11,7 +11,6 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.plan.init_arguments import Given
 from jaxpp.plan.init_params import trace_init
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.place import devices_of, home_of
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of
@@ -77,7 +76,7 @@ def open_engine(
     warn_of(engine.unevenness)
     engine.plan("update", batch, key)
     cut = engine.preparer.job(batch, key).cuts[0]
-    places = [(place, devices_of(place)[0]) for place in engine.placement.places]
+    places = [(place.shown, place.devices[0]) for place in engine.placement.places]
     stages = tabulate(cut, layout.owner, places, functions or by_hand(engine.preparer))
     states = states_of(engine)
     if tasks is not None:
@@ -102,7 +101,7 @@ def first_leaves(engine: Engine, given: Given, tasks: Tasks | None) -> list[Any]
         held = jax.tree.leaves(engine.sliced(given.made))
         names = [*engine.params[: len(held) - len(engine.states)], *engine.states]
         pairs = zip(held, names, strict=True)
-        leaves = [put(leaf, home_of(engine.placement[name.stage], name.ref)) for leaf, name in pairs]
+        leaves = [put(leaf, engine.placement[name.stage].home(name.ref)) for leaf, name in pairs]
     count = len(leaves) - len(engine.states)
     params, states = leaves[:count], leaves[count:]
     if tasks is None:

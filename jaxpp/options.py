@@ -8,7 +8,7 @@ from typing import Any
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.arguments import check_function, check_shardings, cuts_of
-from jaxpp.runtime.place import Place, devices_of
+from jaxpp.runtime.place import Place
 from jaxpp.runtime.placement import Placement, place, submeshes
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -68,7 +68,7 @@ class Settings:
     @property
     def devices(self) -> tuple[Device, ...]:
         """All devices."""
-        return tuple(device for found in self.places for device in devices_of(found))
+        return tuple(device for place in self.places for device in place.devices)
 
 
 def settings(  # noqa: PLR0913  (the options of the front door)
@@ -120,7 +120,7 @@ def settings(  # noqa: PLR0913  (the options of the front door)
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
     reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
     places = submeshes(devices, mesh, data_parallel, made.num_ranks)
-    kept = kept_of(remat, num_stages, devices_of(places[0])[0].platform)
+    kept = kept_of(remat, num_stages, places[0].devices[0].platform)
     check_shardings(shardings, mesh)
     loss_fn = positional_key(loss_fn, 2 + has_state)
     options = (has_aux, weight, names, kept, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))

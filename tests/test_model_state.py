@@ -79,7 +79,7 @@ def test_every_schedule_equals_the_oracle(x64, stages):
     for name in SCHEDULES:
         if schedule := schedule_for(name, stages, 4):
             engine = first.with_schedule(schedule)
-            devices = [engine.settings.placement[leaf.stage] for leaf in (*engine.params, *engine.states)]
+            devices = [engine.settings.placement[leaf.stage].home(leaf.ref) for leaf in (*engine.params, *engine.states)]
             outcome = engine.run("grads", bring(jax.tree.leaves((params, stats)), devices), BATCH, None)
             compare(f"{name} model_state", outcome.model_state, jax.tree.leaves(stats_after))
             compare(f"{name} loss, aux", (outcome.loss, outcome.aux), (loss, aux))

@@ -398,7 +398,7 @@ def test_forecast_and_profile_count_the_means_of_replicas_with_a_task_each():
     state = pipe.init(theta(), DATA)
     forecast = pipe.forecast(theta(), DATA, jax.random.key(0))
     profile = pipe.profile(state, DATA, jax.random.key(0), num_steps=1, task=["t0", "t1"])
-    place = pipe._engine.placement[0]
+    place = pipe._engine.placement[0].shown
     ends = {(sample.when, sample.device): sample.kinds for sample in profile.ledger.samples}
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(theta())) // 2 + many["t0"]["adapter"].nbytes + many["t0"]["gate"].nbytes
     assert ends["begins", place][0] == held

@@ -149,7 +149,7 @@ def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
         options = {"weight": case.weight} | ({"model_state": case.model_state} if has_state else {})
         loss, aux, grads, *after = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, **options)
         for name, engine in engines(case, start, stages, microbatches).items():
-            devices = [engine.settings.placement[leaf.stage] for leaf in (*engine.params, *engine.states)]
+            devices = [engine.settings.placement[leaf.stage].home(leaf.ref) for leaf in (*engine.params, *engine.states)]
             outcome = engine.run("grads", bring(jax.tree.leaves(start), devices), case.batch, case.key)
             compare(f"{name} loss, aux", (outcome.loss, outcome.aux), (loss, jax.tree.leaves(aux)))
             compare(f"{name} grads", outcome.leaves, jax.tree.leaves(grads), floor=GRAD_FLOOR)

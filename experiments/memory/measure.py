@@ -102,7 +102,7 @@ def _highest(pipe: jaxpp.Pipeline, leaves: list[Any], batch: Any, key: jax.Array
     engine = pipe._engine
     _, drafted = engine.plan("update", batch, key)
     extras = iter(temporaries(drafted.draft, engine.preparer.programs))
-    highest = dict.fromkeys(engine.settings.placement.by_rank, 0)
+    highest = dict.fromkeys(engine.settings.placement.ranks_shown, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:
         del slots

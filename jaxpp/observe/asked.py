@@ -16,7 +16,6 @@ from jaxpp.opened import Opened, open_engine
 from jaxpp.plan.init_arguments import variables_of
 from jaxpp.runtime.arguments import refuse_tracers
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.prepare import same_shapes
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.table import bytes_in_words
@@ -41,7 +40,7 @@ class Asked:
     def __repr__(self) -> str:
         options, ready = self._engine.settings, self._ready
         schedule, placement = options.schedule, options.placement
-        devices = list(dict.fromkeys(str(device) for place in placement.by_rank for device in devices_of(place)))
+        devices = list(dict.fromkeys(str(device) for place in placement.by_rank for device in place.devices))
         names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
         counts = {"replicas": placement.num_replicas, "shards": placement.num_shards}
         shared = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
@@ -210,7 +209,7 @@ class Asked:
 def _clock_for(engine: Engine) -> Clock:
     """The isolated clock where devices share what they compute with."""
     places = engine.placement.by_rank
-    shared = len(set(places)) < len(places) or devices_of(places[0])[0].platform == "cpu"
+    shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     return "isolated" if shared else "trace"
 
 

@@ -24,7 +24,7 @@ from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Job, param_name, state_name, total_name
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
-from jaxpp.runtime.place import Place, home_of
+from jaxpp.runtime.place import Place
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.prepare import Preparer, avals_of, check_key, same_shapes
 from jaxpp.runtime.sharding_rules import opt_specs_of
@@ -157,7 +157,7 @@ class Engine:
     def homes(self) -> list[Any]:
         """The device, or sharding, of each leaf of a state: parameters, optimizer, model state, loss scale."""
         names = (*self.params, *self.opts, *self.states, *self.scales)
-        return [home_of(place, name.ref) for place, name in zip(self._places(names), names, strict=True)]
+        return [place.home(name.ref) for place, name in zip(self._places(names), names, strict=True)]
 
     def _places(self, names: Sequence[Name]) -> list[Place]:
         placement = self.placement
@@ -338,7 +338,7 @@ class Engine:
             rest = leaves[num_params + num_opts :]
             leaves = [*leaves[:num_params], *(rest if kind == "grads" else rest[:num_states])]
         given = [*map(private, jax.tree.leaves(batch))]
-        if self.settings.placement.meshed:
+        if self.settings.placement.num_replicas > 1:
             given, keys = divided(given, keys, self.settings.placement.num_replicas, drafted.job.shared)
         if drafted.job.weights is not None and not drafted.job.weights.looked:
             drafted.job.weights.look(given)

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp.errors import CutError
 from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.place import DATA, MODEL, Submesh
+from jaxpp.runtime.place import DATA
 from jaxpp.tasks.replica_groups import shards_of
 from jaxpp.tasks.set_layout import Layout
 
@@ -53,17 +51,8 @@ class Fitted:
         own_opts = layout.opt_state.num_leaves
         counts = shared, layout.params.num_leaves, len(engine.opts) - own_opts, own_opts
         names = cls(engine, counts, ()).split([*engine.params, *engine.opts])[1]
-        rows = []
-        for r in range(engine.placement.num_replicas):
-            homes = []
-            for name in names:
-                place = engine.placement[name.stage]
-                if isinstance(place, Submesh):
-                    mesh = Mesh(np.asarray(place.mesh.devices[r : r + 1]), (DATA, MODEL))
-                    homes.append(NamedSharding(mesh, place.spec(name.ref)))
-                else:
-                    homes.append(SingleDeviceSharding(place))
-            rows.append(tuple(homes))
+        replicas = range(engine.placement.num_replicas)
+        rows = (tuple(engine.placement[name.stage].replica(r).sharding(name.ref) for name in names) for r in replicas)
         return cls(engine, counts, tuple(rows))
 
     def join(self, leaves: Sequence[Any], own: Sequence[Any]) -> list[Any]:
@@ -79,37 +68,31 @@ class Fitted:
 
     def of_replicas(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
         """The sets that the replicas run as arrays with the replicas as their first axis, sharing their buffers."""
-        if not self._places:
+        if len(rows) == 1:
             return list(rows[0])
         led = [self._reshape(r, row, lead=True) for r, row in enumerate(rows)]
         found = []
-        for k, (place, spec) in enumerate(self._places):
+        names = self.split([*self.engine.params, *self.engine.opts])[1]
+        for k, name in enumerate(names):
             shards = [shard for row in led for shard in _in_order(row[k])]
-            shape, home = (len(rows), *rows[0][k].shape), NamedSharding(place.mesh, PartitionSpec(DATA, *spec))
+            shape, home = (len(rows), *rows[0][k].shape), self.engine.placement[name.stage].sharding(name.ref)
             found.append(jax.make_array_from_single_device_arrays(shape, home, shards))
         return found
 
     def of_rows(self, leaves: Sequence[Any]) -> list[Sequence[Any]]:
         """For each replica the leaves of its set."""
-        if not self._places:
+        if len(self.homes) == 1:
             return [list(leaves)]
         parts = [shards_of(leaf) for leaf in leaves]  # all of them before any is given up
         rows = []
         for homes in self.homes:
             row = []
-            for leaf, shards, home, (_, spec) in zip(leaves, parts, homes, self._places, strict=True):
-                led = NamedSharding(home.mesh, PartitionSpec(DATA, *spec))
+            for leaf, shards, home in zip(leaves, parts, homes, strict=True):
+                led = NamedSharding(home.mesh, PartitionSpec(DATA, *home.spec))
                 mine = [shards[device] for device in home.mesh.devices.flat]
                 row.append(jax.make_array_from_single_device_arrays((1, *leaf.shape[1:]), led, mine))
             rows.append(row)
         return [self._reshape(r, row, lead=False) for r, row in enumerate(rows)]
-
-    @cached_property
-    def _places(self) -> list[tuple[Submesh, PartitionSpec]]:
-        """Where each leaf of a set lives, if each replica has its own."""
-        names, placement = self.split([*self.engine.params, *self.engine.opts])[1], self.engine.placement
-        places = [(placement[name.stage], name.ref) for name in names]
-        return [(p, p.spec(ref)) for p, ref in places if isinstance(p, Submesh) and p.num_replicas > 1]
 
     def _reshape(self, replica: int, row: Sequence[Any], *, lead: bool) -> Sequence[Any]:
         """A set with an axis of one replica before the others, or without; it gives up its buffers to the result.

@@ -117,7 +117,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
     ledger, _ = sample_step(engine, steps.leaves, batch, key)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], laid_out(plan, alone, schedule)
-    return Profile(schedule, engine.placement.by_rank, *spans, clock, tuple(lengths), cost, ledger, missing)
+    return Profile(schedule, engine.placement.ranks_shown, *spans, clock, tuple(lengths), cost, ledger, missing)
 
 
 @contextlib.contextmanager
