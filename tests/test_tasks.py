@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 import jaxpp
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.runtime import shelf
 from jaxpp.runtime.transfer import HOST
 from jaxpp.stages.joint import Joint, join_losses, join_optimizers
 from jaxpp.state import State
+from jaxpp.tasks import host_store
 from jaxpp.verify import compare
 
 WIDTH, CLASSES, BATCH = 16, 3, 24
@@ -288,8 +288,8 @@ def test_a_set_travels_as_one_vector_a_stage_and_replica_and_comes_back_as_one_a
     pipe, state = opened(bank, **options)
     moved = {"to_host": [], "to_device": []}
     for way, found in moved.items():
-        move = getattr(shelf, way)
-        monkeypatch.setattr(shelf, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
+        move = getattr(host_store, way)
+        monkeypatch.setattr(host_store, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
     for name in ("t1", "t2", "t0", "t1"):
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
     assert moved == {"to_host": [2] * 4, "to_device": [2] * 4 * loads}
