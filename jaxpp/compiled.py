@@ -63,12 +63,12 @@ class Compiled:
         return found._replace(opt=self.runner.make_opt_state(found.params), loss_scale=engine.make_loss_scale())
 
 
-def compile_step(  # noqa: PLR0913  (what decides a pipeline)
+def compile_step(
     options: Options,
     optimizer: optax.GradientTransformation,
     made: Tree,
     batch: Batch,
-    key: Key,
+    key: Key | None,
     *,
     functions: Sequence[Callable[..., Tree]] = (),
     bank: Bank | None = None,
@@ -109,6 +109,7 @@ def compile_step(  # noqa: PLR0913  (what decides a pipeline)
     engine.plan("update", batch, taken)
     places = [(place, place.devices[0]) for place in engine.placement.places]
     cut = engine.preparer.job(batch, taken).cuts[0]
-    stages = tabulate(cut, engine.owner, places, functions or by_hand(len(places), engine.cut_at, engine.slicing, has_state=options.has_state))
+    alone = functions or by_hand(len(places), engine.cut_at, engine.slicing, has_state=options.has_state)
+    stages = tabulate(cut, engine.owner, places, alone)
     runner = NoBank(engine) if bank is None else WithBank(bank, engine, variables, batch, taken)
     return Compiled(engine, runner, states_of(engine, own=False), stages, Detector(engine.update.watched))

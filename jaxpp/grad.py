@@ -11,7 +11,6 @@ from jaxpp.engine.tracing import same_shapes
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import bring, check_alive, together
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.uneven import warn_of
@@ -90,8 +89,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             warn_of(engine.layout.unevenness)
         engine.plan("grads", batch, key)
         held = engine.sliced(params)
-        placed = Leaves(params=bring(jax.tree.leaves(held), engine.placed.homes.params))
-        outcome = engine.run("grads", placed, batch, key)
+        outcome = engine.run("grads", engine.bring(held), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
         made = jax.tree.leaves(jax.tree.structure(held).unflatten(outcome.grads), is_leaf=is_slices)
         grads = tree.unflatten(bring(list(map(together, made, homes)), homes))

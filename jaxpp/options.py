@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
-from jaxpp.runtime.place import MODEL, Place, devices_of
+from jaxpp.runtime.place import MODEL, Place
 from jaxpp.runtime.placement import Placement, place, submeshes
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -92,7 +92,7 @@ class Options:
         if has_state:
             _check_order(made)
         places = submeshes(devices, mesh, data_parallel, made.num_ranks)
-        platform = devices_of(places[0])[0].platform
+        platform = places[0].devices[0].platform
         settled: dict[str, Callable[[Any], Any]] = {
             "cuts": lambda cuts: _cuts_of(cuts, num_stages),
             "cut_gradient": lambda boundaries: _boundaries_of(boundaries, num_stages),
@@ -137,7 +137,7 @@ class Options:
     @property
     def devices(self) -> tuple[Device, ...]:
         """All devices."""
-        return tuple(device for found in self.places for device in devices_of(found))
+        return tuple(device for place in self.places for device in place.devices)
 
 
 def _check_functions(loss_fn: object, others: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
     """The names at which stages begin; a string is one name."""
     if cuts is None:
         return None
-    names = (cuts,) if isinstance(cuts, str) or not isinstance(cuts, Iterable) else tuple(cuts)
+    names: tuple[Any, ...] = (cuts,) if isinstance(cuts, str) or not isinstance(cuts, Iterable) else tuple(cuts)
     wrong = [shown(name) for name in names if not isinstance(name, str)]
     if wrong:
         rule = "a cut is the name of a module or parameter at which a stage begins"

@@ -22,6 +22,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
+from jaxpp.stages.table import Stages, bytes_in_words
 from jaxpp.state import Metrics, State
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
@@ -54,8 +55,8 @@ class Pipeline(Training):
             looped-bfs and the V-shaped ones) run on half as many devices as there are stages.
         has_aux: whether the loss returns ``(loss, aux)``.
         reduce_aux: how the aux values of the microbatches become the aux of the step: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
-            ``"last"``, ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or
-            a dictionary of these by path, ``{"errors": "sum"}``. Default: leaves with one row for each example are joined, all
+            ``"last"``, ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis,
+            or a dictionary of these by path, ``{"errors": "sum"}``. Default: leaves with one row for each example are joined, all
             others averaged like the loss.
         weight: a function from a microbatch to its weight in the mean (the number of real tokens, say). Default: the number of
             examples. If the weights of a batch sum to 0, there is no mean: the first batch of a shape is refused, later ones have
@@ -189,7 +190,7 @@ class Pipeline(Training):
             f"Pipeline of {'stages by hand' if self._functions else getattr(self._options.loss_fn, '__name__', 'a loss')}",
             *self._options.described,
             *([] if self._bank is None else [f"  bank: {self._bank!r}"]),
-            "  init: not called yet" if found is None else f"  init: called, {found.stages.size}; print(pipe.stages)",
+            "  init: not called yet" if found is None else f"  init: called, {_size(found.stages)}; print(pipe.stages)",
         ]
         return "\n".join(lines)
 
@@ -299,3 +300,8 @@ class Pipeline(Training):
         check_profile(num_steps, clock)
         with self._whole("profile", state, batch, key, task) as (engine, leaves):
             return record(engine, leaves, batch, key, num_steps, clock)
+
+
+def _size(stages: Stages) -> str:
+    total, size = sum(stage.num_params for stage in stages), sum(stage.num_bytes for stage in stages)
+    return f"{total:,} parameters in {bytes_in_words(size)}"

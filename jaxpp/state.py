@@ -1,7 +1,7 @@
 """What a step takes and gives: the state that training changes, and the metrics it reports."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -125,9 +125,9 @@ class States:
 
     def __init__(self, trees: State, shapes: Leaves[Aval], homes: Leaves[Home]):
         self._trees, self._groups, self._homes = trees, shapes, homes.flat()
-        self._shapes = shapes = shapes.flat()
-        self._sliced = any(isinstance(node, Slices) for node in self._nodes(shapes))
-        self._whole = list(map(whole_shape, self._nodes(shapes)))
+        self._shapes = shapes.flat()
+        self._sliced = any(isinstance(node, Slices) for node in self._nodes(self._shapes))
+        self._whole = list(map(whole_shape, self._nodes(self._shapes)))
         self._last: list[Any] = []
 
     def _fill(self, leaves: Sequence[Any]) -> State:

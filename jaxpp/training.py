@@ -105,16 +105,14 @@ class Training:
             raise StateError(f"pipe.{where}", rule, "no call of init yet", "call state = pipe.init(...) first")
         return self._compiled
 
-    def _open(self, made: Tree, batch: Batch, key: Key) -> Compiled:
+    def _open(self, made: Tree, batch: Batch, key: Key | None) -> Compiled:
         known = None if self._compiled is None else self._compiled.engine
         given = {"functions": self._functions, "bank": self._bank, "known": known}
         self._compiled = found = compile_step(self._options, self._optimizer, made, batch, key, **given)
         return found
 
     @contextmanager
-    def _whole(
-        self, where: str, state: State, batch: Batch, key: Key | None, task: Task
-    ) -> Iterator[tuple[Engine, Leaves[Array]]]:
+    def _whole(self, where: str, state: State, batch: Batch, key: Key | None, task: Task) -> Iterator[tuple[Engine, Leaves[Array]]]:
         """The engine, and the leaves of a state and of the task's set; for what changes neither."""
         refuse_tracers(f"pipe.{where}(state, batch, key)", batch, key)
         found = self._opened(where)

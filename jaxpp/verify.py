@@ -19,11 +19,11 @@ from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
-from jaxpp.stages.own_params import Joint
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
+from jaxpp.stages.own_params import Joint
 from jaxpp.state import State, states_of
 from jaxpp.types import Array, Batch, Key, LossFn, Params
 

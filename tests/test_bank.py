@@ -15,7 +15,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import BankError
-from jaxpp.runtime import shelf as shelf_module
+from jaxpp.tasks import host_store as shelf_module
 from jaxpp.tasks.subtree import insert
 
 WIDTH = 8

@@ -52,12 +52,12 @@ def test_the_frozen_half_runs_no_backward_and_keeps_no_residual(how, schedule):
     case = mlp_case(batch_size=16)
     pipe, _, _ = make(case, how, schedule)
     pipe.init(case.params, case.batch)
-    drafted = pipe._engine.draft("update", case.batch, None)
+    drafted = pipe.engine.draft("update", case.batch, None)
     ran = {line.action for line in drafted.draft.lines if line.action is not None and line.job is not None}
     backwards = {(action.stage, str(action.kind)) for action in ran if action.kind != Kind.F}
     assert {stage for stage, _ in backwards} == {2, 3}
     assert (2, "I") not in backwards, "nobody wants the cotangent of the first stage that learns"
-    book = account(pipe._engine, drafted)
+    book = account(pipe.engine, drafted)
     assert {life.name.stage for life in book.lives if life.kind == "residuals"} == {2, 3}
     last = max(number + 1 for number, line in enumerate(book.lines) if line.action is not None)
     early = {life.name.stage for life in book.lives if life.kind == "gradients" and life.begins <= last}

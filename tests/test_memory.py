@@ -42,11 +42,11 @@ def ready(name):
 @pytest.mark.parametrize("name", list(RUNS)[:4])
 def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
-    batch, engine = jax.tree.map(np.asarray, case.batch), pipe._engine
+    batch, engine = jax.tree.map(np.asarray, case.batch), pipe.engine
     drafted = engine.draft("update", batch, case.key)
     book = account(engine, drafted, homes_of(drafted, batch, case.key))
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), engine.homes, strict=True)]
-    own = engine.run("update", own, batch, case.key).leaves
+    own = engine.copy(engine.leaves(state))
+    own = engine.run("update", own, batch, case.key).state
     jax.block_until_ready(own)
     gc.collect()
     before = {device: live_bytes(device) - book.levels[device][0].sum() for device in book.devices}
@@ -73,8 +73,8 @@ def test_what_waits_in_host_memory_is_not_on_the_device():
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name):
     case, pipe, state = ready(name)
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
-    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    own = pipe.engine.copy(pipe.engine.leaves(state))
+    ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     devices = ledger.account.devices
     assert [(s.device, s.when) for s in ledger.samples if s.when in ("begins", "ends")] == [
         (device, when) for when in ("begins", "ends") for device in devices
@@ -97,7 +97,7 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
     case, p = mlp_case(batch_size=28), 4
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=p, num_microbatches=m, has_aux=True, remat=remat)
     pipe.init(case.params, case.batch)
-    engine = pipe._engine
+    engine = pipe.engine
     drafted = engine.draft("update", case.batch, None)
     book = account(engine, drafted)
     boundary = 28 // m * 16 * 4
@@ -118,11 +118,11 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
 
 def test_a_batch_that_is_already_on_the_device_of_the_first_stage_is_not_counted_twice():
     case, pipe, _ = ready("mlp 1f1b")
-    drafted = pipe._engine.draft("update", case.batch, None)
+    drafted = pipe.engine.draft("update", case.batch, None)
     here = {Name(HOST, Ref(Role.BATCH, k)): jax.devices()[0] for k in range(2)}
-    peaks = [account(pipe._engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
+    peaks = [account(pipe.engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
     assert peaks[0] >= peaks[1]
-    first = [account(pipe._engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
+    first = [account(pipe.engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
     assert first[0] - first[1] == case.batch["x"].nbytes
 
 
@@ -135,12 +135,12 @@ def test_a_forecast_needs_no_parameters_and_init_uses_what_it_compiled():
     assert forecast.hbm is None
     assert not forecast.changes
     assert pipe.stages
-    programs = len(pipe._engine.preparer.programs)
+    programs = len(pipe.engine.programs)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     owned = [sum(leaf.nbytes for leaf in jax.tree.leaves(state.params) if leaf.devices() == {d}) for d in jax.devices()[:2]]
-    assert len(pipe._engine.preparer.programs) == programs, "births are compiled besides, and let go"
+    assert len(pipe.engine.programs) == programs, "births are compiled besides, and let go"
     pipe.step(state, case.batch)
-    assert len(pipe._engine.preparer.programs) == programs
+    assert len(pipe.engine.programs) == programs
     assert [row.kinds[KINDS.index("parameters")] for row in forecast.stages] == owned
 
 
@@ -193,8 +193,8 @@ def test_a_size_that_is_none_is_refused(wrong):
 
 def test_where_a_backend_counts_for_itself_the_difference_is_explained():
     case, pipe, state = ready("mlp gpipe")
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
-    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    own = pipe.engine.copy(pipe.engine.leaves(state))
+    ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     device, sample = next(iter(ledger.peaks.items()))
     mine = sample.total + sample.temporaries
     for used, words in ((mine + 1024, "1 KiB more: padding"), (mine - 2048, "2 KiB less: its peak")):
@@ -203,8 +203,8 @@ def test_where_a_backend_counts_for_itself_the_difference_is_explained():
 
 def test_what_the_caller_holds_is_not_counted_as_the_steps():
     case, pipe, state = ready("mlp gpipe")
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
-    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    own = pipe.engine.copy(pipe.engine.leaves(state))
+    ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     begins = ledger.samples[0]
     assert begins.by_kind["batch"] < case.batch["x"].nbytes
     assert begins.elsewhere >= case.batch["x"].nbytes
@@ -248,7 +248,7 @@ def test_shapes_of_keys_and_wider_batches_make_no_other_plan():
     case = gpt_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)
     pipe.forecast(case.params, case.batch, jax.eval_shape(lambda: jax.random.key(0)))
-    programs = len(pipe._engine.preparer.programs)
+    programs = len(pipe.engine.programs)
     state = pipe.init(case.params, np.asarray(case.batch, np.int64))
     pipe.step(state, case.batch, case.key)
-    assert len(pipe._engine.preparer.programs) - programs <= 4, "the birth of the optimizer's state"
+    assert len(pipe.engine.programs) - programs <= 4, "the birth of the optimizer's state"

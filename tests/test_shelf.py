@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.errors import BankError
-from jaxpp.runtime import shelf as module
 from jaxpp.runtime.transfer import to_device, to_host
+from jaxpp.tasks import host_store as module
 from jaxpp.tasks.host_store import Shelf
 from jaxpp.tasks.packed import SMALL, Crate
 

@@ -4,7 +4,7 @@ It is found twice. The ledger looks at each device at the moment when the foreca
 kind. A second step is looked at after every instruction, whatever the forecast says; the highest of that is what counts as
 measured. Each array that JAX knows of is in it, the step's or not, except what was there before the pipeline was made.
 
-Both go through ``pipe._engine``, which is not public. ``pipe.profile(...).ledger`` is the public way to the ledger; it compiles
+Both go through ``pipe.engine``, which is not public. ``pipe.profile(...).ledger`` is the public way to the ledger; it compiles
 most programs a second time, to watch them.
 """
 
@@ -19,8 +19,9 @@ import jaxpp
 from jaxpp.observe import Forecast
 from jaxpp.observe.memory.ledger import live_bytes, sample_step
 from jaxpp.observe.memory.liveness import KINDS, Account, temporaries
+from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
-from jaxpp.types import Device
+from jaxpp.types import Array, Device
 
 __all__ = ["PARTS", "Holding", "arrays_now", "measure"]
 
@@ -77,7 +78,7 @@ def measure(
     Returns:
         one holding a device, in the order of the ranks.
     """
-    ledger, leaves = sample_step(pipe._engine, jax.tree.leaves(state), batch, key)
+    ledger, leaves = sample_step(pipe.engine, pipe.engine.leaves(state), batch, key)
     highest = _highest(pipe, leaves, batch, key)
     stages_per_rank = pipe.schedule.num_stages // pipe.schedule.num_ranks
     holdings = []
@@ -97,12 +98,12 @@ def measure(
     return tuple(holdings)
 
 
-def _highest(pipe: jaxpp.Pipeline, leaves: list[Any], batch: Any, key: jax.Array) -> dict[Device, int]:
+def _highest(pipe: jaxpp.Pipeline, leaves: Leaves[Array], batch: Any, key: jax.Array) -> dict[Device, int]:
     """The most that each device holds after any instruction of a step, in bytes; the leaves are consumed."""
-    engine = pipe._engine
+    engine = pipe.engine
     _, drafted = engine.plan("update", batch, key)
-    extras = iter(temporaries(drafted.draft, engine.preparer.programs))
-    highest = dict.fromkeys(engine.settings.placement.by_rank, 0)
+    extras = iter(temporaries(drafted.draft, engine.programs))
+    highest = dict.fromkeys(engine.options.placement.ranks_shown, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:
         del slots

@@ -16,9 +16,9 @@ from jaxpp.engine.layout import Layout, lay_out
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
-from jaxpp.options import Options
 from jaxpp.optim.emit import draft_birth, draft_update
 from jaxpp.optim.place import Update
+from jaxpp.options import Options
 from jaxpp.plan.builder import HOST, Draft, Name
 from jaxpp.plan.init_params import INIT_KEY, draft_params
 from jaxpp.plan.leaves import Leaves
@@ -29,7 +29,7 @@ from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.transfer import divided, private, put_at
+from jaxpp.runtime.transfer import bring, divided, private, put, put_at
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.graph import Graph, calls_host
@@ -122,8 +122,8 @@ class Engine:
     ):
         self.options, self.optimizer, self.placed, self.preparer, self.programs = options, optimizer, placed, preparer, programs
         self.opened_at = opened_at
-        self._drafts: dict[Hashable, tuple[Job, Draft]] = {}
-        self._plans: dict[Hashable, tuple[Plan, Drafted]] = {}
+        self._drafts: dict[tuple[Hashable, ...], tuple[Job, Draft]] = {}
+        self._plans: dict[tuple[Hashable, ...], tuple[Plan, Drafted]] = {}
         self._recent: dict[Hashable, None] = {}
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
@@ -158,6 +158,21 @@ class Engine:
     def slicing(self) -> Slicing:
         """Which parameter leaves are held as slices."""
         return self.layout.slicing
+
+    def leaves(self, state: Tree) -> Leaves[Array]:
+        """The leaves of a state whose arrays live where this engine's do, by what they are."""
+        names = self.placed.names
+        leaves = jax.tree.leaves(state)
+        return (names if len(leaves) == len(names.flat()) else names.shared).fill(leaves)
+
+    def bring(self, variables: Tree) -> Leaves[Array]:
+        """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
+        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=())
+        return homes.fill(bring(jax.tree.leaves(variables), homes.flat()))
+
+    def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """Copies of the leaves of a state, each on its owner."""
+        return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
@@ -219,6 +234,11 @@ class Engine:
         self._use(shape)
         return found
 
+    @property
+    def kept(self) -> tuple[tuple[Plan, Drafted], ...]:
+        """The plans that are kept, and what they were made of."""
+        return tuple(self._plans.values())
+
     def _use(self, shape: Hashable) -> None:
         """Note that a loss is used at a batch shape; the least recently used ones beyond ``max_shapes`` are forgotten."""
         self._recent.pop(shape, None)
@@ -262,9 +282,7 @@ class Engine:
         inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
         return Drafted(draft, job, inputs, found)
 
-    def _draft_update(
-        self, draft: Draft, job: Job, found: Outcome[Name], states: Sequence[Name], *, donate: bool
-    ) -> Outcome[Name]:
+    def _draft_update(self, draft: Draft, job: Job, found: Outcome[Name], states: Sequence[Name], *, donate: bool) -> Outcome[Name]:
         """Add the update to the lines of a step, after what its host callbacks may refuse."""
         update, names = self.update, self.placed.names
         draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
@@ -312,14 +330,14 @@ class Engine:
         job = drafted.job
         keys = [] if key is None else [raw_key(private(key))]
         given = [*map(private, jax.tree.leaves(batch))]
-        if self.placement.meshed:
+        if self.placement.num_replicas > 1:
             given, keys = divided(given, keys, self.placement.num_replicas, job.shared)
         if job.weights is not None and not job.weights.looked:
             job.weights.look(given)
         return drafted.outcome(execute(plan, [*_read_by(purpose, leaves).flat(), *given, *keys], observer, hold))
 
 
-def open_engine(  # noqa: PLR0913  (what decides an engine)
+def open_engine(
     options: Options,
     optimizer: optax.GradientTransformation | None,
     variables: tuple[Tree, ...],

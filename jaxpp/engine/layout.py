@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from jaxpp.engine.sharding_rules import specs_of
 from jaxpp.engine.slicing import slicing_at
 from jaxpp.engine.tracing import Tracing, avals_of, check_key
-from jaxpp.options import Options
 from jaxpp.optim.place import unread_gradients
 from jaxpp.optim.rowwise import slicing_for
+from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.schedule.action import Kind

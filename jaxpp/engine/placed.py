@@ -10,12 +10,12 @@ import optax
 
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.sharding_rules import opt_specs_of
-from jaxpp.options import Options
 from jaxpp.optim.place import Update, opt_name, plan_update
+from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.step import param_name, state_name
-from jaxpp.runtime.place import Place, home_of
+from jaxpp.runtime.place import Place
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.own_params import Joint
@@ -69,7 +69,7 @@ class Placed:
     def homes(self) -> Leaves[Home]:
         """The device, or sharding, of each leaf of a state."""
         names = self.names.flat()
-        return self.names.fill([home_of(place, name.ref) for place, name in zip(self.places(names), names, strict=True)])
+        return self.names.fill([place.home(name.ref) for place, name in zip(self.places(names), names, strict=True)])
 
     def places(self, names: Sequence[Name]) -> list[Place]:
         """Where each of these names lives."""
@@ -78,8 +78,9 @@ class Placed:
     @property
     def _num_own_opts(self) -> int:
         """How many optimizer leaves each replica has of its own; they are the last."""
-        own = isinstance(self.layout.params, Joint) and self.update is not None
-        return self.update.tree.children()[1].num_leaves if own else 0
+        if self.update is None or not isinstance(self.layout.params, Joint):
+            return 0
+        return self.update.tree.children()[1].num_leaves
 
 
 def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:

@@ -63,6 +63,11 @@ class Preparer:
                 del self._cuts[next(iter(self._cuts))]
         return self._cuts[cache_key]
 
+    @property
+    def num_cuts(self) -> int:
+        """How many cut losses are kept."""
+        return len(self._cuts)
+
     def forget(self, used: Collection[int]) -> None:
         """Let go of the cuts that are not among those used, by ``id``."""
         for name in [name for name, found in self._cuts.items() if id(found) not in used]:

@@ -1,6 +1,7 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.stages.cuts.cut import CutLoss, cut
+from jaxpp.stages.cuts.partition import Cuts
 from jaxpp.stages.graph import aval_of
 from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.loss.aux import Reducer, reducers_of
@@ -140,17 +142,17 @@ class Tracing:
     def cut(
         self,
         loss: TracedLoss,
-        cuts: Sequence[int],
+        cuts: Cuts,
         owner: Sequence[int],
         reducers: Mapping[int, Reducer],
         *,
         train: bool = True,
-        **known: object,
+        **known: Any,
     ) -> CutLoss:
         """A traced loss as the programs of its stages."""
         options = self.options
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
-        given = {"remat": options.remat, "severed": options.cut_gradient, "scaled_by": scaled_by}
+        given: dict[str, Any] = {"remat": options.remat, "severed": options.cut_gradient, "scaled_by": scaled_by}
         given |= {"pack": options.placement.num_shards == 1, "train": train}
         return cut(loss, cuts, owner, reducers=reducers, **given, **known)
 
@@ -162,9 +164,7 @@ class Tracing:
         return reducers_of(loss, self.options.reduce_aux, lambda: _rows(loss, loss_fn, variables, microbatch, key), strict=own)
 
 
-def _rows(
-    loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None
-) -> frozenset[int]:
+def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> frozenset[int]:
     """The aux leaves whose first axis follows the size of the microbatch."""
     size = num_examples(jax.tree.leaves(microbatch), loss.shared)
     shapes = [aval_of(atom).shape for atom in loss.aux]

@@ -60,7 +60,7 @@ class Leaves(NamedTuple, Generic[T]):
         supply: Iterator[S] = iter(values)
         return Leaves(*(list(itertools.islice(supply, len(group))) for group in self))
 
-    def with_own(self, values: Sequence[T], like: "Leaves[object]") -> "Leaves[T]":
+    def with_own(self, values: Sequence[T], like: "Leaves[S]") -> "Leaves[T]":
         """The same with ``values`` as what each replica has of its own, divided as in ``like``."""
         count = len(like.own_params)
         return self._replace(own_params=values[:count], own_opt=values[count:])

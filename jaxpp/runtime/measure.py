@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.place import Place, devices_of
+from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.cut import CutLoss
@@ -36,9 +36,9 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
     jobs: list[list[Any]] = []
     for code, place in zip(cut.stages, places, strict=True):
         mine = [code.forward, *(backward.then for kind, backward in code.backward.items() if kind in kinds)]
-        jobs.append([(program, devices_of(place)[0], program.donated) for program in mine])
+        jobs.append([(program, OneDevice(place.devices[0]), program.donated) for program in mine])
     programs.compile(job for stage in jobs for job in stage)
-    return [sum(_seconds(programs[job], job[0], job[1]) for job in stage) for stage in jobs]
+    return [sum(_seconds(programs[job], job[0], job[1].device) for job in stage) for stage in jobs]
 
 
 def _seconds(call: Any, program: Program, device: Device) -> float:

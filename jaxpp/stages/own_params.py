@@ -85,10 +85,10 @@ def join_optimizers(shared: optax.GradientTransformation, own: optax.GradientTra
     """Each part of a ``Joint`` updated by its own optimizer; the state is a pair."""
     parts = tuple(map(optax.with_extra_args_support, (shared, own)))
 
-    def init(params: Params) -> optax.OptState:
+    def init(params: Params) -> Tree:
         return parts[0].init(params.shared), parts[1].init(params.own)
 
-    def update(updates: Params, state: optax.OptState, params: Params = None, **extra: Tree) -> tuple[Joint, optax.OptState]:
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Tree) -> tuple[Tree, Tree]:
         given = (None, None) if params is None else (params.shared, params.own)
         made = [
             part.update(grad, old, mine, **extra)

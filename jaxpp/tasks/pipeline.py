@@ -1,8 +1,8 @@
 """theta[t] inside a pipeline: a step's sets are brought to the stages that read them, and are written back after the step.
 
-A pipeline with a ``Bank`` trains Theta and one theta[t] for each replica. Its state holds Theta alone; before a step the leaves of a
-set join the leaves of the state, each on the device of the stage that uses it, and after the step they go back to the bank. Sets of
-other shapes are cut at the same places and compiled once for each shape.
+A pipeline with a ``Bank`` trains Theta and one theta[t] for each replica. Its state holds Theta alone; before a step the leaves of
+a set join the leaves of the state, each on the device of the stage that uses it, and after the step they go back to the bank. Sets
+of other shapes are cut at the same places and compiled once for each shape.
 
 The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
 """
@@ -30,7 +30,7 @@ from jaxpp.tasks.replica_sets import ReplicaSets
 from jaxpp.tasks.set_layout import Layout
 from jaxpp.types import Array, Batch, Key, LossFn, Tree
 
-__all__ = ["NoBank", "Runner", "WithBank", "check_bank", "check_scaling", "with_set", "waiting_names"]
+__all__ = ["NoBank", "Runner", "WithBank", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
 
 def check_bank(bank: object) -> None:

@@ -1,15 +1,14 @@
-"""The sets of a step's replicas, as the engine takes them: one array for each leaf, with the replicas as its first axis; and back."""
+"""The sets of a step's replicas as the engine takes them, each leaf one array with the replicas as its first axis; and back."""
 
 from collections.abc import Hashable, Sequence
-from functools import cached_property
+from typing import cast
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import CutError
-from jaxpp.runtime.place import DATA, MODEL, Submesh
+from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import shards_of
 from jaxpp.tasks.set_layout import Layout
 from jaxpp.types import Array, Device, Home
@@ -43,52 +42,42 @@ class ReplicaSets:
                 "pass cuts=[...] outside of it, or fewer stages",
             )
         self.engine = engine
-        self.homes = tuple(self._homes(replica) for replica in range(engine.placement.num_replicas))
+        names, placement = engine.placed.names.own, engine.placement
+        replicas = range(placement.num_replicas)
+        self.homes = tuple(tuple(placement[name.stage].replica(r).sharding(name.ref) for name in names) for r in replicas)
         self._reshaped: dict[Hashable, jax.stages.Wrapped] = {}
-
-    def _homes(self, replica: int) -> tuple[Home, ...]:
-        homes = []
-        for name in self.engine.placed.names.own:
-            place = self.engine.placement[name.stage]
-            if isinstance(place, Submesh):
-                mesh = Mesh(np.asarray(place.mesh.devices[replica : replica + 1]), (DATA, MODEL))
-                homes.append(NamedSharding(mesh, place.spec(name.ref)))
-            else:
-                homes.append(SingleDeviceSharding(place))
-        return tuple(homes)
 
     def of_replicas(self, rows: Sequence[Row]) -> list[Array]:
         """The sets that the replicas run as arrays with the replicas as their first axis, sharing their buffers."""
-        if not self._places:
+        if len(rows) == 1:
             return list(rows[0])
         led = [self._reshape(r, row, lead=True) for r, row in enumerate(rows)]
         found = []
-        for k, (place, spec) in enumerate(self._places):
+        for k, name in enumerate(self.engine.placed.names.own):
             shards = [shard for row in led for shard in _in_order(row[k])]
-            shape, home = (len(rows), *rows[0][k].shape), NamedSharding(place.mesh, PartitionSpec(DATA, *spec))
+            shape, home = (len(rows), *rows[0][k].shape), self.engine.placement[name.stage].sharding(name.ref)
             found.append(jax.make_array_from_single_device_arrays(shape, home, shards))
         return found
 
     def of_rows(self, leaves: Sequence[Array]) -> list[Row]:
         """For each replica the leaves of its set."""
-        if not self._places:
+        if len(self.homes) == 1:
             return [list(leaves)]
         parts = [shards_of(leaf) for leaf in leaves]  # all of them before any is given up
         rows = []
-        for homes in self.homes:
+        for homes in self._sharded:
             row = []
-            for leaf, shards, home, (_, spec) in zip(leaves, parts, homes, self._places, strict=True):
-                led = NamedSharding(home.mesh, PartitionSpec(DATA, *spec))
-                mine = [shards[device] for device in home.mesh.devices.flat]
+            for leaf, shards, home in zip(leaves, parts, homes, strict=True):
+                led = NamedSharding(home.mesh, PartitionSpec(DATA, *home.spec))
+                mine = [shards[device] for device in _mesh(home).devices.flat]
                 row.append(jax.make_array_from_single_device_arrays((1, *leaf.shape[1:]), led, mine))
             rows.append(row)
         return [self._reshape(r, row, lead=False) for r, row in enumerate(rows)]
 
-    @cached_property
-    def _places(self) -> list[tuple[Submesh, PartitionSpec]]:
-        """Where each leaf of a set lives, if each replica has its own."""
-        places = [(self.engine.placement[name.stage], name.ref) for name in self.engine.placed.names.own]
-        return [(p, p.spec(ref)) for p, ref in places if isinstance(p, Submesh) and p.num_replicas > 1]
+    @property
+    def _sharded(self) -> tuple[tuple[NamedSharding, ...], ...]:
+        """The homes of several replicas, which live on sub-meshes."""
+        return cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)
 
     def _reshape(self, replica: int, row: Row, *, lead: bool) -> Row:
         """A set with an axis of one replica before the others, or without; it gives up its buffers to the result.
@@ -96,13 +85,13 @@ class ReplicaSets:
         One program a device, as leaves of a set may live on several stages.
         """
         by_mesh: dict[Mesh, list[int]] = {}
-        for k, home in enumerate(self.homes[replica]):
-            by_mesh.setdefault(home.mesh, []).append(k)
+        for k, home in enumerate(self._sharded[replica]):
+            by_mesh.setdefault(_mesh(home), []).append(k)
         made: dict[int, Array] = {}
         for mesh, mine in by_mesh.items():
             key = mesh, lead
             if key not in self._reshaped:
-                specs = [self.homes[replica][k].spec for k in mine]
+                specs = [self._sharded[replica][k].spec for k in mine]
                 outs = [NamedSharding(mesh, PartitionSpec(DATA, *spec) if lead else spec) for spec in specs]
                 run = (lambda *xs: [x[None] for x in xs]) if lead else (lambda *xs: [x[0] for x in xs])
                 self._reshaped[key] = jax.jit(run, out_shardings=outs, donate_argnums=tuple(range(len(mine))))
@@ -110,6 +99,10 @@ class ReplicaSets:
         return [made[k] for k in range(len(row))]
 
 
+def _mesh(home: Home) -> Mesh:
+    return cast("NamedSharding", home).mesh  # pyright: ignore[reportReturnType]
+
+
 def _in_order(array: Array) -> list[Array]:
     shards: dict[Device, Array] = shards_of(array)
-    return [shards[device] for device in array.sharding.mesh.devices.flat]
+    return [shards[device] for device in _mesh(array.sharding).devices.flat]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxpp.engine.engine import Engine
+from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.errors import JaxppError
 from jaxpp.observe.memory.liveness import account, temporaries
 from jaxpp.options import Options

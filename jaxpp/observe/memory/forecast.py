@@ -139,7 +139,8 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, wait
         book = dataclasses.replace(book, lives=(*book.lives, *(held[n]._replace(ends=len(book.lines) + 1) for n in waiting)))
     extra = temporaries(drafted.draft, engine.programs)
     peaks = {device: book.peak(device, extra) for device in book.devices}
-    stages = tuple(_stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(engine.placement.places))
+    devices = [place.shown for place in engine.placement.places]
+    stages = tuple(_stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(devices))
     moments = {device: book.lines[moment - 1].label for device, moment in peaks.items()}
     found = Forecast(book, stages, moments, room, ())
     if found.fits or room is None:

@@ -17,12 +17,13 @@ import jax
 from jaxpp.engine.engine import Drafted, Engine
 from jaxpp.observe.memory.liveness import KINDS, Account, account, kind_of, temporaries
 from jaxpp.plan.builder import HOST, Name
+from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.schedule.draw.text import align
 from jaxpp.stages.program import Role
 from jaxpp.stages.table import bytes_in_words
-from jaxpp.types import Device
+from jaxpp.types import Array, Device
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
 

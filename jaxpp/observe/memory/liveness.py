@@ -19,10 +19,8 @@ import numpy as np
 from jaxpp.engine.engine import Drafted, Engine
 from jaxpp.plan.builder import HOST, Draft, Line, Name
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.place import Submesh, bytes_on, leading
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import aval_of
 from jaxpp.stages.program import Role
 from jaxpp.types import Device
 
@@ -140,7 +138,7 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
     first, last = _forwards(draft), draft.last_uses()
     end = len(draft.lines) + 1
     sizes = _given(engine, drafted)
-    where: dict[Name, Device] = {name: home for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
+    where: dict[Name, Device] = {name: home.shown for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
     taken: set[Name] = set()
@@ -161,7 +159,7 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
     for name, begin in begins.items():
         life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
-    devices = tuple(dict.fromkeys(engine.placement.by_rank))
+    devices = tuple(dict.fromkeys(engine.placement.ranks_shown))
     return Account(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
 
 
@@ -170,13 +168,13 @@ def _made(draft: Draft, line: Line) -> list[int]:
     assert line.job is not None
     program, place, _ = line.job
     results = program.results
-    if isinstance(place, Submesh) and program.spans:  # as one replica has them
+    if program.spans:  # as one replica has them
         results = [
-            jax.ShapeDtypeStruct(aval.shape[len(leading(place, ref)) :], aval.dtype)
+            jax.ShapeDtypeStruct(aval.shape[len(place.leading(ref)) :], aval.dtype)
             for ref, aval in zip(program.outputs, results, strict=True)
         ]
     triples = zip(program.outputs, results, line.outputs, strict=True)
-    return [bytes_on(place, ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
+    return [place.num_bytes(ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
 
 
 def kind_of(name: Name) -> str:
@@ -206,7 +204,7 @@ def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     avals = [*engine.placed.shapes.flat(), *job.batch, *key]
     places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
     triples = zip(drafted.inputs, avals, places, strict=True)
-    return {name: count_bytes(aval) if place is None else bytes_on(place, name.ref, aval) for name, aval, place in triples}
+    return {name: count_bytes(aval) if place is None else place.num_bytes(name.ref, aval) for name, aval, place in triples}
 
 
 def _constants(engine: Engine, draft: Draft) -> list[Life]:
@@ -215,7 +213,7 @@ def _constants(engine: Engine, draft: Draft) -> list[Life]:
     unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
     places = [engine.placement[name.stage] for name, _ in unique.values()]
     return [
-        Life(name, place, value.addressable_shards[0].data.nbytes, kind_of(name), 0, end)
+        Life(name, place.shown, value.addressable_shards[0].data.nbytes, kind_of(name), 0, end)
         for (name, value), place in zip(unique.values(), places, strict=True)
     ]
 

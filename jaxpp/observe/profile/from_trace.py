@@ -59,4 +59,4 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
     median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
     spans = steps[median], laid_out(plan, alone, schedule)
     ledger = Ledger(account(engine, drafted), (), {})
-    return Profile(schedule, engine.placement.by_rank, *spans, "trace", tuple(lengths), 1.0, ledger)
+    return Profile(schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger)

@@ -26,8 +26,10 @@ from jaxpp.observe.profile.span import Span
 from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
 from jaxpp.observe.profile.trace import STEP, Run, read_runs
 from jaxpp.observe.profile.watch import Stamp, Watch, inferred
+from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
-from jaxpp.runtime.transfer import put
+from jaxpp.schedule.validate import is_count
+from jaxpp.types import Array
 
 __all__ = ["record"]
 
@@ -62,8 +64,7 @@ class _Steps:
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Any, key: Any):
         self.engine, self.batch, self.key = engine, batch, key
-        homes = engine.placed.homes.flat()
-        self.leaves = leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), homes, strict=True)])
+        self.leaves = engine.copy(leaves)
 
     def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> float:
         """Run a step to its end; returns its seconds."""
@@ -139,7 +140,8 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any, num_step
     ledger, _ = sample_step(engine, steps.leaves, batch, key)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], laid_out(plan, alone, schedule)
-    return Profile(schedule, engine.placement.by_rank, *spans, clock or _clock_for(engine), tuple(lengths), cost, ledger, missing)
+    shown = engine.placement.ranks_shown
+    return Profile(schedule, shown, *spans, clock or _clock_for(engine), tuple(lengths), cost, ledger, missing)
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ from jax.extend.core import Var
 
 from jaxpp.stages.cost import CHEAP, count_bytes, count_flops
 from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
-from jaxpp.stages.own_params import without_joint
 from jaxpp.stages.loops.rows import Read, first_reads
 from jaxpp.stages.loops.scan import Layers
+from jaxpp.stages.own_params import without_joint
 
 __all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "describe", "path_name"]
 
