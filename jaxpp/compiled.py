@@ -50,17 +50,17 @@ class Compiled:
         Args:
             given: what ``Pipeline.init`` was given.
         """
-        engine, names = self.engine, self.engine.placed.names
+        engine = self.engine
+        homes = self.runner.held(engine.placed.homes)._replace(opt=(), own_opt=(), loss_scale=())
         if given.makes:
             made, key = given.made, given.key
             function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
-            found = engine.make_params(trace_init(function, key)[0], key)
+            names = self.runner.held(engine.placed.names)._replace(opt=(), own_opt=(), loss_scale=())
+            found = engine.make_params(trace_init(function, key)[0], key, names)
         else:
-            found = Leaves(params=names.params, model_state=names.model_state)
-            held, homes = jax.tree.leaves(engine.sliced(given.made)), engine.placed.homes
-            pairs = zip(held, (*homes.params, *homes.model_state), strict=True)
-            found = found.fill([put(leaf, home) for leaf, home in pairs])
-        return found._replace(opt=self.runner.make_opt_state(found.params), loss_scale=engine.make_loss_scale())
+            held = jax.tree.leaves(engine.sliced(given.made))
+            found = homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
+        return self.runner.with_opt_state(found)._replace(loss_scale=engine.make_loss_scale())
 
 
 def compile_step(
@@ -107,9 +107,9 @@ def compile_step(
         ) from error
     warn_of(engine.layout.unevenness)
     engine.plan("update", batch, taken)
-    places = [(place, place.devices[0]) for place in engine.placement.places]
+    places = [(place.shown, place.devices[0]) for place in engine.placement.places]
     cut = engine.preparer.job(batch, taken).cuts[0]
     alone = functions or by_hand(len(places), engine.cut_at, engine.slicing, has_state=options.has_state)
     stages = tabulate(cut, engine.owner, places, alone)
     runner = NoBank(engine) if bank is None else WithBank(bank, engine, variables, batch, taken)
-    return Compiled(engine, runner, states_of(engine, own=False), stages, Detector(engine.update.watched))
+    return Compiled(engine, runner, states_of(engine, own=bank is None), stages, Detector(engine.update.watched))

@@ -125,7 +125,7 @@ class Options:
     def described(self) -> list[str]:
         """The schedule and the devices, a line each, for people."""
         schedule, placement = self.schedule, self.placement
-        devices = list(dict.fromkeys(str(device) for device in self.devices))
+        devices = list(dict.fromkeys(str(device) for place in placement.by_rank for device in place.devices))
         names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
         counts = {"replicas": placement.num_replicas, "shards": placement.num_shards}
         shared = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)

@@ -16,7 +16,6 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import apart, bring, put, spread
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.stages.loss.roles import describe
-from jaxpp.stages.own_params import Joint
 from jaxpp.types import Array, Aval, Home
 
 __all__ = ["Metrics", "State", "States", "check_kept", "states_of"]
@@ -197,7 +196,7 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
     params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
     opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
     scale = jax.tree.structure(() if scaling is None else scaling.example)
-    if own or not isinstance(placed.layout.params, Joint):
+    if own:
         return States(State(params, opt_state, model_state, scale), placed.shapes, placed.homes)
     trees = State(params.children()[0], opt_state.children()[0], model_state, scale)
     return States(trees, placed.shapes.shared, placed.homes.shared)

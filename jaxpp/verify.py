@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpp.engine.engine import Engine, Outcome
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Outcome
 from jaxpp.errors import ArgumentError, VerifyError
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves

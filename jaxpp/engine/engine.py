@@ -5,14 +5,14 @@ An engine exists from the moment when shapes are known (``open_engine``), so not
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import optax
 
 from jaxpp.engine.layout import Layout, lay_out
+from jaxpp.engine.outcome import Drafted, Outcome
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
@@ -38,65 +38,10 @@ from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array, Batch, Key, LossFn, Tree
 
-__all__ = ["Drafted", "Engine", "Outcome", "open_engine"]
+__all__ = ["Engine", "open_engine"]
 
 Purpose = Literal["update", "grads", "forward"]
 T = TypeVar("T")
-
-
-class Outcome(NamedTuple, Generic[T]):
-    """What a step returns; or, while the step is lowered, what its results are called.
-
-    Attributes:
-        loss: float scalar, on the last stage.
-        aux: the aux leaves; as the user's tree, once the step has run.
-        grads: for ``grads``, the gradients of the parameters as they are held, shared and own.
-        state: for ``update``, the leaves of the new state.
-        model_state: for ``grads`` and ``forward``, the new model state.
-        grad_norm: for ``update``.
-        finite: for ``update`` with a scaled loss, whether all gradients were; if not, only the scale has changed.
-        squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
-    """
-
-    loss: T
-    aux: Any
-    grads: Sequence[T] = ()
-    state: Leaves[T] = Leaves()
-    model_state: Sequence[T] = ()
-    grad_norm: T | None = None
-    finite: T | None = None
-    squares: Sequence[T] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafted:
-    """A step as lines.
-
-    Attributes:
-        draft: the lines.
-        job: what was lowered.
-        inputs: the names of the arguments: leaves of the state, batch leaves, the key.
-        results: the names of the results.
-    """
-
-    draft: Draft
-    job: Job
-    inputs: list[Name]
-    results: Outcome[Name]
-
-    @functools.cached_property
-    def outputs(self) -> list[Name]:
-        """The names of the results, in the order in which the plan returns them."""
-        return jax.tree.leaves(self.results, is_leaf=_is_name)
-
-    @functools.cached_property
-    def _tree(self) -> Tree:
-        return jax.tree.structure(self.results, is_leaf=_is_name)
-
-    def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
-        """The results of a plan, each in its place."""
-        found = self._tree.unflatten(values)
-        return found._replace(aux=self.job.cuts[0].loss.aux_tree.unflatten(found.aux))
 
 
 class Engine:
@@ -190,9 +135,8 @@ class Engine:
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
         return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=True)
 
-    def make_params(self, graph: Graph, key: Key) -> Leaves[Array]:
-        """Make the shared parameters and the model state from the traced init, each leaf on its owner."""
-        wanted = Leaves(params=self.placed.names.params, model_state=self.placed.names.model_state)
+    def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
+        """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
         names = wanted.flat()
         draft = draft_params(graph, names, self.placement)
         return wanted.fill(execute(draft.finish(self.programs, [INIT_KEY], names), [key]))
@@ -378,10 +322,6 @@ def _read_by(purpose: Purpose, leaves: Leaves[T]) -> Leaves[T]:
         return leaves
     read = leaves._replace(opt=(), own_opt=())
     return read if purpose == "grads" else read._replace(loss_scale=())
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, Name)
 
 
 def _shapes(batch: Batch, key: object) -> Hashable:

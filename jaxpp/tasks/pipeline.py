@@ -10,11 +10,12 @@ The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether th
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import jax
 
-from jaxpp.engine.engine import Engine, Outcome, open_engine
+from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
@@ -31,6 +32,8 @@ from jaxpp.tasks.set_layout import Layout
 from jaxpp.types import Array, Batch, Key, LossFn, Tree
 
 __all__ = ["NoBank", "Runner", "WithBank", "check_bank", "check_scaling", "waiting_names", "with_set"]
+
+T = TypeVar("T")
 
 
 def check_bank(bank: object) -> None:
@@ -90,8 +93,12 @@ class Runner(Protocol):
         """Another loss over the user's parameters, as the engine takes it."""
         ...
 
-    def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
-        """Make the optimizer state of the parameters that all replicas share."""
+    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+        """Of the leaves of a step those that the state holds."""
+        ...
+
+    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """Make the optimizer state of the parameters that the state holds."""
         ...
 
     def whole(self, task: Tree, leaves: Leaves[Array]) -> AbstractContextManager[tuple[Engine, Leaves[Array]]]:
@@ -140,9 +147,14 @@ class NoBank:
         """The loss, with its key by position."""
         return positional_key(loss_fn, 2 + self._engine.options.has_state)
 
-    def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
-        """Make the optimizer state."""
-        return self._engine.make_opt_state(params)
+    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+        """All of them."""
+        return leaves
+
+    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """With the optimizer state."""
+        made, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
+        return leaves._replace(opt=made[:shared], own_opt=made[shared:])
 
     @contextmanager
     def whole(self, task: Tree, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -214,14 +226,17 @@ class WithBank:
         before = 2 + self._first.engine.options.has_state
         return None if loss_fn is None else positional_key(join_losses(positional_key(loss_fn, before + 1)), before)
 
-    def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
-        """Make the optimizer state of Theta."""
-        names = [self.bank.tasks[0]] * self._num_replicas
-        engine = self._first.engine
+    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+        """Those of Theta."""
+        return leaves.shared
+
+    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """With the optimizer state of Theta."""
+        names, engine = [self.bank.tasks[0]] * self._num_replicas, self._first.engine
         with self._lend(names) as own:
-            made = engine.make_opt_state([*params, *own[: engine.layout.num_own]])
+            made = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
             self._keep(names, own)
-        return made[: len(engine.placed.names.opt)]
+        return leaves._replace(opt=made[: len(engine.placed.names.opt)])
 
     def other_bytes(self, task: Tree) -> int:
         """Bytes of the parameters of all sets but one of these."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpp.engine.engine import Drafted, Engine
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Drafted
 from jaxpp.observe.memory.liveness import KINDS, Account, account, kind_of, temporaries
 from jaxpp.plan.builder import HOST, Name
 from jaxpp.plan.leaves import Leaves

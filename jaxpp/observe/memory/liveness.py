@@ -16,7 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpp.engine.engine import Drafted, Engine
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Drafted
 from jaxpp.plan.builder import HOST, Draft, Line, Name
 from jaxpp.runtime.compile import Programs
 from jaxpp.schedule.action import Kind
