@@ -1,7 +1,7 @@
 """The problem that several experiments share: an MLP that sorts random vectors into classes, as only its shape counts there."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def mlp(width: int, depth: int, batch: int, num_classes: int = 2, compute: str =
     return Problem(loss_fn, init, {"x": x, "y": y})
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
     """The mean over all labels, in nats; in float32 at least."""
     logits = logits.astype(jnp.promote_types(logits.dtype, "float32"))
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
