@@ -28,8 +28,8 @@ class Config:
         ranks: rows of the schedules.
         microbatches: parts of the batch.
         forward: of one microbatch on one rank, all its stages together.
-        input_grad: of the input part of its backward, likewise.
-        weight_grad: of the weight part of its backward, likewise.
+        input_grad: of the input part of its backward on one rank.
+        weight_grad: of the weight part of its backward on one rank.
         transfer: from one rank to another.
         dispatch: of the host, for one action.
         figures: draw them.
