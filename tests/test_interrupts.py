@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +102,7 @@ def test_after_ctrl_c_at_any_bytecode_pipe_state_is_the_old_state_or_the_new(ctr
             continue  # it took fewer than the one that was counted
         after = count_of(pipe.state)
         found.add(after - before)
-        jax.tree.map(np.testing.assert_array_equal, host(pipe.state), states[after])
+        chex.assert_trees_all_equal(host(pipe.state), states[after])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert found == {0, 1}
     state, metrics = pipe.step(pipe.state, X)
@@ -135,7 +136,7 @@ def test_with_a_bank_theta_and_the_set_of_the_task_change_together(ctrl_c):
             continue
         after = count_of(pipe.state)
         found.add(after - before)
-        jax.tree.map(np.testing.assert_array_equal, (host(pipe.state), bank.params("cat")), wanted[after])
+        chex.assert_trees_all_equal((host(pipe.state), bank.params("cat")), wanted[after])
     assert found == {0, 1}
     np.testing.assert_array_equal(bank.params("dog")["c"], PARAMS["c"])
 
@@ -159,7 +160,7 @@ def test_a_signal_at_any_moment_leaves_a_state_that_steps_on(ctrl_c):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         state = pipe.state
-        jax.tree.map(np.testing.assert_array_equal, host(state), states[count_of(state)])
+        chex.assert_trees_all_equal(host(state), states[count_of(state)])
         state = pipe.init(PARAMS, X) if count_of(state) > 150 else state
     assert hits > 30
 
@@ -190,7 +191,7 @@ def test_a_host_callback_that_raises_leaves_the_old_state_and_no_error_for_later
         broken[0] = False
         assert pipe.state is state
         new, _ = pipe.step(state, batch, donate=False)
-        jax.tree.map(np.testing.assert_array_equal, host(new), wanted)
+        chex.assert_trees_all_equal(host(new), wanted)
 
 
 def test_an_optimizer_whose_host_callback_raises_changes_nothing():
@@ -212,7 +213,7 @@ def test_an_optimizer_whose_host_callback_raises_changes_nothing():
         pipe.step(state, X)
     broken[0] = False
     assert pipe.state is state
-    jax.tree.map(np.testing.assert_array_equal, host(state), before)
+    chex.assert_trees_all_equal(host(state), before)
     pipe.step(state, X)
 
 
@@ -316,7 +317,7 @@ def test_the_state_of_another_pipeline_is_consumed_whole_or_not_at_all(stages):
     new, _ = other.step(state, X)
     gone = {leaf.is_deleted() for leaf in jax.tree.leaves(state)}
     assert gone == {False}
-    jax.tree.map(np.testing.assert_array_equal, host(state), wanted)
+    chex.assert_trees_all_equal(host(state), wanted)
     assert one.state is state and other.state is new
     twin = pipeline()
     twin.init(PARAMS, X)

@@ -139,7 +139,7 @@ def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
     same_bits((state.params, state.opt_state), shared)
     for name, wanted in tasks.items():
         same_bits((bank.params(name), bank.opt_state(name)), wanted)
-    assert bank.shelf.traffic.prefetch_hits > 0
+    assert bank.host_store.traffic.prefetch_hits > 0
 
 
 def same_bits(got, want):
@@ -280,7 +280,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.shelf.stored(name)} == {HOST}
+            assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
 
 
@@ -363,12 +363,12 @@ def broken(*args, **kwargs):
 def test_a_task_that_cannot_be_is_refused_before_anything_moves(task, lines):
     bank = jaxpp.Bank(sets(2) | {"wide": a_set(5, classes=5)}, OWN)
     pipe, state = opened(bank, data_parallel=2)
-    moved = bank.shelf.traffic
+    moved = bank.host_store.traffic
     with pytest.raises(jaxpp.errors.BankError) as error:
         pipe.step(state, DATA, jax.random.key(0), task=task)
     for line in lines:
         assert line in str(error.value)
-    assert bank.shelf.traffic == moved
+    assert bank.host_store.traffic == moved
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -491,15 +491,15 @@ def test_a_pipeline_opened_again_or_dropped_leaves_nothing_on_the_devices():
     small = tuple(leaf[:8] for leaf in DATA)
     state = pipe.init(theta(), small)
     state, _ = pipe.step(state, small, jax.random.key(0), task="t0")
-    assert len(bank.shelf.rows) == 1
+    assert len(bank.host_store.rows) == 1
     del pipe, state
     gc.collect()
-    assert not bank.shelf.rows
+    assert not bank.host_store.rows
     for _ in range(3):
         pipe, state = opened(bank, devices=jax.devices()[3:5])
         pipe.step(state, DATA, jax.random.key(0), task="t0")
     gc.collect()
-    assert len(bank.shelf.rows) <= 2
+    assert len(bank.host_store.rows) <= 2
 
 
 def test_an_init_that_fails_gives_back_what_it_was_lent(monkeypatch):

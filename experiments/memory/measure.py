@@ -72,7 +72,7 @@ def measure(
         forecast: its forecast for them.
         state: from ``init`` or a step; it is consumed, as by ``pipe.step``.
         batch: of both steps.
-        key: likewise.
+        key: of both steps.
         before: bytes of the arrays that were there before the pipeline was made.
 
     Returns:

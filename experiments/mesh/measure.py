@@ -82,7 +82,7 @@ class Row:
         equal: whether ``pipe.verify`` then found that the next step equals the plain one.
         reason: what it said if not.
         params: bytes on each device.
-        optimizer: likewise, of its state.
+        optimizer: bytes of the optimizer state on each device.
         sent: between stages.
         data: the collectives over ``data``.
         model_axis: the collectives over ``model``.

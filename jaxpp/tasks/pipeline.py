@@ -28,7 +28,7 @@ from jaxpp.stages.loss.roles import describe
 from jaxpp.stages.own_params import Joint, join_losses
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.replica_sets import ReplicaSets
-from jaxpp.tasks.set_layout import Layout
+from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.types import Array, Batch, Key, LossFn, Tree
 
 __all__ = ["NoBank", "Runner", "WithBank", "check_bank", "check_scaling", "waiting_names", "with_set"]
@@ -79,7 +79,7 @@ def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | No
 
 def waiting_names(bank: Bank | None, engine: Engine) -> list[Name]:
     """The leaves of a set, once for each set that may wait on the devices beside the set in use."""
-    return [] if bank is None else engine.placed.names.own * (bank.shelf.slots - 1)
+    return [] if bank is None else engine.placed.names.own * (bank.host_store.slots - 1)
 
 
 class Runner(Protocol):
@@ -199,10 +199,10 @@ class WithBank:
         self.bank = bank
         layout = bank.layout(bank.tasks[0])
         self._first = ReplicaSets(engine, layout)
-        self._known: dict[Layout, ReplicaSets] = {layout: self._first}
+        self._known: dict[SetLayout, ReplicaSets] = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
-        self._forget = weakref.finalize(self, bank.shelf.forget, [(token, r) for r in range(self._num_replicas)])
+        self._forget = weakref.finalize(self, bank.host_store.forget, [(token, r) for r in range(self._num_replicas)])
 
     @property
     def _num_replicas(self) -> int:
@@ -258,7 +258,7 @@ class WithBank:
             fix = f"pass a name, or a list of {count}"
             raise BankError("task", "a list of tasks has one a replica", f"{len(names)} tasks for {count} replicas", fix)
         for name in names:
-            self.bank.check_name(name, f"task={task!r}")
+            self.bank.layout(name, f"task={task!r}")
         different = {self.bank.layout(name) for name in names}
         if len(different) > 1:
             params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
@@ -293,7 +293,7 @@ class WithBank:
         """The leaves of the replicas' sets, at their stages, until they are given back."""
         sets = self._sets(names[0])
         try:
-            return sets.of_replicas([self.bank.shelf.fetch(name, sets.homes[r], self._row(r)) for r, name in enumerate(names)])
+            return sets.of_replicas([self.bank.host_store.fetch(name, sets.homes[r], self._row(r)) for r, name in enumerate(names)])
         except BaseException:
             self._release(names)
             raise
@@ -301,7 +301,7 @@ class WithBank:
     def _release(self, names: Sequence[Hashable]) -> None:
         """Give sets back as if they had not been fetched, those among them that were not too."""
         for r, name in enumerate(names):
-            self.bank.shelf.release(name, (self._row(r),))
+            self.bank.host_store.release(name, (self._row(r),))
 
     def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Write the sets back that a step has changed: each from the first replica that ran it."""
@@ -309,14 +309,14 @@ class WithBank:
         for name in dict.fromkeys(names):
             mine = [r for r, other in enumerate(names) if other == name]
             try:
-                self.bank.shelf.store(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
+                self.bank.host_store.write_back(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
             except BankError as error:  # the state that the step has made must not be lost by it
-                self.bank.shelf.tell_later(error)
+                self.bank.host_store.tell_later(error)
 
     def _keep(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Give sets back that nobody has changed."""
         for r, (name, row) in enumerate(zip(names, self._sets(names[0]).of_rows(leaves), strict=True)):
-            self.bank.shelf.keep(name, row, self._row(r))
+            self.bank.host_store.keep(name, row, self._row(r))
 
     def prefetch(self, task: Tree) -> None:
         """Begin to bring the sets of a later step; waits for nothing.
@@ -327,7 +327,7 @@ class WithBank:
         names = self.names(task)
         homes = self._sets(names[0]).homes
         for r, name in enumerate(names):
-            self.bank.shelf.prefetch(name, homes[r], self._row(r))
+            self.bank.host_store.prefetch(name, homes[r], self._row(r))
 
     @contextmanager
     def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
@@ -364,7 +364,7 @@ class WithBank:
         engine = sets.engine
         engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
         for name in names:
-            self.bank.shelf.check_idle(name, "be changed by a step")
+            self.bank.host_store.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
             whole = leaves.with_own(own, engine.placed.names)
             outcome = engine.run("update", whole, batch, key, donate=donate, hold=hold)

@@ -10,7 +10,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.errors import CutError
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import shards_of
-from jaxpp.tasks.set_layout import Layout
+from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.types import Array, Device, Home
 
 __all__ = ["ReplicaSets"]
@@ -33,7 +33,7 @@ class ReplicaSets:
         CutError: the engine cuts a loop over stacked parameters of theta[t].
     """
 
-    def __init__(self, engine: Engine, layout: Layout):
+    def __init__(self, engine: Engine, layout: SetLayout):
         if engine.layout.num_own != layout.params.num_leaves:
             raise CutError(
                 "theta[t]",
