@@ -15,11 +15,10 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import KINDS, Account
-from jaxpp.observe.profile.causes import Causes
-from jaxpp.observe.profile.profile import Profile
-from jaxpp.observe.profile.span import Span, covered
+from jaxpp.observe.profile.profile import Causes, Profile
+from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule import Kind, dependencies, make
-from jaxpp.schedule.residuals import live, peak
+from jaxpp.schedule.residuals import lifetimes, peak
 from tests.conftest import gpt_case, mlp_case
 
 RESOLUTION = 1e-5  # seconds: the stamps of different threads
@@ -256,7 +255,7 @@ def test_fewer_than_one_step_is_refused(runs, num_steps):
 def test_a3_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
     profile = runs[name][3]
     account = profile.ledger.account
-    lives = live(profile.bars)
+    lives = lifetimes(profile.bars)
     for stage in range(profile.schedule.num_stages):
         residuals = [life for life in account.lives if life.kind == "residuals" and life.name.stage == stage]
         held = [
@@ -267,7 +266,7 @@ def test_a3_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
         if not profile.beside:  # in the order of the schedule, as the account is
             assert peak(drawn) <= max(held)
         assert len(drawn) == profile.schedule.num_microbatches
-        schedule = [r for r in live(profile.schedule.drawing().bars) if r.stage == stage]
+        schedule = [r for r in lifetimes(profile.schedule.drawing().bars) if r.stage == stage]
         assert peak(schedule) == max(held)
 
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from jaxpp.observe.memory.liveness import KINDS
-from jaxpp.observe.profile.figure import Curve, Timeline, pebble_pair, profile_figure
+from jaxpp.observe.profile.figure import profile_figure
+from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule import Action, Kind, make
-from jaxpp.schedule.clock import Bar, bars, replay
-from jaxpp.schedule.residuals import live, peak
+from jaxpp.schedule.clock import Bar, Timing, bars, replay
+from jaxpp.schedule.draw.pebbles import pebble_pair
+from jaxpp.schedule.draw.timeline import Timeline
+from jaxpp.schedule.residuals import lifetimes, peak
 
 MIB = 2**20
 LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)
@@ -28,16 +31,16 @@ def synthetic(name, ranks, microbatches, seed=0):
     usual = {Kind.F: 1.0, Kind.B: 2.1, Kind.I: 1.1, Kind.W: 0.9}
     durations = {a: usual[a.kind] * rng.lognormal(0, 0.15) for a in schedule.order}
     handed = {action: 0.3 + 0.07 * k for k, action in enumerate(schedule.order)}
-    size = (schedule.rows, schedule.stage_to_rank, microbatches, durations.__getitem__)
     hops = [0.1] * (schedule.num_stages - 1)
-    return schedule, *(tuple(bars(schedule.rows, replay(*size, hop=hops, **more))) for more in ({"dispatched": handed}, {}))
+    timings = Timing(durations, hops, handed), Timing(durations, hops)
+    return schedule, *(tuple(bars(schedule.rows, replay(schedule.rows, schedule.stage_to_rank, timing))) for timing in timings)
 
 
 def curves(schedule, measured, labels=None):
     """Memory in which every residual takes 5 MiB, and all else what ``LAYERS`` says."""
     found, end = [], 1.05 * max(bar.end for bar in measured)
     for rank in range(schedule.num_ranks):
-        own = [r for r in live(measured) if schedule.stage_to_rank[r.stage] == rank]
+        own = [r for r in lifetimes(measured) if schedule.stage_to_rank[r.stage] == rank]
         times = sorted({0.0, end, *(time for r in own for time in (r.start, r.end))})
         alive = [sum(r.start <= time < r.end for r in own) for time in times]
         levels = tuple(tuple((5 * count if k == 4 else each) * MIB for k, each in enumerate(LAYERS)) for count in alive)
@@ -185,7 +188,7 @@ def test_both_pebble_graphs_say_the_most_residuals_of_each_stage(name, ranks, mi
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
     figure = pebble_pair("", titled(measured, simulated), schedule.stage_to_rank)
     for axes, ran, title in zip(figure.axes, (measured, simulated), ("watched", "each program alone"), strict=False):
-        peaks = [str(peak(r for r in live(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
+        peaks = [str(peak(r for r in lifetimes(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
         assert [word for word in words(axes) if word.isdigit()] == peaks
         assert any(word.startswith(title) for word in words(axes))
 
@@ -197,7 +200,7 @@ def test_a_pebble_stands_only_where_its_residual_is_alive_and_wherever_one_is(na
     for axes, ran in zip(figure.axes, (measured, simulated), strict=False):
         dots = [c.get_offsets().tolist() for c in axes.collections if c.get_label() == "pebbles"]
         assert len(dots) == schedule.num_stages
-        residuals, shortest = live(ran), min(bar.end - bar.start for bar in ran)
+        residuals, shortest = lifetimes(ran), min(bar.end - bar.start for bar in ran)
         for stage, at in enumerate(dots):
             own = [r for r in residuals if r.stage == stage]
             assert all(sum(r.start <= x < r.end for r in own) for x, _ in at)

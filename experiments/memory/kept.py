@@ -20,7 +20,7 @@ from experiments.results import ConfigError, check_writable, report
 from experiments.zoo.main import CASES
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 
 __all__ = ["BLOCKS", "Config", "Line", "main", "run", "table"]
 
@@ -147,7 +147,7 @@ def table(lines: tuple[Line, ...]) -> str:
         sizes = [f"{line.least / KIB:,.0f}", f"{line.keep / KIB:,.0f}", f"{line.least / line.keep:.0%}"]
         blocks = [f"{line.a_block(size):.1f}" for size in (line.least, line.keep)] if line.activation else ["", ""]
         cells.append([line.model.ljust(width), *sizes, *blocks])
-    return "\n".join(row.rstrip() for row in align(cells))
+    return "\n".join(row.rstrip() for row in table_lines(cells))
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import Schedule
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.panel import has_matplotlib
+from jaxpp.schedule.draw.text import table_lines
 
 __all__ = ["Config", "ConfigError", "Result", "Row", "main", "run", "table"]
 
@@ -152,7 +152,7 @@ def run(config: Config) -> Result:
         JaxppError: a schedule that does not exist at these sizes, a model that cannot be cut into so many stages, or a batch
             that cannot be split.
     """
-    drawn = not config.no_figure and available()
+    drawn = not config.no_figure and has_matplotlib()
     if not (drawn or config.no_figure):
         print('memory: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
     check_writable("--figure", config.figure if drawn else None)
@@ -223,7 +223,7 @@ def table(result: Result) -> str:
         "MiB, on the device that holds most, when it does; in brackets: microbatches whose backward is not done",
         f"forecast / measured, all devices: from {min(ratios):.4f} to {max(ratios):.4f}, at most {apart:,} bytes apart",
     ]
-    return "\n".join([*align(parts), "", *notes, "", "MiB measured on each device:", *align(peaks)])
+    return "\n".join([*table_lines(parts), "", *notes, "", "MiB measured on each device:", *table_lines(peaks)])
 
 
 def main() -> None:

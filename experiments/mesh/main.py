@@ -27,8 +27,8 @@ from experiments.mesh.problems import Problem, gpt, mlp
 from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.panel import has_matplotlib
+from jaxpp.schedule.draw.text import table_lines
 
 __all__ = ["MODELS", "Config", "ConfigError", "Result", "every_mesh", "main", "run", "table"]
 
@@ -172,7 +172,7 @@ def run(config: Config) -> Result:
         ConfigError: a file that cannot be written, or fewer devices than a mesh has.
         JaxppError: a model that cannot be cut into so many stages, or not sharded so; a note names model and mesh.
     """
-    drawn = not config.no_figure and available()
+    drawn = not config.no_figure and has_matplotlib()
     if not (drawn or config.no_figure):
         print('mesh: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
     check_writable("--figure", config.figure if drawn else None)
@@ -234,10 +234,10 @@ def table(result: Result) -> str:
     lines = [
         *losses,
         "",
-        *align(held),
+        *table_lines(held),
         "losses, parameters: the largest relative difference from one device; KiB on the device that holds most",
         "",
-        *align(told),
+        *table_lines(told),
         "KiB a step, of all devices together; beyond: what is reduced over data but for each device's parameters, once",
     ]
     return "\n".join([*lines, *_full(result)])

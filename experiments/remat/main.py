@@ -25,7 +25,7 @@ from experiments.remat.problems import PROBLEMS
 from experiments.results import ConfigError, check_writable, report
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 
 __all__ = ["Config", "Result", "Row", "main", "plain_step", "run", "table"]
 
@@ -258,7 +258,7 @@ def table(result: Result) -> str:
         "peak: MiB of the fullest device as forecast, parameters, optimizer and temporaries included",
         "/ plain: over a plain jit step on one device, which keeps what XLA likes; the median of the rounds, and their quartiles",
     ]
-    return "\n".join([*align(cells), "", *notes])
+    return "\n".join([*table_lines(cells), "", *notes])
 
 
 def main() -> None:

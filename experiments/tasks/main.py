@@ -26,8 +26,8 @@ from experiments.tasks.problem import CLASSES, make_problem
 from experiments.tasks.ways import Stages
 from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.panel import has_matplotlib
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.table import bytes_in_words
 from models.adapters import AdaptedMLP
@@ -140,7 +140,7 @@ def run(config: Config) -> Result:
             ends with other bits than training without one.
     """
     began = time.perf_counter()
-    drawn = not config.no_figure and available()
+    drawn = not config.no_figure and has_matplotlib()
     if not (drawn or config.no_figure):
         print('tasks: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
     check_writable("--figure", config.figure if drawn else None)
@@ -201,7 +201,7 @@ def table(result: Result) -> str:
             f"({group.load / step:.2f} of a resident step), back {1e3 * group.store:.2f} ms ({group.store / step:.2f}); "
             f"virtual clock with prefetch: {group.clock:.3f}"
         )
-    return "\n".join([*align(cells), "", *notes])
+    return "\n".join([*table_lines(cells), "", *notes])
 
 
 def main() -> None:

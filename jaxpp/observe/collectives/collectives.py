@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.collectives.hlo import Instruction, parse_groups, parse_hlo
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
 
 __all__ = ["KINDS", "Collective", "Collectives", "Row", "read_collectives"]
@@ -175,7 +175,7 @@ class Collectives:
         return found
 
     def __str__(self) -> str:
-        tables = [align(table) for table in self._tables()] if self.rows else [["no collectives"]]
+        tables = [table_lines(table) for table in self._tables()] if self.rows else [["no collectives"]]
         return "\n\n".join("\n".join(lines) for lines in [*tables, self.remarks()] if lines)
 
     __repr__ = __str__

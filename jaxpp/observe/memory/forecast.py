@@ -16,7 +16,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.advice import Change, changes
 from jaxpp.observe.memory.liveness import KINDS, Account, account, temporaries
 from jaxpp.plan.builder import Name
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.types import Device
 
@@ -91,7 +91,8 @@ class Forecast:
             rows.append(
                 [str(row.stage), str(row.device), *sizes, _size(row.temporaries), _size(row.num_bytes), self.moments[row.device]]
             )
-        lines = [*align(rows), "", "in brackets: microbatches whose residuals are held; at: what runs when the device holds most"]
+        legend = "in brackets: microbatches whose residuals are held; at: what runs when the device holds most"
+        lines = [*table_lines(rows), "", legend]
         if len(self.stages) > len(self.peaks):
             lines.append("peak: " + ", ".join(f"{device} {_size(peak)}" for device, peak in self.peaks.items()))
         return "\n".join([*lines, *self._verdict()])
@@ -113,7 +114,7 @@ class Forecast:
             return [*lines, "nothing that was looked at fits (microbatches, schedules, remat, twice the stages): use more devices"]
         rows = [["what should fit (estimates), the quickest first", "peak", "step"]]
         rows += [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
-        return [*lines, *align(rows)]
+        return [*lines, *table_lines(rows)]
 
 
 def _size(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ from jaxpp.plan.builder import HOST, Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.program import Role
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.types import Array, Device
@@ -83,7 +83,7 @@ class Ledger:
         for sample in sorted(self.samples, key=lambda sample: (self.account.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
             rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
-        return "\n".join([*align(rows), *self._remarks()])
+        return "\n".join([*table_lines(rows), *self._remarks()])
 
     __repr__ = __str__
 

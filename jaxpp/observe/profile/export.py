@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpp.observe.memory.liveness import KINDS
 from jaxpp.observe.profile.profile import Profile
-from jaxpp.observe.profile.span import Span
+from jaxpp.observe.profile.spans import Span
 
 __all__ = ["to_html", "to_json", "to_perfetto"]
 

@@ -9,13 +9,14 @@ import io
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.figure import pebble_gif, pebbles, timeline
-from jaxpp.schedule.draw.panel import available
+from jaxpp.schedule.draw.panel import Figure, has_matplotlib
+from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
+from jaxpp.schedule.draw.timeline import timeline
 
-__all__ = ["Drawing", "Drawn", "align"]
+__all__ = ["Drawing", "Drawn", "html_table", "table_lines"]
 
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
@@ -92,7 +93,7 @@ class Drawn:
             lines[rank][first:last] = [str(action.kind)] * (last - first)
         return "\n".join([heading, *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The timeline as a matplotlib ``Figure``: a row a rank, colours by kind, microbatch numbers, idle time light grey.
 
         In a notebook the schedule draws itself; a bare figure shows after ``%matplotlib inline``.
@@ -103,7 +104,7 @@ class Drawn:
         heading, _, stage_to_rank, bars = self.drawing()
         return timeline(bars, stage_to_rank, heading)
 
-    def pebble_figure(self) -> Any:
+    def pebble_figure(self) -> Figure:
         """The pebble graph as a matplotlib ``Figure``: a row a computation along the pipeline, a pebble a live residual.
 
         Raises:
@@ -122,7 +123,7 @@ class Drawn:
         pebble_gif(bars, stage_to_rank, heading, path)
 
     def _repr_html_(self) -> str:
-        if not available():
+        if not has_matplotlib():
             return f"<pre>{html.escape(str(self))}</pre>"
         out = io.BytesIO()
         small = len(self.drawing().bars) <= _MOST_VECTORS
@@ -134,10 +135,19 @@ class Drawn:
         return f'<div style="overflow-x:auto">{picture}</div>'
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table of cells, every column as wide as its widest, flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """The same table for a notebook; the first row is the head."""
+    lines = [
+        "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in row)
+        for tag, row in zip(["th"] + ["td"] * (len(rows) - 1), rows, strict=True)
+    ]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _column(time: Number, makespan: Number, columns: int) -> int:

@@ -1,13 +1,27 @@
-"""The account of a step laid along its measured time: live bytes of each device from moment to moment."""
+"""The live bytes of a step along its measured time: what each device holds from moment to moment."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxpp.observe.memory.liveness import Account
-from jaxpp.observe.profile.figure import Curve
-from jaxpp.observe.profile.span import Span
+from jaxpp.observe.profile.spans import Span
 from jaxpp.types import Device
 
-__all__ = ["curves"]
+__all__ = ["Curve", "curves"]
+
+
+class Curve(NamedTuple):
+    """Live bytes of one device over a step, by kind.
+
+    Attributes:
+        label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
+        times: milliseconds from the start of the step, in ascending order.
+        levels: ``levels[k]`` are the bytes of each of ``KINDS`` from ``times[k]`` on; the last ones stay to the end of the step.
+    """
+
+    label: str
+    times: tuple[float, ...]
+    levels: tuple[tuple[int, ...], ...]
 
 
 def curves(account: Account, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
