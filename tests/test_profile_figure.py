@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxpp.observe.memory.liveness import KINDS
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.figure import profile_figure
 from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule import Action, Kind, make
@@ -120,13 +120,15 @@ def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the
     rng, memory = np.random.default_rng(1), []
     for device in range(3):
         times = tuple(sorted([0.0, 4.5, 4.5, *rng.uniform(0, 9, 20).tolist()]))
-        levels = tuple(map(tuple, (rng.integers(MIB, size=(23, len(KINDS))) * rng.integers(2, size=(23, len(KINDS)))).tolist()))
+        levels = tuple(
+            map(tuple, (rng.integers(MIB, size=(23, len(MEMORY_KINDS))) * rng.integers(2, size=(23, len(MEMORY_KINDS)))).tolist())
+        )
         memory.append(Curve(f"cpu:{device} (rank {device})", times, levels))
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 10.0)]
     axes = profile_figure("", titled(run, [run[0]._replace(end=12.0)]), memory, [0]).axes[2]
     most = max(sum(level) for curve in memory for level in curve.levels)
     highest, scale = [], None
-    for k, kind in enumerate(KINDS):
+    for k, kind in enumerate(MEMORY_KINDS):
         sums, heights = areas(axes, kind)
         highest += heights
         for row, curve in enumerate(memory):
@@ -163,14 +165,14 @@ def test_the_key_of_the_memory_names_the_kinds_that_there_are_in_the_order_of_th
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     memory = [c._replace(levels=tuple((*level[:2], 0, *level[3:]) for level in c.levels)) for c in curves(schedule, measured)]
     figure = profile_figure("", titled(measured, simulated), memory, schedule.stage_to_rank)
-    assert [k for k in KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
+    assert [k for k in MEMORY_KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
 
 
 def test_without_memory_there_is_none_of_it():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     figure = profile_figure("heading", titled(measured, simulated), (), schedule.stage_to_rank)
     assert len(figure.axes) == 3  # two timelines and a key
-    assert not {"memory", "peak", *KINDS} & {word for axes in figure.axes for word in words(axes)}
+    assert not {"memory", "peak", *MEMORY_KINDS} & {word for axes in figure.axes for word in words(axes)}
     assert figure.axes[1].get_xlabel() == "time, ms" and figure.texts[0].get_text() == "heading"
     assert_apart(figure)
 
@@ -240,8 +242,9 @@ def test_the_kinds_that_can_be_large_differ_in_grey():
     colours = importlib.import_module("jaxpp.observe.profile.figure").COLOURS
     to_rgb = importlib.import_module("matplotlib.colors").to_rgb
     greys = {
-        kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(colours[k]), strict=True)) for k, kind in enumerate(KINDS)
+        kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(colours[k]), strict=True))
+        for k, kind in enumerate(MEMORY_KINDS)
     }
     large = sorted(greys[kind] for kind in ("parameters", "optimizer", "gradients", "residuals", "rest"))
     assert all(lighter - darker > 0.1 for darker, lighter in itertools.pairwise(large))
-    assert len(set(colours)) == len(KINDS)
+    assert len(set(colours)) == len(MEMORY_KINDS)

@@ -1,6 +1,6 @@
 """Rows that wait for one another for ever: the shortest cycle of such waits, for the message."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpp.errors import ScheduleError
@@ -75,18 +75,18 @@ class _Stuck:
 
     def _cycle(self, root: Action, limit: int) -> dict[Action, _Link]:
         """The shortest cycle through ``root`` of fewer than ``limit`` actions; nothing if there is none."""
-        reached: dict[Action, tuple[Action, bool] | None] = {root: None}
+        paths: dict[Action, dict[Action, _Link]] = {root: {}}
         behind = [0] * len(self.rows)  # how many actions of each row have been reached from an action that stands after them
         level = [root]
         for _ in range(limit - 1):
             further: list[Action] = []
             for action in level:
-                for need, depends in self._waits(action, behind):
-                    if need == root:
-                        return _walk_back(reached, action, _Link(root, depends))
-                    if need not in reached:
-                        reached[need] = (action, depends)
-                        further.append(need)
+                for link in self._waits(action, behind):
+                    if link.need == root:
+                        return {**paths[action], action: link}
+                    if link.need not in paths:
+                        paths[link.need] = {**paths[action], action: link}
+                        further.append(link.need)
             level = further
         return {}
 
@@ -95,12 +95,3 @@ class _Stuck:
         rank, k = self.place[action]
         yield from (_Link(before, False) for before in self.rows[rank][behind[rank] : k])
         behind[rank] = max(behind[rank], k)
-
-
-def _walk_back(reached: Mapping[Action, tuple[Action, bool] | None], last: Action, closing: _Link) -> dict[Action, _Link]:
-    """The cycle that ``closing`` closes at ``last``, from its first action on."""
-    links = [(last, closing)]
-    while (step := reached[links[-1][0]]) is not None:
-        before, depends = step
-        links.append((before, _Link(links[-1][0], depends)))
-    return dict(reversed(links))

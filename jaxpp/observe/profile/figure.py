@@ -13,7 +13,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from jaxpp.observe.memory.liveness import KINDS
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.draw.panel import INK, LEFT, Entry, Figure, Panel, Part, bar_legend, legend, page, width_of
@@ -85,13 +85,15 @@ def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: Nu
     scale = 0.88 / (max(peaks) or 1)
     for kind, colour in enumerate(COLOURS):
         areas = [area for row, curve in enumerate(memory) for area in _areas(curve, kind, row + 1, scale, end)]
-        panel.polygons(areas, colour, KINDS[kind], 0.3, colour)  # the lines let bytes be seen that lived for less than a pixel
+        panel.polygons(
+            areas, colour, MEMORY_KINDS[kind], 0.3, colour
+        )  # the lines let bytes be seen that lived for less than a pixel
     for row, most in enumerate(peaks):
         panel.margin([bytes_in_words(most)], row + 0.56)
     panel.margin(["peak"], -72 * 0.16 / panel.points[1])
     panel.axes.set_yticks([row + 0.56 for row in range(len(memory))], names)
-    present = [k for k in range(len(KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
-    legend(panel, [(KINDS[k], COLOURS[k], 0) for k in present], 0.06)
+    present = [k for k in range(len(MEMORY_KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
+    legend(panel, [(MEMORY_KINDS[k], COLOURS[k], 0) for k in present], 0.06)
     panel.title("memory", 0.07 + _LEGEND)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.memory.liveness import account
+from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.spans import durations_of, isolated_spans, traced_spans
@@ -56,5 +56,5 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
     lengths = [max(span.end for span in spans) for spans in steps]
     median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
     spans = steps[median], isolated_spans(plan, alone, schedule)
-    ledger = Ledger(account(engine, drafted), (), {})
+    ledger = Ledger(step_liveness(engine, drafted), (), {})
     return Profile(schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpp.observe.memory.liveness import Account
+from jaxpp.observe.memory.liveness import Liveness
 from jaxpp.observe.profile.spans import Span
 from jaxpp.types import Device
 
@@ -16,7 +16,7 @@ class Curve(NamedTuple):
     Attributes:
         label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
         times: milliseconds from the start of the step, in ascending order.
-        levels: ``levels[k]`` are the bytes of each of ``KINDS`` from ``times[k]`` on; the last ones stay to the end of the step.
+        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on; the last ones stay to the end of the step.
     """
 
     label: str
@@ -24,19 +24,19 @@ class Curve(NamedTuple):
     levels: tuple[tuple[int, ...], ...]
 
 
-def curves(account: Account, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
+def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
     """One curve a device, in milliseconds.
 
     What a program makes is there from its start, what it reads last is let go at its end; what arrives is there once
-    what the device was given before has begun: so a curve goes through the moments of the account in their order, and has its peak.
+    what the device was given before has begun: so a curve goes through the moments of the liveness in their order, and has its peak.
 
     Args:
-        account: of the step.
-        spans: its instructions in time, one a line of the account.
+        liveness: of the step.
+        spans: its instructions in time, one a line of the liveness.
         by_rank: the device of each rank.
     """
     end = 1e3 * max(span.end for span in spans)
-    return tuple(_curve(account, spans, device, _label(device, by_rank), end) for device in account.devices)
+    return tuple(_curve(liveness, spans, device, _label(device, by_rank), end) for device in liveness.devices)
 
 
 def _label(device: Device, by_rank: Sequence[Device]) -> str:
@@ -44,8 +44,8 @@ def _label(device: Device, by_rank: Sequence[Device]) -> str:
     return f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
 
 
-def _curve(account: Account, spans: Sequence[Span], device: Device, label: str, end: float) -> Curve:
-    levels, freed = account.levels[device].tolist(), account.freed[device].tolist()
+def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, label: str, end: float) -> Curve:
+    levels, freed = liveness.levels[device].tolist(), liveness.freed[device].tolist()
     times, found, now = [0.0], [tuple(levels[0])], 0.0
 
     def note(time: float, level: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ def _curve(account: Account, spans: Sequence[Span], device: Device, label: str, 
             times.append(time)
             found.append(tuple(level))
 
-    for number, (line, span) in enumerate(zip(account.lines, spans, strict=True)):
+    for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True)):
         here = line.device == device and line.job is not None
         now = max(now, 1e3 * span.start) if here else now
         note(now, levels[number + 1])

@@ -193,7 +193,7 @@ class Profile(Drawn):
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
         """Live bytes of each device over the step."""
-        return curves(self.ledger.account, self.spans, self.devices)
+        return curves(self.ledger.liveness, self.spans, self.devices)
 
     @property
     def heading(self) -> str:
