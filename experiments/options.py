@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 import tyro
 
-from jaxpp.schedule.draw.panel import available
+from jaxpp.schedule.draw.panel import has_matplotlib
 
 __all__ = [
     "ConfigError",
@@ -192,7 +192,7 @@ def figure_file(name: str, config: Figured) -> Path | None:
     Raises:
         ConfigError: the figure, or the file of results, cannot be written.
     """
-    drawn = not config.no_figure and available()
+    drawn = not config.no_figure and has_matplotlib()
     if not (drawn or config.no_figure):
         print(f'{name}: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
     figure = config.figure if drawn else None

@@ -13,7 +13,7 @@ from jaxpp.engine.tracing import Tracing, same_shapes
 from jaxpp.errors.checks import check_optimizer
 from jaxpp.errors.tracebacks import entries
 from jaxpp.observe.collectives.collectives import Collectives
-from jaxpp.observe.collectives.of_step import collectives_of
+from jaxpp.observe.collectives.step_collectives import collectives_of
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import check_profile, record

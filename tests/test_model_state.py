@@ -167,7 +167,7 @@ def test_the_ledger_counts_model_state():
     begins = [sample for sample in ledger.samples if sample.moment == 0]
     assert sum(sample.by_kind["model state"] for sample in begins) == 3 * 2 * 8 * 4
     for sample in ledger.samples:
-        ours = [life for life in ledger.account.alive(sample.device, sample.moment) if life.kind == "model state"]
+        ours = [life for life in ledger.liveness.alive(sample.device, sample.moment) if life.kind == "model state"]
         assert sum(life.num_bytes for life in ours) == sample.by_kind["model state"], sample.when
 
 

@@ -18,14 +18,14 @@ import jax
 import jaxpp
 from jaxpp.observe import Forecast
 from jaxpp.observe.memory.ledger import live_bytes, sample_step
-from jaxpp.observe.memory.liveness import KINDS, Account, temporaries
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, temporaries
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
 from jaxpp.types import Array, Device
 
 __all__ = ["PARTS", "Holding", "arrays_now", "measure"]
 
-PARTS = (*KINDS, "temporaries")
+PARTS = (*MEMORY_KINDS, "temporaries")
 """What the bytes on a device are for: arrays by kind, and what compiled programs need while they run."""
 
 
@@ -82,7 +82,7 @@ def measure(
     highest = _highest(pipe, leaves, batch, key)
     stages_per_rank = pipe.schedule.num_stages // pipe.schedule.num_ranks
     holdings = []
-    for device in ledger.account.devices:
+    for device in ledger.liveness.devices:
         sample, stages = ledger.peaks[device], [row for row in forecast.stages if row.device == device]
         foreseen = zip(*((*row.kinds, row.temporaries) for row in stages), strict=True)
         holdings.append(
@@ -91,7 +91,7 @@ def measure(
                 forecast=tuple(map(sum, foreseen)),
                 found=(*sample.kinds, sample.temporaries),
                 measured=highest[device] - before[device],
-                microbatches=_in_flight(forecast.account, device, sample.moment) / stages_per_rank,
+                microbatches=_in_flight(forecast.liveness, device, sample.moment) / stages_per_rank,
                 counted=ledger.stats.get(device, {}).get("peak_bytes_in_use"),
             )
         )
@@ -116,10 +116,10 @@ def _highest(pipe: jaxpp.Pipeline, leaves: Leaves[Array], batch: Any, key: jax.A
     return highest
 
 
-def _in_flight(account: Account, device: Device, moment: int) -> int:
+def _in_flight(liveness: Liveness, device: Device, moment: int) -> int:
     """How many forwards have run on a device of which the last of the backward has not, or does at that moment."""
     spans: dict[tuple[int, int], list[int]] = {}
-    for number, line in enumerate(account.lines):
+    for number, line in enumerate(liveness.lines):
         if line.job is not None and line.action is not None and line.device == device:
             spans.setdefault((line.action.stage, line.action.microbatch), []).append(number + 1)
     return sum(span[0] <= moment <= span[-1] for span in spans.values())

@@ -27,7 +27,7 @@ from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.set_layout import SetLayout, check_params
@@ -287,7 +287,7 @@ class Bank:
         moved = [f"{bytes_in_words(traffic.bytes_to_device)} to the device", f"{bytes_in_words(traffic.bytes_to_host)} to the host"]
         hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {', '.join(moved)}"
         total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.host_store.slots} slots on {self.device}"
-        return "\n".join([*align(rows), "", total, hits])
+        return "\n".join([*table_lines(rows), "", total, hits])
 
     def __repr__(self) -> str:
         each = [bytes_in_words(size) for size in sorted(set(self.host_store.sizes.values()))]

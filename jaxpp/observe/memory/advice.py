@@ -1,6 +1,6 @@
 """What to change when a step does not fit: other pipelines tried on paper.
 
-Each is lowered and its account kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
+Each is lowered and its liveness kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
 virtual clock with equal stages. Nothing is run, and compiled only where by the estimates nothing fits but something nearly does.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.errors import JaxppError
-from jaxpp.observe.memory.liveness import account, temporaries
+from jaxpp.observe.memory.liveness import step_liveness, temporaries
 from jaxpp.options import Options
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.base import Schedule
@@ -64,14 +64,14 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
                 continue
             try:
                 other = _tried(engine, options, batch, key)
-                book = account(other, other.draft("update", batch, key))
+                liveness = step_liveness(other, other.draft("update", batch, key))
             except JaxppError:
                 continue  # too many stages for this model, say
             share = now.schedule.num_microbatches / options.schedule.num_microbatches
             share *= now.schedule.num_stages / options.schedule.num_stages
             again = options.remat != now.remat
             wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
-            peak = max(book.most(device) + wants.get(device, max(wants.values())) for device in book.devices)
+            peak = max(liveness.most(device) + wants.get(device, max(wants.values())) for device in liveness.devices)
             if peak <= room:
                 fitting[family] = Change(what, peak, _time(options) / _time(now))
             else:
@@ -86,8 +86,8 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
 def _compiled_peak(engine: Engine, batch: Any, key: Any) -> int:
     """What ``forecast`` would say."""
     _, drafted = engine.plan("update", batch, key)
-    book, extra = account(engine, drafted), temporaries(drafted.draft, engine.programs)
-    return max(book.most(device, extra) for device in book.devices)
+    liveness, extra = step_liveness(engine, drafted), temporaries(drafted.draft, engine.programs)
+    return max(liveness.most(device, extra) for device in liveness.devices)
 
 
 def _tried(engine: Engine, options: Options, batch: Any, key: Any) -> Engine:

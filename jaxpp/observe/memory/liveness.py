@@ -25,9 +25,9 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
 from jaxpp.types import Device
 
-__all__ = ["KINDS", "Account", "Life", "account", "kind_of", "temporaries"]
+__all__ = ["MEMORY_KINDS", "Life", "Liveness", "memory_kind", "step_liveness", "temporaries"]
 
-KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
+MEMORY_KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
 """What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over."""
 
 _KIND_OF = {
@@ -54,7 +54,7 @@ class Life(NamedTuple):
         name: of the value.
         device: where it is.
         num_bytes: how large.
-        kind: one of ``KINDS``.
+        kind: one of ``MEMORY_KINDS``.
         begins: the first moment at which it is alive.
         ends: the last.
         taken: whether its buffer is then taken over by a result of the next line.
@@ -70,7 +70,7 @@ class Life(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Account:
+class Liveness:
     """The lives of all values of a step.
 
     Attributes:
@@ -86,18 +86,18 @@ class Account:
     @cached_property
     def levels(self) -> Mapping[Device, np.ndarray]:
         """Bytes on each device: a row a moment, a column a kind."""
-        changes = {device: np.zeros((len(self.lines) + 3, len(KINDS)), np.int64) for device in self.devices}
+        changes = {device: np.zeros((len(self.lines) + 3, len(MEMORY_KINDS)), np.int64) for device in self.devices}
         for _, device, num_bytes, kind, begins, ends, _ in self.lives:
-            changes[device][begins, KINDS.index(kind)] += num_bytes
-            changes[device][ends + 1, KINDS.index(kind)] -= num_bytes
+            changes[device][begins, MEMORY_KINDS.index(kind)] += num_bytes
+            changes[device][ends + 1, MEMORY_KINDS.index(kind)] -= num_bytes
         return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
 
     @cached_property
     def freed(self) -> Mapping[Device, np.ndarray]:
         """Bytes that each device lets go after each moment, not those that are taken over: a row a moment, a column a kind."""
-        found = {device: np.zeros((len(self.lines) + 2, len(KINDS)), np.int64) for device in self.devices}
+        found = {device: np.zeros((len(self.lines) + 2, len(MEMORY_KINDS)), np.int64) for device in self.devices}
         for _, device, num_bytes, kind, _, ends, taken in self.lives:
-            found[device][ends, KINDS.index(kind)] += num_bytes * (not taken)
+            found[device][ends, MEMORY_KINDS.index(kind)] += num_bytes * (not taken)
         return found
 
     def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
@@ -124,7 +124,7 @@ class Account:
         return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
 
 
-def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Account:
+def step_liveness(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Liveness:
     """Keep the account of a step that takes over the buffers of its state.
 
     Args:
@@ -133,7 +133,7 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
         homes: the devices on which the caller's batch leaves and key are, by name, if on any; they are not copied to these.
 
     Returns:
-        the account. Arrays of the caller are not in it, except the state.
+        the liveness. Arrays of the caller are not in it, except the state.
     """
     draft = drafted.draft
     first, last = _forwards(draft), draft.last_uses()
@@ -158,10 +158,10 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
             begins.setdefault(name, number + 1)
     lives: list[Life] = []
     for name, begin in begins.items():
-        life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
+        life = Life(name, where[name], sizes[name], memory_kind(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(engine.placement.ranks_shown))
-    return Account(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
+    return Liveness(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
 
 
 def _made(draft: Draft, line: Line) -> list[int]:
@@ -178,7 +178,7 @@ def _made(draft: Draft, line: Line) -> list[int]:
     return [place.num_bytes(ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
 
 
-def kind_of(name: Name) -> str:
+def memory_kind(name: Name) -> str:
     """What a value is for. An activation is in flight until the stage that holds it has run; from then on it is a residual."""
     return _KIND_OF.get(name.ref.role, "rest")
 
@@ -214,7 +214,7 @@ def _constants(engine: Engine, draft: Draft) -> list[Life]:
     unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
     places = [engine.placement[name.stage] for name, _ in unique.values()]
     return [
-        Life(name, place.shown, value.addressable_shards[0].data.nbytes, kind_of(name), 0, end)
+        Life(name, place.shown, value.addressable_shards[0].data.nbytes, memory_kind(name), 0, end)
         for (name, value), place in zip(unique.values(), places, strict=True)
     ]
 

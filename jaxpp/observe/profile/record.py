@@ -22,10 +22,9 @@ from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.span import Span
-from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
+from jaxpp.observe.profile.spans import Span, Stamp, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, Run, read_runs
-from jaxpp.observe.profile.watch import Stamp, Watch, inferred
+from jaxpp.observe.profile.watch import Watch
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
 from jaxpp.schedule.validate import is_count
@@ -133,13 +132,13 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any, num_step
             runs, missing = [], str(error)
     alone = durations_of(plan, [_seconds(stamps.stamps, runs[num_steps + k :][:1]) for k, stamps in enumerate(apart)])
     if runs:
-        found = [traced(plan, runs[k], stamps.stamps, alone, schedule) for k, stamps in enumerate(together)]
+        found = [traced_spans(plan, runs[k], stamps.stamps, alone, schedule) for k, stamps in enumerate(together)]
     else:
         found, lengths = _watched(steps, num_steps)
     cost = statistics.median(lengths) / statistics.median(plain)
     ledger, _ = sample_step(engine, steps.leaves, batch, key)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
-    spans = found[median], laid_out(plan, alone, schedule)
+    spans = found[median], isolated_spans(plan, alone, schedule)
     shown = engine.placement.ranks_shown
     return Profile(schedule, shown, *spans, clock or _clock_for(engine), tuple(lengths), cost, ledger, missing)
 
@@ -183,6 +182,6 @@ def _watched(steps: _Steps, num_steps: int) -> tuple[list[tuple[Span, ...]], lis
         watch = Watch(plan)
         steps.run(watch, watched=True)
         stamps = watch.stamps()
-        found.append(inferred(plan, stamps, engine.options.schedule))
+        found.append(watched_spans(plan, stamps, engine.options.schedule))
         lengths.append(max(stamp.done for stamp in stamps) - stamps[0].begun)
     return found[_WARM_UP:], lengths[_WARM_UP:]

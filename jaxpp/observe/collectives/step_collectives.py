@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.observe.collectives.collectives import Collective, Collectives, Row, read_collectives
+from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
 from jaxpp.plan.builder import Line
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean
@@ -39,7 +39,9 @@ def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> 
             runs[name] += 1
             if name not in found:
                 found[name] = read_collectives(program.as_text(), shape)
-    rows = tuple(Row(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives)
+    rows = tuple(
+        ProgramCollective(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives
+    )
     params = engine.layout.params
     pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
     sizes = [engine.placement[name.stage].num_bytes(name.ref, aval) for name, aval in pairs]
