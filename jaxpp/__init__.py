@@ -21,3 +21,5 @@ __all__ = [
     "schedule",
     "value_and_grad",
 ]
+
+__version__ = "0.1.0"

@@ -6,16 +6,16 @@ from typing import Any
 
 import jax
 
-from jaxpp.options import settings
-from jaxpp.runtime.arguments import refuse_tracers
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.prepare import same_shapes
+from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.engine.tracing import same_shapes
+from jaxpp.errors.checks import refuse_tracers
+from jaxpp.errors.tracebacks import entry
+from jaxpp.options import Options
 from jaxpp.runtime.transfer import bring, check_alive, together
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.loops.stacked import is_slices
-from jaxpp.tracebacks import entry
-from jaxpp.types import Batch, Device, LossFn, ReduceAux, Remat
+from jaxpp.types import Batch, Device, Key, LossFn, Params, ReduceAux, Remat, Tree
 
 __all__ = ["value_and_grad"]
 
@@ -38,33 +38,23 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
-    It differs from ``jax.value_and_grad`` in two ways: the batch is split into microbatches and the result is their weighted
-    mean, and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
+    It differs from ``jax.value_and_grad`` in two ways: the batch is split into microbatches, and the result is their weighted mean
+    (gradient accumulation); and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
 
     Args:
-        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. Traced, never run whole. The key
-            may be an argument by keyword alone, called ``key``, ``rng``, ``rngs`` or like these; it is one key.
-        num_stages: stages to cut it into: ranks x stages a rank.
-        num_microbatches: parts the batch is split into along axis 0; ``num_stages`` unless given.
-        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages a rank (interleaved, looped-bfs
-            and those in a V) run on half as many devices as stages.
+        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. It is traced, never run whole. The
+            key may be a keyword-only argument whose name contains ``key``, ``rng`` or ``rngs``.
+        num_stages: how many stages to cut it into: the number of ranks times the stages on each rank.
+        num_microbatches: how many parts the batch is split into along axis 0. Default: ``num_stages``.
+        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``.
         has_aux: whether the loss returns ``(loss, aux)``.
-        reduce_aux: how the microbatches' aux becomes the step's: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
-            ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis, or a
-            dictionary of these by path, ``{"errors": "sum"}``. Unless given, leaves with one row an example are joined, others
-            averaged like the loss.
-        weight: weight of a microbatch in the mean, from its part of the batch; the number of examples unless given.
-        cuts: module paths or parameter prefixes at which stages 1, 2, ... begin; found automatically unless given.
-        devices: one a rank, cycled if fewer; ``jax.devices()`` unless given.
-        remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as its backward can do with if it computes
-            again what is cheap (elementwise arithmetic; never a matrix product, a convolution, a loop or a random number).
-            ``"keep"``: everything. ``"recompute"``: the stage's inputs only; the forward is run twice. Or what a policy of
-            ``jax.checkpoint_policies`` says. One for all stages, or a list of one a stage. Where a backward is split, I keeps for
-            W in the same way. A loop (``scan``) is one operation.
-        shared: batch leaves that every microbatch (and replica) gets whole rather than split, by path or pattern of paths:
-            ``("graph/*", "positions")``. Numbers (leaves without an axis) always are.
-        max_shapes: of how many batch shapes the compiled step is kept: the last that were used. One that comes back later is traced
-            and compiled again. A shape that is evaluated with another loss counts once more.
+        weight: a function from a microbatch to its weight in the mean. Default: the number of examples.
+        cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
+        devices: one for each rank. If there are fewer devices than ranks, they are reused round-robin. Default: ``jax.devices()``.
+        remat: what a stage's forward keeps for its backward, as for ``Pipeline``.
+        reduce_aux: how the aux values of the microbatches become one aux, as for ``Pipeline``.
+        shared: batch leaves that every microbatch gets whole, as for ``Pipeline``.
+        max_shapes: for how many batch shapes the compiled steps are kept, as for ``Pipeline``.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
@@ -84,38 +74,24 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         >>> grads["w1"].shape
         (4, 8)
     """
-    engine = Engine(
-        settings(
-            loss_fn,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            has_aux=has_aux,
-            weight=weight,
-            cuts=cuts,
-            devices=devices,
-            remat=remat,
-            reduce_aux=reduce_aux,
-            shared=shared,
-            max_shapes=max_shapes,
-        )
-    )
+    options = Options.of(**locals())
+    engine: Engine | None = None
 
     @entry
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
-    def grad_fn(params: Any, batch: Any, key: Any = None) -> Any:
+    def grad_fn(params: Params, batch: Batch, key: Key | None = None) -> Tree:
+        nonlocal engine
         leaves, tree = jax.tree.flatten(params)
         refuse_tracers("grad_fn(params, batch, key)", params, batch, key)
         check_alive("grad_fn(params, batch, key)", (params, batch))
-        layout = engine.preparer.layout
-        if layout is None or not same_shapes(layout.given, (params,)):
-            engine.settle((params,), batch, key)
-            warn_of(engine.unevenness)
+        if engine is None or not same_shapes(engine.layout.given, (params,)):
+            engine = open_engine(options, None, (params,), batch, key, known=engine)
+            warn_of(engine.layout.unevenness)
         engine.plan("grads", batch, key)
         held = engine.sliced(params)
-        outcome = engine.run("grads", bring(jax.tree.leaves(held), engine.homes), batch, key)
+        outcome = engine.run("grads", engine.bring(held), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
-        made = jax.tree.leaves(jax.tree.structure(held).unflatten(outcome.leaves), is_leaf=is_slices)
+        made = jax.tree.leaves(jax.tree.structure(held).unflatten(outcome.grads), is_leaf=is_slices)
         grads = tree.unflatten(bring(list(map(together, made, homes)), homes))
         loss, aux = jax.tree.map(lambda leaf: bring([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads

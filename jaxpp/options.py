@@ -1,14 +1,16 @@
-"""What the user asked for, checked before anything is traced."""
+"""The options of a pipeline: what the user asked for, checked before anything is traced."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxpp.errors import ArgumentError, ScheduleError, shown
+from jaxpp.errors.checks import check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
-from jaxpp.runtime.arguments import check_function, check_shardings, cuts_of
-from jaxpp.runtime.place import Place, devices_of
+from jaxpp.runtime.place import MODEL, Place
 from jaxpp.runtime.placement import Placement, place, submeshes
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -17,48 +19,102 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.remat.policy import Kept, kept_of
-from jaxpp.types import Device, LossFn, Remat
+from jaxpp.types import Batch, Device, LossFn, Tree
 
-__all__ = ["Settings", "settings"]
+__all__ = ["Options"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the user asked for.
+class Options:
+    """What the user asked for. The names are those of ``Pipeline``'s arguments; the values are checked and settled (``of``).
 
     Attributes:
-        loss_fn: ``loss_fn(params[, model_state], batch[, key])``, the key positional.
+        loss_fn: ``loss_fn(params[, model_state], batch[, key])``; takes the key by position.
         schedule: the order of the actions.
-        places: one a rank, cycled if fewer: devices, or sub-meshes.
+        places: where the ranks live, in order: devices, or sub-meshes of ``mesh``. If there are fewer places than ranks, they are
+            reused round-robin.
         has_aux: whether the loss returns ``(loss, aux)``.
-        weight: weight of a microbatch; its size unless given.
-        cuts: names at which stages begin; found unless given.
-        remat: for each stage, what its forward keeps; None: every stage keeps everything.
-        severed: boundaries that carry no gradient.
+        weight: makes the weight of a microbatch from its part of the batch; None for the number of its examples.
+        cuts: the names at which the stages after the first begin; None if jaxpp chooses.
+        remat: for each stage, what its forward keeps for its backward; None if every stage keeps everything.
+        cut_gradient: the boundaries that carry no gradient.
         has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
-        reducers: of aux leaves, by path.
-        scaling: of the loss, or None.
-        balance: what stages have equally much of, ``flops`` or ``time``.
+        reduce_aux: how aux leaves are reduced over the microbatches, by path.
+        loss_scale: how the loss is scaled; None if it is not.
+        balance: what the stages have equal amounts of, ``"flops"`` or ``"time"``.
         shardings: of the parameters inside a stage, as the user wrote them.
-        shared: names of the batch leaves that every microbatch gets as they are, besides numbers.
-        max_shapes: of how many batch shapes the plans are kept.
+        shared: names of the batch leaves that every microbatch gets whole. Leaves without an axis are never split.
+        max_shapes: for how many batch shapes the compiled steps are kept.
     """
 
     loss_fn: LossFn
     schedule: Schedule
     places: tuple[Place, ...]
     has_aux: bool = False
-    weight: Callable[[Any], Any] | None = None
+    weight: Callable[[Batch], Any] | None = None
     cuts: tuple[str, ...] | None = None
     remat: tuple[Kept, ...] | None = None
-    severed: frozenset[int] = frozenset()
+    cut_gradient: frozenset[int] = frozenset()
     has_state: bool = False
-    reducers: Mapping[str, Any] = field(default_factory=dict)
-    scaling: Scaling | None = None
+    reduce_aux: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: Scaling | None = None
     balance: str = "flops"
-    shardings: Any = None
+    shardings: Tree = None
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
+
+    @classmethod
+    def of(
+        cls,
+        loss_fn: LossFn,
+        *,
+        num_stages: int,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        devices: Sequence[Device] | None = None,
+        mesh: Mesh | None = None,
+        data_parallel: int = 1,
+        **others: Any,
+    ) -> "Options":
+        """The options from the arguments of ``Pipeline`` or ``value_and_grad``, where they are documented.
+
+        Raises:
+            ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of remat policies, boundaries that
+                do not exist, or another argument that cannot be what it stands for.
+            ScheduleError: an unknown schedule; or, with model state, a schedule that changes the order of a stage's forwards.
+        """
+        num_microbatches = num_stages if num_microbatches is None else num_microbatches
+        max_shapes = others.get("max_shapes", 1)
+        _check_counts(num_stages=num_stages, num_microbatches=num_microbatches, max_shapes=max_shapes)
+        _check_functions(loss_fn, others)
+        made = _schedule_of(schedule, int(num_stages), int(num_microbatches))
+        has_state = others.get("has_state", False)
+        if has_state:
+            _check_order(made)
+        places = submeshes(devices, mesh, data_parallel, made.num_ranks)
+        platform = places[0].devices[0].platform
+        settled: dict[str, Callable[[Any], Any]] = {
+            "cuts": lambda cuts: _cuts_of(cuts, num_stages),
+            "cut_gradient": lambda boundaries: _boundaries_of(boundaries, num_stages),
+            "balance": _balance_of,
+            "reduce_aux": check_reducers,
+            "loss_scale": check_loss_scale,
+            "remat": lambda remat: kept_of(remat, num_stages, platform),
+            "shardings": lambda shardings: _check_shardings(shardings, mesh),
+            "shared": _shared_of,
+            "max_shapes": int,
+        }
+        others.setdefault("remat", "least")
+        given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
+        found = cls(positional_key(loss_fn, 2 + has_state), made, places, **given)
+        if has_state and found.placement.num_replicas > 1:
+            raise ArgumentError(
+                "has_state=True with data parallelism",
+                "model state passes from each microbatch to the next, and replicas run theirs side by side",
+                f"{found.placement.num_replicas} replicas",
+                "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)",
+            )
+        return found
 
     @cached_property
     def placement(self) -> Placement:
@@ -66,73 +122,73 @@ class Settings:
         return place(self.schedule, self.places)
 
     @property
+    def described(self) -> list[str]:
+        """The schedule and the devices, a line each, for people."""
+        schedule, placement = self.schedule, self.placement
+        devices = list(dict.fromkeys(str(device) for place in placement.by_rank for device in place.devices))
+        names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
+        counts = {"replicas": placement.num_replicas, "shards": placement.num_shards}
+        shared = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+        return [
+            f"  schedule: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches",
+            f"  devices: {names}" + f" ({shared} a rank)" * bool(shared),
+        ]
+
+    @property
     def devices(self) -> tuple[Device, ...]:
         """All devices."""
-        return tuple(device for found in self.places for device in devices_of(found))
+        return tuple(device for place in self.places for device in place.devices)
 
 
-def settings(  # noqa: PLR0913  (the options of the front door)
-    loss_fn: LossFn,
-    *,
-    num_stages: int,
-    num_microbatches: int | None,
-    schedule: str | Schedule,
-    has_aux: bool,
-    weight: Callable[[Any], Any] | None,
-    cuts: Sequence[str] | None,
-    devices: Sequence[Device] | None,
-    remat: Remat | Sequence[Remat] = "least",
-    cut_gradient: Iterable[int] = (),
-    has_state: bool = False,
-    reduce_aux: Any = None,
-    loss_scale: Any = None,
-    balance: str = "flops",
-    mesh: Any = None,
-    data_parallel: int = 1,
-    shardings: Any = None,
-    shared: str | Sequence[str] = (),
-    max_shapes: int = 8,
-) -> Settings:
-    """Check the options and settle the schedule and the devices.
-
-    Raises:
-        ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of what stages keep, or boundaries that
-            are not there.
-        ScheduleError: an unknown schedule, or with model state one that changes the order of a stage's forwards.
-    """
-    num_microbatches = num_stages if num_microbatches is None else num_microbatches
-    _check_counts(num_stages=num_stages, num_microbatches=num_microbatches, max_shapes=max_shapes)
+def _check_functions(loss_fn: object, others: Mapping[str, Any]) -> None:
     check_function("loss_fn", "the loss is a function of (params, batch[, key])", loss_fn)
-    if weight is not None:
+    if (weight := others.get("weight")) is not None:
         fix = 'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out'
         check_function("weight", "the weight is a function that makes one number of a microbatch", weight, fix)
-    if reduce_aux is not None and not (has_aux or has_state):
+    reduce_aux = others.get("reduce_aux")
+    if reduce_aux is not None and not (others.get("has_aux") or others.get("has_state")):
         rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
         fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
         raise ArgumentError(f"reduce_aux={shown(reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
-    made = _schedule_of(schedule, int(num_stages), int(num_microbatches))
-    if has_state:
-        _check_order(made)
-    names = cuts_of(cuts, num_stages)
-    severed = _boundaries_of(cut_gradient, num_stages)
+
+
+def _balance_of(balance: object) -> object:
     if balance not in ("flops", "time"):
         rule = 'stages are balanced by "flops", counted, or by "time", measured'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
-    reducers, scaling = check_reducers(reduce_aux), check_loss_scale(loss_scale)
-    places = submeshes(devices, mesh, data_parallel, made.num_ranks)
-    kept = kept_of(remat, num_stages, devices_of(places[0])[0].platform)
-    check_shardings(shardings, mesh)
-    loss_fn = positional_key(loss_fn, 2 + has_state)
-    options = (has_aux, weight, names, kept, severed, has_state, reducers, scaling, balance, shardings, _shared_of(shared))
-    found = Settings(loss_fn, made, places, *options, int(max_shapes))
-    if has_state and found.placement.num_replicas > 1:
+    return balance
+
+
+def _check_shardings(shardings: object, mesh: Mesh | None) -> object:
+    """Refuse shardings where there is no axis over which parameters could be sharded."""
+    if shardings is None or (mesh is not None and MODEL in mesh.axis_names):
+        return shardings
+    got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
+    raise ArgumentError(
+        "shardings",
+        'parameters are sharded over the "model" axis of a mesh',
+        got,
+        'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out',
+    )
+
+
+def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
+    """The names at which stages begin; a string is one name."""
+    if cuts is None:
+        return None
+    names: tuple[Any, ...] = (cuts,) if isinstance(cuts, str) or not isinstance(cuts, Iterable) else tuple(cuts)
+    wrong = [shown(name) for name in names if not isinstance(name, str)]
+    if wrong:
+        rule = "a cut is the name of a module or parameter at which a stage begins"
+        raise ArgumentError("cuts", rule, wrong, 'pass a list of names, such as cuts=["h_2", "h_4"]')
+    if len(names) != num_stages - 1:
         raise ArgumentError(
-            "has_state=True with data parallelism",
-            "model state passes from each microbatch to the next, and replicas run theirs side by side",
-            f"{found.placement.num_replicas} replicas",
-            "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)",
+            f"cuts={list(names)!r}",
+            "n stages have n - 1 cuts between them",
+            f"{len(names)} cut{'s' * (len(names) != 1)} and num_stages={num_stages}",
+            f"pass num_stages={len(names) + 1}, or {num_stages - 1} cut{'s' * (num_stages != 2)}",
         )
-    return found
+    return names
 
 
 def _check_counts(**counts: Any) -> None:

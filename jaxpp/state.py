@@ -1,23 +1,24 @@
 """What a step takes and gives: the state that training changes, and the metrics it reports."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import StateError
-from jaxpp.runtime.arguments import refuse_tracers
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.prepare import avals_of
+from jaxpp.errors.checks import refuse_tracers
+from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import apart, bring, put, spread
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
-from jaxpp.types import Array, Device
+from jaxpp.types import Array, Aval, Home
 
-__all__ = ["Metrics", "State", "States", "states_of"]
+__all__ = ["Metrics", "State", "States", "check_kept", "states_of"]
 
 
 class _Parts(NamedTuple):
@@ -118,20 +119,15 @@ class States:
     Args:
         trees: the structure of each part of a state, as it is held.
         shapes: shape and dtype of each leaf.
-        devices: where each leaf lives.
+        homes: where each leaf lives.
     """
 
-    def __init__(self, trees: State, shapes: Sequence[Any], devices: Sequence[Device]):
-        self._trees, self._shapes, self._devices = trees, tuple(shapes), tuple(devices)
-        self._sliced = any(isinstance(node, Slices) for node in self._nodes(shapes))
-        self._whole = list(map(whole_shape, self._nodes(shapes)))
+    def __init__(self, trees: State, shapes: Leaves[Aval], homes: Leaves[Home]):
+        self._trees, self._groups, self._homes = trees, shapes, homes.flat()
+        self._shapes = shapes.flat()
+        self._sliced = any(isinstance(node, Slices) for node in self._nodes(self._shapes))
+        self._whole = list(map(whole_shape, self._nodes(self._shapes)))
         self._last: list[Any] = []
-
-    def of_shared(self, keep: Callable[[Sequence[Any]], list[Any]]) -> "States":
-        """Of states without theta[t]; ``keep`` takes its leaves out of those of a whole state."""
-        params, opt_state, *rest = self._trees
-        trees = State(params.children()[0], opt_state.children()[0], *rest)
-        return States(trees, keep(self._shapes), keep(self._devices))
 
     def _fill(self, leaves: Sequence[Any]) -> State:
         supply = iter(leaves)
@@ -141,15 +137,16 @@ class States:
         """The leaves, those that are slices of one together."""
         return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
 
-    def wrap(self, leaves: Sequence[Any]) -> State:
+    def wrap(self, groups: Leaves[Array]) -> State:
         """The state that has these leaves, each on its owner."""
+        leaves = groups.flat()
         state = self._fill(leaves)
         if self._sliced:
             state = joined(state, spread)
         self._last = list(map(weakref.ref, jax.tree.leaves(state) if self._sliced else leaves))
         return state
 
-    def unwrap(self, state: Any, where: str = "step", *, consumed: bool = False) -> list[Any]:
+    def unwrap(self, state: Any, where: str = "step", *, consumed: bool = False) -> Leaves[Array]:
         """The leaves of a state, each on its owner.
 
         Args:
@@ -165,12 +162,12 @@ class States:
         leaves = jax.tree.leaves(state)
         mine = len(leaves) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, leaves, strict=True))
         if mine and isinstance(state, State) and not any(leaf.is_deleted() for leaf in leaves):
-            return self._held(state) if self._sliced else leaves
+            return self._groups.fill(self._held(state) if self._sliced else leaves)
         refuse_tracers(f"pipe.{where}(state, batch, key)", state)
         whole = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
         _check_state(state, whole, self._whole)
         leaves = self._held(state)
-        placed, seen = bring(leaves, self._devices), set()
+        placed, seen = bring(leaves, self._homes), set()
         own = {buffer for leaf in jax.tree.leaves(state) for buffer in _buffers(leaf)}
         stays = [not own.isdisjoint(_buffers(leaf)) for leaf in placed]
         arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -178,9 +175,9 @@ class States:
         for k, leaf in enumerate(placed):
             buffers = _buffers(leaf)
             if (copy and stays[k]) or not seen.isdisjoint(buffers):  # one array in two places has a buffer for each to give up
-                placed[k] = put(leaf, self._devices[k])
+                placed[k] = put(leaf, self._homes[k])
             seen.update(buffers)
-        return placed
+        return self._groups.fill(placed)
 
     def _held(self, state: State) -> list[Any]:
         """The leaves of a state, stacked ones as slices."""
@@ -188,14 +185,45 @@ class States:
         return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
 
 
-def states_of(engine: Engine) -> States:
-    """What makes the states that an engine's steps take and give."""
-    layout, update, scaling = engine.preparer.layout, engine.update, engine.settings.scaling
-    assert layout is not None and update is not None
-    params, state = map(jax.tree.structure, (*layout.variables, ())[:2])
+def states_of(engine: Engine, *, own: bool = True) -> States:
+    """What makes the states that an engine's steps take and give.
+
+    Args:
+        engine: of the pipeline.
+        own: whether the states hold what each replica has of its own; a bank holds it otherwise.
+    """
+    placed, scaling = engine.placed, engine.options.loss_scale
+    params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
+    opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
     scale = jax.tree.structure(() if scaling is None else scaling.example)
-    shapes = [*jax.tree.leaves(layout.params), *(atom.aval for atom in update.birth.outputs), *layout.state_shapes]
-    return States(State(params, update.tree, state, scale), [*shapes, *engine.scale_shapes], engine.homes)
+    if own:
+        return States(State(params, opt_state, model_state, scale), placed.shapes, placed.homes)
+    trees = State(params.children()[0], opt_state.children()[0], model_state, scale)
+    return States(trees, placed.shapes.shared, placed.homes.shared)
+
+
+def check_kept(state: State | None) -> State:
+    """The state that a pipeline keeps.
+
+    Raises:
+        StateError: there is none, or it was consumed.
+    """
+    if state is None:
+        raise StateError(
+            "pipe.state",
+            "a pipeline keeps the newest state that init or step made",
+            "none: init did not finish, or the state was deleted",
+            "call state = pipe.init(...) again",
+        )
+    leaves = jax.tree.leaves(state)
+    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+        raise StateError(
+            "pipe.state",
+            "a state that was consumed cannot be used again",
+            f"{gone} of {len(leaves)} leaves are gone: by an update that failed in part, or by the step of another pipeline",
+            "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned",
+        )
+    return state
 
 
 def _buffers(leaf: Any) -> list[Any]:

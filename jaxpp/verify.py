@@ -13,19 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpp.errors import VerifyError
-from jaxpp.runtime.engine import Engine, Outcome
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Outcome
+from jaxpp.errors import ArgumentError, VerifyError
+from jaxpp.options import Options
+from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
-from jaxpp.stages.joint import Joint
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
+from jaxpp.stages.own_params import Joint
 from jaxpp.state import State, states_of
-from jaxpp.types import Batch, Key, LossFn, Params
+from jaxpp.types import Array, Batch, Key, LossFn, Params
 
-__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
+__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
 
 GRAD_FLOOR = 0.01
 """A gradient smaller than this part of the largest one is compared as if it had that size."""
@@ -117,7 +120,7 @@ def _by_task(grads: Sequence[Any], scales: Any, groups: Sequence[Sequence[int]],
     for group in groups:
         mine = [i for r in group for i in range(r * count, (r + 1) * count)]
         share = sum(scales[i] for i in mine)
-        total = _sum([grads[i].task for i in mine])
+        total = _sum([grads[i].own for i in mine])
         mean = jax.tree.map(lambda leaf, share=share: (leaf / share).astype(leaf.dtype), total)
         found |= dict.fromkeys(group, mean)
     return [Joint(shared, found[r]) for r in sorted(found)]
@@ -187,25 +190,39 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any
             )
 
 
-def verify_grads(engine: Engine, leaves: Sequence[Any], batch: Batch, key: Key | None, found: Outcome) -> None:
+def check_comparable(options: Options) -> None:
+    """Refuse a pipeline whose step differs from the plain step on purpose.
+
+    Raises:
+        ArgumentError: a boundary carries no gradient.
+    """
+    if options.cut_gradient:
+        raise ArgumentError(
+            "pipe.verify",
+            "verify compares with the plain step, whose gradient crosses every boundary",
+            f"cut_gradient={sorted(options.cut_gradient)}",
+            "make a pipeline without cut_gradient",
+        )
+
+
+def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> None:
     """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's.
 
     Raises:
         VerifyError: naming the first leaf that differs.
     """
-    config, layout = engine.settings, engine.preparer.layout
-    assert layout is not None
+    config, layout = engine.options, engine.layout
     state = states_of(engine).wrap(leaves)
     traced = engine.preparer.job(batch, key).cuts[0].loss
-    spread = assembled(jax.tree.structure(layout.params).unflatten(found.leaves))
+    spread = assembled(jax.tree.structure(layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     groups = engine.preparer.groups.current if _own(engine) else ()
     options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers, "groups": groups}
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     params, old, batch, key = gather((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}
-    if config.scaling is not None:
-        options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.scaling.scale])}
+    if config.loss_scale is not None:
+        options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}
     given = _apart(params, engine) if groups else params
     loss, aux, grads, *new = oracle(config.loss_fn, given, batch, key, config.schedule.num_microbatches, **options)
     coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
@@ -228,7 +245,7 @@ def verify_grads(engine: Engine, leaves: Sequence[Any], batch: Batch, key: Key |
         noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
-    _check_numbers([("loss", found.loss), *([] if config.scaling else [("grads", spread)])])
+    _check_numbers([("loss", found.loss), *([] if config.loss_scale else [("grads", spread)])])
 
 
 def _check_numbers(found: Sequence[tuple[str, Any]]) -> None:
@@ -255,16 +272,15 @@ def _check_numbers(found: Sequence[tuple[str, Any]]) -> None:
 
 
 def _own(engine: Engine) -> bool:
-    """Whether each replica has a set of its own."""
-    assert engine.preparer.layout is not None
-    return bool(engine.preparer.layout.known["own"])
+    """Whether each replica has parameters of its own."""
+    return bool(engine.placed.known["own"])
 
 
 def _apart(params: Any, engine: Engine) -> list[Any]:
     """The parameters (or optimizer states) of each replica, of a pair whose second part has one of each."""
-    shared, task = jax.tree.leaves(params, is_leaf=lambda node: node is not params)
+    shared, own = jax.tree.leaves(params, is_leaf=lambda node: node is not params)
     rows = range(engine.placement.num_replicas)
-    return [type(params)(shared, part) if isinstance(params, Joint) else (shared, part) for part in (_row(task, r) for r in rows)]
+    return [type(params)(shared, part) if isinstance(params, Joint) else (shared, part) for part in (_row(own, r) for r in rows)]
 
 
 def _row(tree: Any, replica: int) -> Any:
@@ -273,20 +289,19 @@ def _row(tree: Any, replica: int) -> Any:
 
 def _together(pairs: Sequence[Any]) -> Any:
     """The inverse of ``_apart``."""
-    shared, task = zip(*(jax.tree.leaves(pair, is_leaf=lambda node, pair=pair: node is not pair) for pair in pairs), strict=True)
-    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *task)
+    shared, own = zip(*(jax.tree.leaves(pair, is_leaf=lambda node, pair=pair: node is not pair) for pair in pairs), strict=True)
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *own)
     return type(pairs[0])(shared[0], stacked) if isinstance(pairs[0], Joint) else (shared[0], stacked)
 
 
-def verify_update(engine: Engine, leaves: Sequence[Any], found: Outcome, stepped: Sequence[Any]) -> None:
+def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], stepped: Leaves[Array]) -> None:
     """Compare an updated state with what plain optax makes of the pipeline's gradients.
 
     Raises:
         VerifyError: naming the first leaf that differs.
     """
-    layout = engine.preparer.layout
-    assert engine.optimizer is not None and layout is not None
-    optimizer, scaling = optax.with_extra_args_support(engine.optimizer), engine.settings.scaling
+    assert engine.optimizer is not None, "a pipeline has an optimizer"
+    optimizer, scaling = optax.with_extra_args_support(engine.optimizer), engine.options.loss_scale
 
     @jax.jit
     def update(grads: Any, state: State, model_state: Any, loss: Any) -> State:
@@ -301,7 +316,7 @@ def verify_update(engine: Engine, leaves: Sequence[Any], found: Outcome, stepped
         return new._replace(loss_scale=tree.unflatten(scale))
 
     state, after = (states_of(engine).wrap(given) for given in (leaves, stepped))
-    grads = assembled(jax.tree.structure(layout.params).unflatten(found.leaves))
+    grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     whole = State(state.params, state.opt_state, state.model_state, state.loss_scale)
     grads, whole, model_state, loss = gather((grads, whole, model_state, found.loss))

@@ -5,6 +5,7 @@ All that belongs to a task is the module ``task``, one subtree of the parameters
 
 import flax.linen as nn
 import jax
+from jaxtyping import Array, Float
 
 __all__ = ["AdaptedMLP", "Adapter", "Task"]
 
@@ -23,8 +24,8 @@ class Adapter(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Features to features, ``[batch, width]``."""
+    def __call__(self, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
+        """Features to features."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         hidden = nn.relu(nn.Dense(self.rank, name="down", **types)(x))
         return x + nn.Dense(x.shape[-1], kernel_init=nn.initializers.zeros, name="up", **types)(hidden)
@@ -52,12 +53,12 @@ class Task(nn.Module):
         self.adapters = [Adapter(self.rank, self.dtype, self.param_dtype) for _ in range(self.depth)]
         self.head = nn.Dense(self.num_classes, dtype=self.dtype, param_dtype=self.param_dtype)
 
-    def adapt(self, block: int, x: jax.Array) -> jax.Array:
-        """Features ``[batch, width]`` that a block has made, adapted."""
+    def adapt(self, block: int, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
+        """The features that a block has made, adapted."""
         return self.adapters[block](x)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits ``[batch, num_classes]`` of features ``[batch, width]``."""
+    def __call__(self, x: Float[Array, "batch width"]) -> Float[Array, "batch {self.num_classes}"]:
+        """The logits of the features."""
         return self.head(x)
 
 
@@ -81,8 +82,8 @@ class AdaptedMLP(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits ``[batch, num_classes]`` of inputs ``[batch, features]``."""
+    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch {self.num_classes}"]:
+        """The logits of the inputs."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         task = Task(self.depth, self.rank, self.num_classes, name="task", **types)
         for block in range(self.depth):

@@ -6,6 +6,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 __all__ = ["GPT", "Block"]
 
@@ -19,8 +20,10 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, deterministic: bool) -> jax.Array:
-        """Hidden states ``[batch, length, width]`` to hidden states of the same shape."""
+    def __call__(
+        self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"], deterministic: bool
+    ) -> Float[Array, "batch length width"]:
+        """Hidden states to hidden states; ``mask`` says which positions each position may attend to."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         width = x.shape[-1]
         h = nn.LayerNorm(name="ln_1", **types)(x)
@@ -57,8 +60,10 @@ class GPT(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, deterministic: bool = False) -> jax.Array:
-        """Logits ``[batch, length, vocab_size]`` for the token after each of ``tokens``, ``[batch, length]``."""
+    def __call__(
+        self, tokens: Integer[Array, "batch length"], deterministic: bool = False
+    ) -> Float[Array, "batch length {self.vocab_size}"]:
+        """Logits for the token after each of ``tokens``."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         embed = nn.Embed(self.vocab_size, self.width, name="embed", **types)
         positions = nn.Embed(self.max_length, self.width, name="positions", **types)

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+from jaxtyping import Array, Float
 
 __all__ = ["MLP"]
 
@@ -24,8 +25,8 @@ class MLP(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits ``[batch, num_classes]`` of inputs ``[batch, features]``."""
+    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch {self.num_classes}"]:
+        """The logits of the inputs."""
         for i in range(self.depth):
             x = nn.Dense(self.width, dtype=self.dtype, param_dtype=self.param_dtype, name=f"dense_{i}")(x)
             x = nn.relu(x)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Integer
 
 __all__ = ["NNXGPT", "Block"]
 
@@ -23,8 +24,10 @@ class Block(nnx.Module):
         self.proj = nnx.Linear(4 * width, width, rngs=rngs, **types)
         self.drop = nnx.Dropout(dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, deterministic: bool) -> jax.Array:
-        """Hidden states ``[batch, length, width]`` to hidden states of the same shape."""
+    def __call__(
+        self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"], deterministic: bool
+    ) -> Float[Array, "batch length width"]:
+        """Hidden states to hidden states; ``mask`` says which positions each position may attend to."""
         h = self.attn(self.ln_1(x), mask=mask, deterministic=deterministic)
         x = x + self.drop(h, deterministic=deterministic)
         h = self.proj(nnx.gelu(self.fc(self.ln_2(x))))
@@ -75,8 +78,10 @@ class NNXGPT(nnx.Module):
         self.blocks = nnx.List([Block(width, num_heads, dropout, rngs=rngs, **types) for _ in range(depth)])
         self.ln_f = nnx.LayerNorm(width, rngs=rngs, **types)
 
-    def __call__(self, tokens: jax.Array, deterministic: bool = False) -> jax.Array:
-        """Logits ``[batch, length, vocab_size]`` for the token after each of ``tokens``, ``[batch, length]``."""
+    def __call__(
+        self, tokens: Integer[Array, "batch length"], deterministic: bool = False
+    ) -> Float[Array, "batch length vocab_size"]:
+        """Logits for the token after each of ``tokens``."""
         mask = nnx.make_causal_mask(tokens, dtype=bool)
         x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
         x = self.drop(x, deterministic=deterministic)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 __all__ = ["Block", "ResNet"]
 
@@ -22,8 +23,10 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Images ``[batch, height, width, channels]`` to ``[batch, height / stride, width / stride, features]``."""
+    def __call__(
+        self, x: Float[Array, "batch height width channels"], train: bool
+    ) -> Float[Array, "batch height/{self.stride} width/{self.stride} {self.features}"]:
+        """Images to images with their height and width divided by the stride."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         norm = {"use_running_average": not train, "momentum": self.momentum, **types}
         h = nn.Conv(self.features, (3, 3), self.stride, use_bias=False, name="conv_1", **types)(x)
@@ -56,8 +59,10 @@ class ResNet(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
-        """Logits ``[batch, num_classes]`` of images ``[batch, height, width, channels]``, 8x8 or larger for three groups."""
+    def __call__(
+        self, x: Float[Array, "batch height width channels"], train: bool = True
+    ) -> Float[Array, "batch {self.num_classes}"]:
+        """The logits of the images, which are 8x8 or larger for three groups."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         x = nn.Conv(self.width, (3, 3), use_bias=False, name="stem", **types)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=self.momentum, name="bn_stem", **types)(x))

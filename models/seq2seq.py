@@ -6,6 +6,7 @@ Every block of the decoder reads the encoder's output. Padding is neither attend
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 __all__ = ["DecoderBlock", "EncoderBlock", "Seq2Seq"]
 
@@ -19,8 +20,10 @@ class EncoderBlock(nn.Module):
     param_dtype: jax.typing.DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, deterministic: bool) -> jax.Array:
-        """Hidden states ``[batch, length, width]`` to the same shape; ``mask`` is ``[batch, 1, length, length]``."""
+    def __call__(
+        self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"], deterministic: bool
+    ) -> Float[Array, "batch length width"]:
+        """Hidden states to hidden states; ``mask`` says which positions each position may attend to."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         drop = nn.Dropout(self.dropout, deterministic=deterministic)
         attention = nn.MultiHeadDotProductAttention(self.num_heads, dropout_rate=self.dropout, name="attn", **types)
@@ -38,12 +41,15 @@ class DecoderBlock(nn.Module):
     param_dtype: jax.typing.DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, memory: jax.Array, mask: jax.Array, memory_mask: jax.Array, deterministic: bool) -> jax.Array:
-        """Hidden states ``[batch, length, width]`` to the same shape.
-
-        ``memory`` is the encoder's output ``[batch, source length, width]``; the masks are ``[batch, 1, length, length]`` and
-        ``[batch, 1, length, source length]``.
-        """
+    def __call__(
+        self,
+        x: Float[Array, "batch length width"],
+        memory: Float[Array, "batch source width"],
+        mask: Bool[Array, "batch 1 length length"],
+        memory_mask: Bool[Array, "batch 1 length source"],
+        deterministic: bool,
+    ) -> Float[Array, "batch length width"]:
+        """Hidden states to hidden states; ``memory`` is the encoder's output."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         drop = nn.Dropout(self.dropout, deterministic=deterministic)
         attention = nn.MultiHeadDotProductAttention(self.num_heads, dropout_rate=self.dropout, name="attn", **types)
@@ -80,11 +86,10 @@ class Seq2Seq(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, source: jax.Array, target: jax.Array, deterministic: bool = False) -> jax.Array:
-        """Logits ``[batch, target length, vocab_size]`` for the token after each of ``target``.
-
-        ``source`` is ``[batch, source length]``, ``target`` ``[batch, target length]``; it begins with a token that starts it.
-        """
+    def __call__(
+        self, source: Integer[Array, "batch source"], target: Integer[Array, "batch length"], deterministic: bool = False
+    ) -> Float[Array, "batch length {self.vocab_size}"]:
+        """Logits for the token after each token of ``target``, which begins with a token that starts it."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         block = {"num_heads": self.num_heads, "dropout": self.dropout, **types}
         embed = nn.Embed(self.vocab_size, self.width, name="embed", **types)

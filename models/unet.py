@@ -6,6 +6,7 @@ Each level on the way up reads what its fellow on the way down made, so values m
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 __all__ = ["Block", "UNet"]
 
@@ -19,8 +20,8 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Images ``[batch, height, width, channels]`` to ``[batch, height, width, features]``."""
+    def __call__(self, x: Float[Array, "batch height width channels"]) -> Float[Array, "batch height width {self.features}"]:
+        """Images to images of the same size."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         for i in range(2):
             x = nn.Conv(self.features, (3, 3), name=f"conv_{i}", **types)(x)
@@ -48,11 +49,8 @@ class UNet(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Outputs ``[batch, height, width, num_outputs]`` of images ``[batch, height, width, channels]``.
-
-        Height and width are multiples of ``2 ** levels``.
-        """
+    def __call__(self, x: Float[Array, "batch height width channels"]) -> Float[Array, "batch height width {self.num_outputs}"]:
+        """The outputs for each pixel; height and width are multiples of ``2 ** levels``."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         skips = []
         for level in range(self.levels):

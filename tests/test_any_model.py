@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxpp.options import settings as runtime_settings
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring
+from jaxpp.engine.engine import open_engine
+from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import REDUCERS, join
@@ -235,28 +234,26 @@ def expected(example: Example) -> list[tuple[Any, ...]]:
 def pipelined(example: Example) -> list[tuple[Any, ...]]:
     """The same, by a pipeline."""
     params, model_state, batch = variables(example)
-    engine = Engine(
-        runtime_settings(
-            loss_of(example),
-            num_stages=example.made.num_stages,
-            num_microbatches=example.microbatches,
-            schedule=example.made,
-            cuts=None if example.cuts is None else [f"layer_{k}" for k in example.cuts],
-            devices=jax.devices()[: example.devices],
-            remat=getattr(jax.checkpoint_policies, str(example.remat), example.remat),
-            has_state=example.has_state,
-            reduce_aux={"early": example.reduced} if example.aux else None,
-            **options_of(example),
-        )
+    options = Options.of(
+        loss_of(example),
+        num_stages=example.made.num_stages,
+        num_microbatches=example.microbatches,
+        schedule=example.made,
+        cuts=None if example.cuts is None else [f"layer_{k}" for k in example.cuts],
+        devices=jax.devices()[: example.devices],
+        remat=getattr(jax.checkpoint_policies, str(example.remat), example.remat),
+        has_state=example.has_state,
+        reduce_aux={"early": example.reduced} if example.aux else None,
+        **options_of(example),
     )
     given = (params, model_state) if example.has_state else (params,)
-    engine.settle(given, parts(example, batch)[0], example.prng_key)
+    engine = open_engine(options, None, given, parts(example, batch)[0], example.prng_key)
     results = []
     held = engine.slicing.of(params)
     for part in parts(example, batch):
-        found = engine.run("grads", bring(jax.tree.leaves((held, model_state)), engine.homes), part, example.prng_key)
+        found = engine.run("grads", engine.bring((held, model_state)), part, example.prng_key)
         model_state = jax.tree.structure(model_state).unflatten(found.model_state)
-        grads = assembled(jax.tree.structure(held).unflatten(found.leaves))
+        grads = assembled(jax.tree.structure(held).unflatten(found.grads))
         results.append((found.loss, found.aux, grads, model_state))
     return results
 

@@ -13,20 +13,20 @@ import jaxpp
 ROOT = pathlib.Path(jaxpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [name for _, name, _ in pkgutil.walk_packages([str(ROOT)], "jaxpp.")]
-ROOMS = ["errors", "types", "tracebacks", "schedule", "stages", "plan", "optim", "options", "runtime", "tasks", "observe"]
+ROOMS = "types errors schedule stages plan optim runtime options engine tasks observe".split()
 """From the ground up: a room imports itself and those before it. What is not named here is the public face, on top."""
 NOT_YET = {
+    "engine/prepare.py",
+    "errors/checks.py",
     "observe/asked.py",
+    "runtime/measure.py",
     "optim/emit.py",
-    "options.py",
     "plan/builder.py",
-    "plan/init_arguments.py",
     "plan/init_params.py",
     "plan/lower.py",
     "plan/stage_setup.py",
     "plan/step.py",
     "plan/weights.py",
-    "runtime/prepare.py",
     "stages/by_hand.py",
 }
 """Files that still import a room above their own."""
@@ -87,7 +87,7 @@ def test_every_public_name_exists_and_is_documented(name):
 def test_only_transfer_moves_arrays_in_a_step():
     for file in FILES:
         text = file.read_text()
-        if file.name != "transfer.py" and "device_put" in text:
+        if file.name != "transfer.py" and "device_put(" in text:
             assert file.name == "table.py", f"{file} moves arrays"
 
 

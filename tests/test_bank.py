@@ -15,7 +15,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import BankError
-from jaxpp.runtime import shelf as shelf_module
+from jaxpp.tasks import host_store
 from jaxpp.tasks.subtree import insert
 
 WIDTH = 8
@@ -145,8 +145,8 @@ def test_d3_after_random_tasks_every_set_equals_the_all_resident_oracle_bit_for_
     chex.assert_trees_all_equal(state, expected)
     for t in sets:
         chex.assert_trees_all_equal((bank.params(t), bank.opt_state(t)), resident[t])
-    assert bank.shelf.traffic.prefetch_hits > 3
-    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.shelf.stored(t)} == {"pinned_host"}
+    assert bank.host_store.traffic.prefetch_hits > 3
+    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.host_store.stored(t)} == {"pinned_host"}
 
 
 def test_d4_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetched_copy(compiles):
@@ -159,7 +159,7 @@ def test_d4_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetche
     state = train(bank, step, state, 63, batch)
     bank.wait()
     assert (step.traces, compiles() - before) == (1, 0)
-    traffic = bank.shelf.traffic
+    traffic = bank.host_store.traffic
     assert traffic.prefetch_hits == 31
     assert traffic.hits > traffic.prefetch_hits
     assert traffic.loads > 32
@@ -296,25 +296,25 @@ def test_sets_come_and_go_and_a_set_goes_through_a_file_and_back(bank):
     assert step.traces == 1
 
 
-def test_shapes_are_those_of_the_leaves_of_the_shelf_in_order(bank):
+def test_shapes_are_those_of_the_leaves_in_the_store_in_order(bank):
     shapes = bank.shapes("wide")
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, (theta(2, 16), jax.eval_shape(ADAMW.init, theta(2, 16))))
-    leaves = [(leaf.shape, leaf.dtype) for leaf in bank.shelf.host("wide")]
+    leaves = [(leaf.shape, leaf.dtype) for leaf in bank.host_store.read("wide")]
     assert leaves == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)]
     assert isinstance(bank.params("wide")["w"], np.ndarray)
     assert bank.optimizer is ADAMW
 
 
 def test_reading_a_set_or_assigning_its_own_arrays_writes_nothing(bank):
-    host = bank.shelf.stored("cat")
+    host = bank.host_store.stored("cat")
     with bank.use("cat") as task:
         jax.block_until_ready(loss_fn(shared(ADAMW)[0], task.params, BATCHES[0]))
         task.params = dict(task.params)
-    assert bank.shelf.stored("cat") is host
-    assert bank.shelf.traffic.bytes_to_host == 0
+    assert bank.host_store.stored("cat") is host
+    assert bank.host_store.traffic.bytes_to_host == 0
     with bank.use("cat") as task:
         task.params["b"] = task.params["b"] + 1  # in place
-    assert bank.shelf.traffic[:2] == (1, 1)
+    assert bank.host_store.traffic[:2] == (1, 1)
     np.testing.assert_array_equal(bank.params("cat")["b"], np.ones(WIDTH))
 
 
@@ -372,9 +372,9 @@ def test_what_is_added_may_be_overwritten_at_once():
 
 
 def test_sets_are_made_on_the_banks_own_device(monkeypatch):
-    seen, put = [], shelf_module.Shelf.put
+    seen, put = [], host_store.HostStore.put
     monkeypatch.setattr(
-        shelf_module.Shelf, "put", lambda self, name, leaves, homes: (seen.extend(leaves), put(self, name, leaves, homes))
+        host_store.HostStore, "put", lambda self, name, leaves, homes: (seen.extend(leaves), put(self, name, leaves, homes))
     )
     jaxpp.Bank.make(lambda key: {"w": jnp.zeros(3)}, {"a": jax.random.key(0)}, ADAMW, device=jax.devices()[3])
     assert [leaf.devices() for leaf in seen] == [{jax.devices()[3]}] * 4
@@ -393,9 +393,9 @@ def test_after_an_exception_nothing_is_written_and_the_copy_on_the_device_is_dro
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    assert (bank.shelf.resident(), bank.shelf.in_use(), snapshot(bank, bank)) == ((), (), before)
+    assert (bank.host_store.resident(), bank.host_store.in_use(), snapshot(bank, bank)) == ((), (), before)
     train(bank, step, shared(ADAMW), "cat", BATCHES[0])
-    assert bank.shelf.traffic.loads == 2
+    assert bank.host_store.traffic.loads == 2
 
 
 def test_a_task_given_back_holds_nothing_and_says_where_its_set_is(bank):
@@ -428,7 +428,7 @@ def test_what_does_not_fit_the_set_is_refused_and_the_set_stays_as_it_was(bank, 
 
     with pytest.raises(BankError, match=rf"with bank.use\('cat'\): a set keeps its trees(.|\n)*{message}"):
         assign()
-    assert (snapshot(bank, bank), bank.shelf.resident(), bank.shelf.in_use()) == (before, (), ())
+    assert (snapshot(bank, bank), bank.host_store.resident(), bank.host_store.in_use()) == (before, (), ())
     with bank.use("cat"):
         pass
 
@@ -461,7 +461,7 @@ def test_with_one_slot_there_is_none_to_prefetch_into():
     bank.prefetch("dog")
     with bank.use("dog"):
         pass
-    assert bank.shelf.traffic == (2, 1, 1, *bank.shelf.traffic[3:])
+    assert bank.host_store.traffic == (2, 1, 1, *bank.host_store.traffic[3:])
 
 
 @pytest.mark.parametrize("call", ["params", "opt_state", "shapes", "layout", "remove", "prefetch", "use"])
@@ -516,7 +516,7 @@ def test_a_device_too_small_for_a_set_is_said_with_its_bytes_and_the_host_copy_i
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
     with monkeypatch.context() as patch, bank.use("dog"):
-        patch.setattr(shelf_module, "to_device", full)
+        patch.setattr(host_store, "to_device", full)
         with pytest.raises(
             BankError, match=rf"set 'cat'(.|\n)*no room for its {one:,} bytes \(2 slots\)(.|\n)*smaller batch"
         ) as caught:

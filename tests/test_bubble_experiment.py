@@ -52,6 +52,6 @@ def test_schedules_of_which_none_runs_are_refused(tmp_path, monkeypatch):
 
 
 def test_the_price_of_tracing_is_a_ratio_for_each_model(capsys):
-    found = tracing(Tracing(steps=1), {"small": Config(**SMALL)})
+    found = tracing(Tracing(steps=1), {"small": Config(**SMALL)}).ratios
     assert found["small"] > 0
     assert f"small: a traced step takes {found['small']:.3f} times as long as another" in capsys.readouterr().out

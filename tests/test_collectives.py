@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.collectives.collectives import Collective, Collectives, Row, read_collectives
+from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
 from jaxpp.observe.collectives.hlo import parse_groups, parse_shape
 
 SIZES = {"data": 2, "model": 2}
@@ -118,7 +118,7 @@ def test_a_loop_of_unknown_length_and_a_branch_count_once_and_the_table_says_so(
     found = read_collectives(mapped(lambda x: jax.lax.cond(x[0, 0] > 0, *branches, x), X), SIZES)
     assert {collective.axes for collective in found} == {("model",), ("data",)}
     assert {(collective.times, collective.in_loop, collective.exact) for collective in found} == {(1, False, False)}
-    lines = str(Collectives((Row("loop", 4, loop),))).splitlines()
+    lines = str(Collectives((ProgramCollective("loop", 4, loop),))).splitlines()
     assert lines[1].split() == ["loop", "all-reduce", "model", "128", "B", "4?", "512", "B"]
     assert lines[-1] == "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
 
@@ -176,7 +176,7 @@ def test_a_start_and_its_done_are_one_collective_and_host_memory_is_seen():
     assert (gather.kind, gather.num_bytes, gather.axes, gather.on_host) == ("all-gather", 64, ("data", "model"), True)
     assert (scatter.kind, scatter.num_bytes, scatter.axes, scatter.on_host) == ("reduce-scatter", 64, ("model",), False)
     assert (exchange.kind, exchange.num_bytes, exchange.axes) == ("all-to-all", 3 + 2 + 2, ("data",))
-    lines = str(Collectives((Row("step", 1, gather),))).splitlines()
+    lines = str(Collectives((ProgramCollective("step", 1, gather),))).splitlines()
     assert lines[1].split()[-6:] == ["64", "B", "(host)", "1", "64", "B"]
     assert lines[-1] == "(host): in host memory"
 
@@ -230,11 +230,11 @@ def collective(kind, num_bytes, *axes, times=1):
 
 STEP = Collectives(
     (
-        Row("forward 0", 4, collective("all-reduce", 512, "model", times=3)),
-        Row("forward 0", 4, collective("all-reduce", 512, "model")),
-        Row("forward 1", 4, collective("all-gather", 100, "model")),
-        Row("reduce 0", 1, collective("all-reduce", 2048, "data")),
-        Row("reduce 1", 1, collective("all-reduce", 1024, "data", "model")),
+        ProgramCollective("forward 0", 4, collective("all-reduce", 512, "model", times=3)),
+        ProgramCollective("forward 0", 4, collective("all-reduce", 512, "model")),
+        ProgramCollective("forward 1", 4, collective("all-gather", 100, "model")),
+        ProgramCollective("reduce 0", 1, collective("all-reduce", 2048, "data")),
+        ProgramCollective("reduce 1", 1, collective("all-reduce", 1024, "data", "model")),
     ),
     parameter_bytes=1 << 20,
 )
@@ -280,7 +280,7 @@ def test_json_has_all_numbers_and_the_page_all_cells():
     assert (data["communicated"], data["parameter_bytes"]) == (3072, 1 << 20)
     assert sum(row["runs"] * row["times"] * row["num_bytes"] for row in data["rows"]) == STEP.num_bytes()
     assert {"axes": ["model"], "kind": "all-reduce", "count": 16, "num_bytes": 8192} in data["sums"]
-    page = Collectives((Row("<f>", 1, collective("all-reduce", 512, "data")),))._repr_html_()
+    page = Collectives((ProgramCollective("<f>", 1, collective("all-reduce", 512, "data")),))._repr_html_()
     assert html.escape("<f>") in page
     assert "<f>" not in page
     assert page.count("<th>") == 6 + 4

@@ -26,7 +26,7 @@ def train(pipe, state, batch, steps):
 
 def stage_of(pipe, state):
     """The stage of each parameter leaf."""
-    owner = iter(pipe._engine.owner)
+    owner = iter(pipe.engine.owner)
     return jax.tree.map(lambda _: next(owner), state.params)
 
 
@@ -36,8 +36,8 @@ def test_a8_a_cut_gradient_leaves_the_earlier_stages_as_they_are_and_the_warning
     options = {"num_stages": 4, "num_microbatches": 4, "schedule": schedule, "has_aux": True, "cut_gradient": [1]}
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
     state = pipe.init(case.params, case.batch)
-    found = pipe._engine.run("grads", jax.tree.leaves(state.params), case.batch, None).leaves
-    for stage, grad in zip(pipe._engine.owner, found, strict=True):
+    found = pipe.engine.run("grads", pipe.engine.bring(state.params), case.batch, None).grads
+    for stage, grad in zip(pipe.engine.owner, found, strict=True):
         assert np.any(np.asarray(grad)) == (stage > 1)
     state, warned = train(pipe, state, case.batch, 12)
     (warning,) = warned
@@ -148,9 +148,9 @@ def test_the_place_that_is_named_is_between_what_is_dead_and_what_learns(zeros, 
     assert words in str(warned[0].message)
 
 
-def test_verify_is_no_step():
+def test_verify_is_no_step(monkeypatch):
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)
     state = pipe.init(case.params, case.batch)
+    monkeypatch.setattr(Detector, "add", pytest.fail)
     pipe.verify(state, case.batch)
-    assert pipe._ready.detector._num_steps == 0

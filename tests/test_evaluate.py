@@ -120,12 +120,12 @@ def test_a_batch_of_another_size_compiles_what_depends_on_it_alone():
 
     def fresh(size, known):
         """What a step of this size runs that is not known."""
-        before = len(pipe._engine.preparer.programs)
+        before = len(pipe.engine.programs)
         pipe.step(state, X[:size], donate=False)
-        _, drafted = pipe._engine.plan("update", X[:size], None, donate=False)
+        _, drafted = pipe.engine.plan("update", X[:size], None, donate=False)
         programs = {id(line.job[0]): line.label for line in drafted.draft.lines if line.job}
         new = sorted({label for program, label in programs.items() if program not in known})
-        assert not known or len(pipe._engine.preparer.programs) - before == len(programs.keys() - known)
+        assert not known or len(pipe.engine.programs) - before == len(programs.keys() - known)
         known.update(programs)
         return new
 

@@ -12,9 +12,10 @@ from PIL import Image
 
 from jaxpp.schedule import SCHEDULES, Action, Kind, make, simulate
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.figure import pebble_gif, pebbles, timeline
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.residuals import Lane, Residual, counts, lanes, live, peak, places
+from jaxpp.schedule.draw.panel import has_matplotlib
+from jaxpp.schedule.draw.pebbles import Lane, lanes, pebble_gif, pebbles
+from jaxpp.schedule.draw.timeline import timeline
+from jaxpp.schedule.residuals import Residual, counts, lifetimes, peak, places
 
 SMALL = make("1f1b", num_ranks=2, num_microbatches=4)
 
@@ -104,12 +105,12 @@ def test_a_residual_lives_from_the_start_of_f_to_the_end_of_the_last_of_its_back
         Bar(0, Action(0, Kind.B, 1), 6, 8),
         Bar(0, Action(0, Kind.W, 0), 8, 9.5),
     ]
-    assert live(bars) == (Residual(0, 0, 0, 9.5), Residual(0, 1, 1, 8))
+    assert lifetimes(bars) == (Residual(0, 0, 0, 9.5), Residual(0, 1, 1, 8))
 
 
 def test_residuals_of_1f1b_are_those_counted_by_hand():
     _, bars, _ = pictured("1f1b", ranks=2, microbatches=4)
-    first, last = ([r for r in live(bars) if r.stage == stage] for stage in (0, 1))
+    first, last = ([r for r in lifetimes(bars) if r.stage == stage] for stage in (0, 1))
     assert [brute(first, t) for t in range(15)] == [1, *[2] * 11, 1, 1, 1]
     assert [brute(last, t) for t in range(15)] == [0, *[1] * 12, 0, 0]
     assert counts(first) == ((0, 1, 1), (1, 12, 2), (12, 15, 1))
@@ -118,7 +119,7 @@ def test_residuals_of_1f1b_are_those_counted_by_hand():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_most_residuals_of_each_rank_are_those_of_the_simulation(name):
     run, bars, owners = pictured(name, forward=1, input_grad=1.25, weight_grad=0.75, transfer=0.5)
-    residuals = live(bars)
+    residuals = lifetimes(bars)
     assert run.peak_residuals == tuple(peak(r for r in residuals if owners[r.stage] == rank) for rank in range(4))
 
 
@@ -126,7 +127,7 @@ def test_the_most_residuals_of_each_rank_are_those_of_the_simulation(name):
 def test_each_column_of_a_stage_has_as_many_pebbles_as_residuals_are_alive(name):
     run, bars, owners = pictured(name)
     figure = pebbles(bars, owners, "")
-    axes, residuals = figure.axes[0], live(bars)
+    axes, residuals = figure.axes[0], lifetimes(bars)
     names = [label.get_text() for label in axes.get_yticklabels()]
     tops = [tick - 0.5 for tick in axes.get_yticks()]
     assert len({(round(x, 3), round(y, 3)) for x, y in dots(figure)}) == len(dots(figure))
@@ -152,8 +153,8 @@ def test_more_pebbles_than_can_be_counted_are_a_number_on_a_darker_ground():
 
 def test_no_two_living_residuals_share_a_place_and_places_are_as_few_as_can_be():
     _, bars, _ = pictured("v-half", ranks=4, microbatches=9)
-    placed = places(live(bars))
-    assert 1 + max(place for _, place in placed) == max(brute(live(bars), r.start) for r in live(bars))
+    placed = places(lifetimes(bars))
+    assert 1 + max(place for _, place in placed) == max(brute(lifetimes(bars), r.start) for r in lifetimes(bars))
     for k, (one, place) in enumerate(placed):
         for other, taken in placed[:k]:
             assert place != taken or other.end <= one.start or one.end <= other.start
@@ -162,7 +163,7 @@ def test_no_two_living_residuals_share_a_place_and_places_are_as_few_as_can_be()
 def test_rows_of_the_pebble_graph_follow_the_data():
     _, bars, _ = pictured("zb-h1", ranks=2)
     blocks = [(Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0)]
-    assert lanes(bars) == tuple(Lane((kind,), stage) for kind, stage in blocks)
+    assert tuple(lanes(bars)) == tuple(Lane((kind,), stage) for kind, stage in blocks)
     _, mixed, owners = pictured("dualpipe-v", ranks=2)
     assert Lane((Kind.B, Kind.I), 3) in lanes(mixed)
     ticks = pebbles(mixed, owners, "").axes[0].get_yticks()
@@ -221,7 +222,7 @@ def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatche
 
 
 def test_a_notebook_shows_svg_with_matplotlib_and_text_without(monkeypatch):
-    assert available()
+    assert has_matplotlib()
     assert "<svg" in SMALL._repr_html_() and "<svg" in simulate(SMALL)._repr_html_()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert SMALL._repr_html_().startswith("<pre>1f1b: 2 ranks")

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.observe.memory.liveness import account
+from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.schedule import Kind
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -52,16 +52,16 @@ def test_the_frozen_half_runs_no_backward_and_keeps_no_residual(how, schedule):
     case = mlp_case(batch_size=16)
     pipe, _, _ = make(case, how, schedule)
     pipe.init(case.params, case.batch)
-    drafted = pipe._engine.draft("update", case.batch, None)
+    drafted = pipe.engine.draft("update", case.batch, None)
     ran = {line.action for line in drafted.draft.lines if line.action is not None and line.job is not None}
     backwards = {(action.stage, str(action.kind)) for action in ran if action.kind != Kind.F}
     assert {stage for stage, _ in backwards} == {2, 3}
     assert (2, "I") not in backwards, "nobody wants the cotangent of the first stage that learns"
-    book = account(pipe._engine, drafted)
-    assert {life.name.stage for life in book.lives if life.kind == "residuals"} == {2, 3}
-    last = max(number + 1 for number, line in enumerate(book.lines) if line.action is not None)
-    early = {life.name.stage for life in book.lives if life.kind == "gradients" and life.begins <= last}
-    late = {life.name.stage for life in book.lives if life.kind == "gradients" and life.begins > last}
+    liveness = step_liveness(pipe.engine, drafted)
+    assert {life.name.stage for life in liveness.lives if life.kind == "residuals"} == {2, 3}
+    last = max(number + 1 for number, line in enumerate(liveness.lines) if line.action is not None)
+    early = {life.name.stage for life in liveness.lives if life.kind == "gradients" and life.begins <= last}
+    late = {life.name.stage for life in liveness.lives if life.kind == "gradients" and life.begins > last}
     assert early == {2, 3}
     assert late - early == (set() if how == "optimizer" else {0, 1}), "an optimizer that reads them gets zeros, at the end"
     sends = [line.label for line in drafted.draft.lines if line.job is None and line.action is not None]

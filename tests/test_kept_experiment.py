@@ -8,11 +8,12 @@ from experiments.memory.kept import Config, ConfigError, main, run, table
 
 
 def test_a_stage_of_gpt_blocks_keeps_at_most_half_and_its_activations_are_counted_a_block():
-    (line,) = run(Config(models=("gpt-blocks-bf16",), width=32, length=16, microbatch=2))
+    result = run(Config(models=("gpt-blocks-bf16",), width=32, length=16, microbatch=2))
+    (line,) = result.lines
     assert line.activation == 2 * 16 * 32 * 2
     assert 0 < line.least <= line.keep / 2
     assert line.a_block(line.least) == pytest.approx(line.least / (2 * line.activation))
-    assert table((line,)).splitlines()[1].split()[0] == "gpt-blocks-bf16"
+    assert table(result).splitlines()[1].split()[0] == "gpt-blocks-bf16"
 
 
 def test_the_command_prints_the_table_and_writes_the_line_of_json(tmp_path, monkeypatch, capsys):

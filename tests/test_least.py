@@ -17,9 +17,9 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring
+from jaxpp.engine.engine import open_engine
+from jaxpp.options import Options
+from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut import cut
@@ -220,11 +220,9 @@ def test_effects_happen_once(capfd):
         jax.debug.print("once {v}", v=h.shape[0])
         return jnp.exp(h).mean()
 
-    code = Engine(
-        settings(loss_fn, num_stages=1, num_microbatches=2, schedule="1f1b", has_aux=False, weight=None, cuts=None, devices=None)
-    )
-    code.settle((jnp.eye(4),), jnp.ones((4, 4)), None)
-    code.run("grads", bring([jnp.eye(4)], code.homes), jnp.ones((4, 4)), None)
+    options = Options.of(loss_fn, num_stages=1, num_microbatches=2)
+    engine = open_engine(options, None, (jnp.eye(4),), jnp.ones((4, 4)), None)
+    engine.run("grads", engine.bring(jnp.eye(4)), jnp.ones((4, 4)), None)
     jax.effects_barrier()
     assert capfd.readouterr().out.splitlines() == ["once 2"] * 2
 
@@ -309,16 +307,21 @@ def test_random_models_equal_the_oracle_and_schedules_that_add_in_the_same_order
         model = random_model(seed, dtype, EXACT_LAYERS)
         loss, _, grads = oracle(model.loss_fn, model.params, model.batch, model.key, 2)
         options = {"has_aux": False, "weight": None, "cuts": None, "devices": None}
-        first = Engine(settings(model.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **options))
-        first.settle((model.params,), model.batch, model.key)
+        first = open_engine(
+            Options.of(model.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **options),
+            None,
+            (model.params,),
+            model.batch,
+            model.key,
+        )
         found = {}
         for name in ("1f1b", "gpipe", "zb-h1"):
-            made = settings(model.loss_fn, num_stages=2, num_microbatches=2, schedule=name, **options).schedule
+            made = make_for_stages(name, num_stages=2, num_microbatches=2)
             engine = first.with_schedule(made)
             held = engine.slicing.of(model.params)
-            found[name] = engine.run("grads", bring(jax.tree.leaves(held), engine.homes), model.batch, model.key)
+            found[name] = engine.run("grads", engine.bring(held), model.batch, model.key)
             compare(f"{name} loss", found[name].loss, loss)
-            spread = assembled(jax.tree.structure(held).unflatten(found[name].leaves))
+            spread = assembled(jax.tree.structure(held).unflatten(found[name].grads))
             compare(f"{name} grads", spread, grads, floor=GRAD_FLOOR)
         chex.assert_trees_all_equal(found["1f1b"], found["gpipe"])
 

@@ -126,9 +126,10 @@ def test_a_bad_text_is_refused_in_one_line(tmp_path, monkeypatch, content, messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0, "batch": -1}, "batch=-1, steps=0: counts start at 1"),
+        ({"steps": 0, "batch": -1}, "--batch -1, --steps 0: counts start at 1"),
         ({"width": 10, "heads": 4}, "a --width that is a multiple of 4"),
-        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": 1.0}, "--dropout 1.0: a rate is at least 0 and below 1"),
+        ({"lr": 0.0}, "--lr 0.0 --temperature 0.8: both are above 0"),
     ],
 )
 def test_sizes_that_make_no_run_are_refused(options, message):

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.engine import layout
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime import prepare
 
 PARAMS = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(12)]
 BATCH = jnp.ones((6, 8))
@@ -31,8 +31,8 @@ def owned(loss, params, **options):
     pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=3, num_microbatches=2, **options)
     state = pipe.init(params, BATCH)
     pipe.verify(state, BATCH)
-    engine = pipe._engine
-    sizes = [math.prod(aval.shape) // 64 for aval in jax.tree.leaves(engine.preparer.layout.params)]
+    engine = pipe.engine
+    sizes = [math.prod(aval.shape) // 64 for aval in jax.tree.leaves(engine.layout.params)]
     return [sum(size for size, home in zip(sizes, engine.owner, strict=True) if home == stage) for stage in range(3)]
 
 
@@ -40,7 +40,7 @@ def owned(loss, params, **options):
 def test_a_slow_part_of_the_model_gets_fewer_layers(loss, params, monkeypatch):
     assert owned(loss, params) == [4, 4, 4]
     # The first four layers take four times as long as the others: 16 + 4 + 4, so eight a stage.
-    monkeypatch.setattr(prepare, "stage_times", lambda cut, settings, programs: [4.0, 1.0, 1.0])
+    monkeypatch.setattr(layout, "stage_times", lambda cut, kinds, places, programs: [4.0, 1.0, 1.0])
     assert owned(loss, params, balance="time") == [2, 2, 8]
 
 

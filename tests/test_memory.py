@@ -13,7 +13,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError, OptimizerError
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.memory.ledger import Ledger, homes_of, live_bytes, sample_step
-from jaxpp.observe.memory.liveness import KINDS, account
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
 from jaxpp.plan.builder import HOST, Name
 from jaxpp.runtime.transfer import put, to_host
 from jaxpp.stages.program import Ref, Role
@@ -42,24 +42,24 @@ def ready(name):
 @pytest.mark.parametrize("name", list(RUNS)[:4])
 def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
-    batch, engine = jax.tree.map(np.asarray, case.batch), pipe._engine
+    batch, engine = jax.tree.map(np.asarray, case.batch), pipe.engine
     drafted = engine.draft("update", batch, case.key)
-    book = account(engine, drafted, homes_of(drafted, batch, case.key))
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), engine.homes, strict=True)]
-    own = engine.run("update", own, batch, case.key).leaves
+    liveness = step_liveness(engine, drafted, homes_of(drafted, batch, case.key))
+    own = engine.copy(engine.leaves(state))
+    own = engine.run("update", own, batch, case.key).state
     jax.block_until_ready(own)
     gc.collect()
-    before = {device: live_bytes(device) - book.levels[device][0].sum() for device in book.devices}
+    before = {device: live_bytes(device) - liveness.levels[device][0].sum() for device in liveness.devices}
     moment = 0
 
     def look(instruction, slots):
         nonlocal moment
         moment += 1
-        for device in book.devices:
-            assert live_bytes(device) - before[device] == book.levels[device][moment].sum(), (instruction.label, device)
+        for device in liveness.devices:
+            assert live_bytes(device) - before[device] == liveness.levels[device][moment].sum(), (instruction.label, device)
 
     engine.run("update", own, batch, case.key, observer=look)
-    assert moment == len(book.lines)
+    assert moment == len(liveness.lines)
 
 
 def test_what_waits_in_host_memory_is_not_on_the_device():
@@ -73,14 +73,14 @@ def test_what_waits_in_host_memory_is_not_on_the_device():
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name):
     case, pipe, state = ready(name)
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
-    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
-    devices = ledger.account.devices
+    own = pipe.engine.copy(pipe.engine.leaves(state))
+    ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
+    devices = ledger.liveness.devices
     assert [(s.device, s.when) for s in ledger.samples if s.when in ("begins", "ends")] == [
         (device, when) for when in ("begins", "ends") for device in devices
     ]
     for sample in ledger.samples:
-        assert sample.kinds == tuple(ledger.account.levels[sample.device][sample.moment]), sample
+        assert sample.kinds == tuple(ledger.liveness.levels[sample.device][sample.moment]), sample
         assert sample.elsewhere >= sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.devices() == {sample.device})
     forecast = pipe.forecast(jax.eval_shape(lambda: case.params), case.batch, case.key)
     for device, sample in ledger.peaks.items():
@@ -97,18 +97,18 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
     case, p = mlp_case(batch_size=28), 4
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=p, num_microbatches=m, has_aux=True, remat=remat)
     pipe.init(case.params, case.batch)
-    engine = pipe._engine
+    engine = pipe.engine
     drafted = engine.draft("update", case.batch, None)
-    book = account(engine, drafted)
+    liveness = step_liveness(engine, drafted)
     boundary = 28 // m * 16 * 4
-    for stage, device in list(enumerate(book.devices))[remat == "recompute" :]:  # the first keeps parts of the batch then
-        residuals = [life for life in book.lives if life.device == device and life.kind == "residuals"]
+    for stage, device in list(enumerate(liveness.devices))[remat == "recompute" :]:  # the first keeps parts of the batch then
+        residuals = [life for life in liveness.lives if life.device == device and life.kind == "residuals"]
         held = [
             {life.name.microbatch for life in residuals if life.begins <= moment <= life.ends}
-            for moment in range(len(book.lines) + 2)
+            for moment in range(len(liveness.lines) + 2)
         ]
         assert max(map(len, held)) == min(m, p - stage)
-        most = book.levels[device][:, KINDS.index("residuals")].max()
+        most = liveness.levels[device][:, MEMORY_KINDS.index("residuals")].max()
         if remat == "recompute":
             assert {life.name.ref.role for life in residuals} <= {Role.ACTIVATION}
             assert most == min(m, p - stage) * boundary
@@ -118,11 +118,11 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
 
 def test_a_batch_that_is_already_on_the_device_of_the_first_stage_is_not_counted_twice():
     case, pipe, _ = ready("mlp 1f1b")
-    drafted = pipe._engine.draft("update", case.batch, None)
+    drafted = pipe.engine.draft("update", case.batch, None)
     here = {Name(HOST, Ref(Role.BATCH, k)): jax.devices()[0] for k in range(2)}
-    peaks = [account(pipe._engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
+    peaks = [step_liveness(pipe.engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
     assert peaks[0] >= peaks[1]
-    first = [account(pipe._engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
+    first = [step_liveness(pipe.engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
     assert first[0] - first[1] == case.batch["x"].nbytes
 
 
@@ -135,13 +135,13 @@ def test_a_forecast_needs_no_parameters_and_init_uses_what_it_compiled():
     assert forecast.hbm is None
     assert not forecast.changes
     assert pipe.stages
-    programs = len(pipe._engine.preparer.programs)
+    programs = len(pipe.engine.programs)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     owned = [sum(leaf.nbytes for leaf in jax.tree.leaves(state.params) if leaf.devices() == {d}) for d in jax.devices()[:2]]
-    assert len(pipe._engine.preparer.programs) == programs, "births are compiled besides, and let go"
+    assert len(pipe.engine.programs) == programs, "births are compiled besides, and let go"
     pipe.step(state, case.batch)
-    assert len(pipe._engine.preparer.programs) == programs
-    assert [row.kinds[KINDS.index("parameters")] for row in forecast.stages] == owned
+    assert len(pipe.engine.programs) == programs
+    assert [row.kinds[MEMORY_KINDS.index("parameters")] for row in forecast.stages] == owned
 
 
 def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
@@ -193,18 +193,18 @@ def test_a_size_that_is_none_is_refused(wrong):
 
 def test_where_a_backend_counts_for_itself_the_difference_is_explained():
     case, pipe, state = ready("mlp gpipe")
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
-    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    own = pipe.engine.copy(pipe.engine.leaves(state))
+    ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     device, sample = next(iter(ledger.peaks.items()))
     mine = sample.total + sample.temporaries
     for used, words in ((mine + 1024, "1 KiB more: padding"), (mine - 2048, "2 KiB less: its peak")):
-        assert words in str(Ledger(ledger.account, ledger.samples, {device: {"peak_bytes_in_use": used}}))
+        assert words in str(Ledger(ledger.liveness, ledger.samples, {device: {"peak_bytes_in_use": used}}))
 
 
 def test_what_the_caller_holds_is_not_counted_as_the_steps():
     case, pipe, state = ready("mlp gpipe")
-    own = [put(leaf, device) for leaf, device in zip(jax.tree.leaves(state), pipe._engine.homes, strict=True)]
-    ledger, _ = sample_step(pipe._engine, own, case.batch, case.key)
+    own = pipe.engine.copy(pipe.engine.leaves(state))
+    ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     begins = ledger.samples[0]
     assert begins.by_kind["batch"] < case.batch["x"].nbytes
     assert begins.elsewhere >= case.batch["x"].nbytes
@@ -248,7 +248,7 @@ def test_shapes_of_keys_and_wider_batches_make_no_other_plan():
     case = gpt_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)
     pipe.forecast(case.params, case.batch, jax.eval_shape(lambda: jax.random.key(0)))
-    programs = len(pipe._engine.preparer.programs)
+    programs = len(pipe.engine.programs)
     state = pipe.init(case.params, np.asarray(case.batch, np.int64))
     pipe.step(state, case.batch, case.key)
-    assert len(pipe._engine.preparer.programs) - programs <= 4, "the birth of the optimizer's state"
+    assert len(pipe.engine.programs) - programs <= 4, "the birth of the optimizer's state"

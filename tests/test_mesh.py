@@ -11,9 +11,9 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
-from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring, sender
+from jaxpp.engine.engine import open_engine
+from jaxpp.options import Options
+from jaxpp.runtime.transfer import sender
 from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -33,8 +33,13 @@ def mesh_of(pipe=2, data=2, model=2):
 def engines(case, stages, microbatches, **options):
     """One engine a schedule that these sizes allow, on two ranks or four that share two sub-meshes."""
     given = {"num_stages": stages, "num_microbatches": microbatches, "has_aux": True, "weight": None, "cuts": None}
-    first = Engine(settings(case.loss_fn, **given, schedule="naive", devices=None, shardings=RULES[case.name], **options))
-    first.settle((case.params,), case.batch, case.key)
+    first = open_engine(
+        Options.of(case.loss_fn, **given, schedule="naive", devices=None, shardings=RULES[case.name], **options),
+        None,
+        (case.params,),
+        case.batch,
+        case.key,
+    )
     made = {name: schedule_for(name, stages, microbatches) for name in SCHEDULES}
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
 
@@ -45,13 +50,13 @@ def test_two_by_two_by_two_equals_the_oracle_whatever_the_schedule(model, dtype,
         case = {"mlp": mlp_case, "gpt": gpt_case}[model](dtype, batch_size=16)
         found = engines(case, stages, 2, mesh=mesh_of())
         assert len(found) >= (6 if stages == 2 else 10)
-        reducers = next(iter(found.values())).preparer.layout.reducers
+        reducers = next(iter(found.values())).layout.reducers
         loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, 4, has_aux=True, reducers=reducers)
         for name, engine in found.items():
-            outcome = engine.run("grads", bring(jax.tree.leaves(case.params), engine.homes), case.batch, case.key)
+            outcome = engine.run("grads", engine.bring(case.params), case.batch, case.key)
             compare(f"{name} loss", outcome.loss, loss)
             compare(f"{name} aux", outcome.aux, aux)
-            compare(f"{name} grads", jax.tree.structure(grads).unflatten(outcome.leaves), grads, floor=GRAD_FLOOR)
+            compare(f"{name} grads", jax.tree.structure(grads).unflatten(outcome.grads), grads, floor=GRAD_FLOOR)
 
 
 @pytest.mark.slow
@@ -64,11 +69,11 @@ def test_every_mesh_equals_the_oracle_whatever_the_schedule(model, stages, shape
     with jax.enable_x64(True):
         case = {"mlp": mlp_case, "gpt": gpt_case}[model]("float64", batch_size=24)
         for name, engine in engines(case, stages, 3, mesh=mesh_of(*shape)).items():
-            reducers = engine.preparer.layout.reducers
+            reducers = engine.layout.reducers
             count = 3 * shape[1]
             _, _, grads = oracle(case.loss_fn, case.params, case.batch, case.key, count, has_aux=True, reducers=reducers)
-            outcome = engine.run("grads", bring(jax.tree.leaves(case.params), engine.homes), case.batch, case.key)
-            compare(f"{name} grads", jax.tree.structure(grads).unflatten(outcome.leaves), grads, floor=GRAD_FLOOR)
+            outcome = engine.run("grads", engine.bring(case.params), case.batch, case.key)
+            compare(f"{name} grads", jax.tree.structure(grads).unflatten(outcome.grads), grads, floor=GRAD_FLOOR)
 
 
 def pipeline(case, optimizer=None, num_microbatches=2, **options):
@@ -137,7 +142,7 @@ def test_gradients_are_reduced_over_data_once_a_step():
     assert {row.collective.kind for row in found.rows} == {"all-reduce"}
     loss_bytes = 4
     assert found.communicated == sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)) + loss_bytes
-    labels = [line.label for line in pipe._engine.plan("update", case.batch, None)[0].instructions]
+    labels = [line.label for line in pipe.engine.plan("update", case.batch, None)[0].instructions]
     assert sum(label.startswith("total") for label in labels) == 2 and labels.count("0B3") == 1
 
 
@@ -157,7 +162,7 @@ def test_activations_go_from_sub_mesh_to_sub_mesh_without_the_host():
     case = gpt_case(batch_size=16)
     pipe = pipeline(case, mesh=mesh_of())
     state = pipe.init(case.params, case.batch)
-    _, drafted = pipe._engine.plan("grads", case.batch, case.key)
+    _, drafted = pipe.engine.plan("grads", case.batch, case.key)
     sent = {line.label: line for line in drafted.draft.lines if line.job is None and line.action is not None}
     assert {"send 0F0 to stage 1", "send 1B0 to stage 0"} <= set(sent)
     seen = []
@@ -167,8 +172,8 @@ def test_activations_go_from_sub_mesh_to_sub_mesh_without_the_host():
             (source,), (target,) = instruction.inputs, instruction.outputs
             seen.append((slots[source].sharding, slots[target].sharding))
 
-    leaves = pipe._opened("test").states.unwrap(state)
-    pipe._engine.run("grads", leaves, case.batch, case.key, observer=observer)
+    leaves = pipe.engine.leaves(state)
+    pipe.engine.run("grads", leaves, case.batch, case.key, observer=observer)
     assert len(seen) == len(sent)
     for source, target in seen:  # the same parts on as many other devices: each goes straight to its like
         assert source.spec == target.spec and source.mesh.shape == target.mesh.shape
@@ -250,7 +255,7 @@ def test_forecast_and_profile_count_what_each_device_of_a_rank_holds():
     assert per_device[0] == held < alone[0]
     profile = pipe.profile(state, case.batch, num_steps=1)
     ledger = {(sample.when, str(sample.device)): sample for sample in profile.ledger.samples}
-    place = str(pipe._engine.placement[0])
+    place = str(pipe.engine.placement[0])
     assert ledger["begins", place].kinds[0] == held
 
 
@@ -278,10 +283,10 @@ def test_an_optimizer_leaf_is_sharded_like_its_parameter():
     for optimizer in (optax.lion(1e-3), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))):
         pipe = pipeline(case, optimizer, mesh=mesh_of())
         pipe.init(case.params, case.batch)
-        place = pipe._engine.placement[0]
+        place = pipe.engine.placement[0]
         assert sum(spec != PartitionSpec() for spec in place.opt_specs) == sum(spec != PartitionSpec() for spec in place.specs) > 0
-        assert not any(place.per_replica(name.ref) for name in pipe._engine.opts)
-        assert all(name.ref.role == Role.OPT for name in pipe._engine.opts)
+        assert not any(place.per_replica(name.ref) for name in pipe.engine.placed.names.all_opt)
+        assert all(name.ref.role == Role.OPT for name in pipe.engine.placed.names.all_opt)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from experiments.mesh import main as module
 from experiments.mesh.figure import Bar, axes_figure
 from experiments.mesh.main import MODELS, Config, ConfigError, every_mesh, main, run, table
 from experiments.mesh.measure import differs
-from experiments.mesh.plain import Trained, furthest, plain_step
+from experiments.mesh.plain import Trained, furthest
+from experiments.plain import plain_step
 from jaxpp.errors import JaxppError, VerifyError
 
 TINY = Config(
@@ -152,9 +153,12 @@ def test_the_plain_step_is_the_mean_over_microbatches_each_with_its_key():
     found = [jax.value_and_grad(loss_fn)(params, batch[2 * i : 2 * i + 2], jax.random.fold_in(key, i)) for i in range(3)]
     loss, grad = (sum(part) / 3 for part in zip(*found, strict=True))
     optimizer = optax.sgd(0.1)
-    (after, _), got = plain_step(loss_fn, optimizer, 3)((jnp.arange(3.0), optimizer.init(params)), batch, key)
-    np.testing.assert_allclose(after, params - 0.1 * grad, rtol=1e-5)
-    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    for scan in (True, False):
+        start = jnp.arange(3.0), optimizer.init(params)
+        (after, _), (got, norm) = plain_step(loss_fn, optimizer, 3, scan=scan)(start, batch, key)
+        np.testing.assert_allclose(after, params - 0.1 * grad, rtol=1e-5)
+        np.testing.assert_allclose(got, loss, rtol=1e-5)
+        np.testing.assert_allclose(norm, jnp.linalg.norm(grad), rtol=1e-5)
 
 
 def test_differences_are_relative_to_each_leaf_but_not_to_one_that_is_nearly_nothing():

@@ -10,7 +10,6 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, StateError, VerifyError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.test_transparency import schedule_for
@@ -74,30 +73,30 @@ def test_running_statistics_equal_the_oracles_after_five_steps(x64, microbatches
 def test_every_schedule_equals_the_oracle(x64, stages):
     params, stats = jax.jit(init)(jax.random.key(0))
     loss, aux, grads, stats_after = oracle(loss_fn, params, BATCH, None, 4, model_state=stats)
-    first = pipeline(stages, 4, "naive")._engine
-    first.settle((params, stats), BATCH, None)
+    pipe = pipeline(stages, 4, "naive")
+    pipe.init((params, stats), BATCH)
+    first = pipe.engine
     for name in SCHEDULES:
         if schedule := schedule_for(name, stages, 4):
             engine = first.with_schedule(schedule)
-            devices = [engine.settings.placement[leaf.stage] for leaf in (*engine.params, *engine.states)]
-            outcome = engine.run("grads", bring(jax.tree.leaves((params, stats)), devices), BATCH, None)
+            outcome = engine.run("grads", engine.bring((params, stats)), BATCH, None)
             compare(f"{name} model_state", outcome.model_state, jax.tree.leaves(stats_after))
             compare(f"{name} loss, aux", (outcome.loss, outcome.aux), (loss, aux))
-            compare(f"{name} grads", outcome.leaves, jax.tree.leaves(grads), floor=GRAD_FLOOR)
+            compare(f"{name} grads", outcome.grads, jax.tree.leaves(grads), floor=GRAD_FLOOR)
 
 
 def test_verify_tells_rounding_from_a_difference(monkeypatch):
     pipe = pipeline(2, 4)  # a dense bias before a norm has a gradient of rounding alone, larger than float32's usual share
     state = pipe.init(init, jax.random.key(0), BATCH)
     pipe.verify(state, BATCH)
-    run = pipe._engine.run
+    run = pipe.engine.run
 
     def tampered(kind, *args, **options):
         outcome = run(kind, *args, **options)
-        leaves = [leaf + 1e-4 * (k == 0) for k, leaf in enumerate(outcome.leaves)]
-        return outcome._replace(leaves=leaves) if kind == "grads" else outcome
+        leaves = [leaf + 1e-4 * (k == 0) for k, leaf in enumerate(outcome.grads)]
+        return outcome._replace(grads=leaves) if kind == "grads" else outcome
 
-    monkeypatch.setattr(pipe._engine, "run", tampered)
+    monkeypatch.setattr(pipe.engine, "run", tampered)
     with pytest.raises(VerifyError, match=r"grads\['dense_0'\]\['bias'\] does not"):
         pipe.verify(state, BATCH)
 
@@ -145,7 +144,7 @@ def test_a_leaf_that_nobody_changes_is_sent_once_a_step():
     pipe = pipeline(3, 4, loss=carried, cuts=["b", "c"])
     batch = jnp.ones((8, 4))
     pipe.init((CARRIED, CARRIED_STATE), batch)
-    plan, _ = pipe._engine.plan("update", batch, jax.random.key(0))
+    plan, _ = pipe.engine.plan("update", batch, jax.random.key(0))
     sends = [line.label for line in plan.instructions if "fixed" in line.label]
     assert len(sends) == 1
 
@@ -164,11 +163,11 @@ def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stag
 def test_the_ledger_counts_model_state():
     pipe = pipeline(3, 2)
     state = pipe.init(init, jax.random.key(0), BATCH)
-    ledger, _ = sample_step(pipe._engine, jax.tree.leaves(state), BATCH, None)
+    ledger, _ = sample_step(pipe.engine, pipe.engine.leaves(state), BATCH, None)
     begins = [sample for sample in ledger.samples if sample.moment == 0]
     assert sum(sample.by_kind["model state"] for sample in begins) == 3 * 2 * 8 * 4
     for sample in ledger.samples:
-        ours = [life for life in ledger.account.alive(sample.device, sample.moment) if life.kind == "model state"]
+        ours = [life for life in ledger.liveness.alive(sample.device, sample.moment) if life.kind == "model state"]
         assert sum(life.num_bytes for life in ours) == sample.by_kind["model state"], sample.when
 
 

@@ -1,5 +1,6 @@
 """What belongs to the caller: arrays that may be overwritten as soon as a call returns, and while it runs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,14 +48,14 @@ def test_what_the_caller_overwrites_while_a_step_runs_is_not_seen():
     grad_fn = jaxpp.value_and_grad(loss, num_stages=2)
     wanted = grad_fn(params, X)
     written.append(params)
-    jax.tree.map(np.testing.assert_array_equal, grad_fn(params, X), wanted)
+    chex.assert_trees_all_equal(grad_fn(params, X), wanted)
 
     written.append({})
     pipe = pipeline(loss)
     saved = [jaxpp.State(*jax.tree.map(aligned, jax.device_get(pipe.init(PARAMS, X)))) for _ in range(2)]
     wanted = jax.device_get(pipe.step(saved[0], X)[0].params)
     written.append(saved[1])
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(pipe.step(saved[1], X)[0].params), wanted)
+    chex.assert_trees_all_equal(jax.device_get(pipe.step(saved[1], X)[0].params), wanted)
 
 
 def test_other_arrays_of_the_caller_are_copied_too():
@@ -73,6 +74,6 @@ def test_other_arrays_of_the_caller_are_copied_too():
     gathered = jaxpp.gather(theta)
     overwrite((mask, params, theta, moments))
     assert pipe.evaluate(state, X).loss == before
-    jax.tree.map(np.testing.assert_array_equal, again(ones), wanted)
+    chex.assert_trees_all_equal(again(ones), wanted)
     for tree in (bank.params("a"), bank.params("b"), gathered):
         np.testing.assert_array_equal(tree["w"], np.ones(4))

@@ -11,10 +11,9 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.options import settings
+from jaxpp.engine.engine import open_engine
+from jaxpp.options import Options
 from jaxpp.plan.lower import lower
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
@@ -31,10 +30,15 @@ def live_bytes() -> int:
 def residual_peaks(case, name, p, m):
     """The most (stage, microbatch) residuals a rank holds at once, read off the names of the plan's values."""
     v = SCHEDULES[name].stages_per_rank
-    engine = Engine(settings(case.loss_fn, num_stages=p * v, num_microbatches=m, schedule=name, **OPTIONS))
-    engine.settle((case.params,), case.batch, case.key)
-    owner = engine.settings.schedule.stage_to_rank
-    draft = lower(engine.preparer.job(case.batch, case.key), engine.settings.schedule.order)
+    engine = open_engine(
+        Options.of(case.loss_fn, num_stages=p * v, num_microbatches=m, schedule=name, **OPTIONS),
+        None,
+        (case.params,),
+        case.batch,
+        case.key,
+    )
+    owner = engine.options.schedule.stage_to_rank
+    draft = lower(engine.preparer.job(case.batch, case.key), engine.options.schedule.order)
     last = {}
     for number, line in enumerate(draft.lines):
         last.update((value, number) for value in line.inputs)
@@ -86,9 +90,9 @@ def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, schedule=schedule, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    outcome = pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    outcome = pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
     kept = {id(leaf) for leaf in jax.tree.leaves(outcome)}
-    jax.block_until_ready(outcome.leaves)
+    jax.block_until_ready(outcome.grads)
     gc.collect()
     assert watch.made
     assert not [label for label, ref, _ in watch.made if ref() is not None and id(ref()) not in kept]
@@ -111,7 +115,7 @@ def test_a_residual_is_let_go_at_its_backward_not_at_the_end_of_the_step(schedul
         over.append(instruction.label.replace(last, "F") if instruction.label[:2] in {f"0{last}", f"1{last}"} else "none")
 
     made["none"] = []
-    pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=observer)
+    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=observer)
     assert checked >= {f"{stage}F{i}" for stage in (0, 1) for i in range(4)}
 
 
@@ -137,7 +141,7 @@ def test_a11_residuals_stay_on_the_device_of_their_stage():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    pipe._engine.run("update", jax.tree.leaves(state), case.batch, case.key, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, case.key, observer=watch)
     for label, _, devices in watch.made:
         assert devices == {pipe.stages[int(label[0])].device}
 
@@ -145,20 +149,18 @@ def test_a11_residuals_stay_on_the_device_of_their_stage():
 def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeypatch):
     width, batch_size, p, m = 16, 24, 4, 6
     case = mlp_case(batch_size=batch_size, width=width)
-    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=p, num_microbatches=m, has_aux=True)
-    state = pipe.init(case.init, jax.random.key(0), case.batch)
     put, moved = jax.device_put, []
 
     def counted(value, *args, **kwargs):
         moved.append(sum(leaf.nbytes for leaf in jax.tree.leaves(value)))
         return put(value, *args, **kwargs)
 
-    monkeypatch.setattr(jax, "device_put", counted)
-    pipe._engine._plans.clear()  # init made the plan, with the real device_put
-    pipe._engine.plan("update", case.batch, None)
+    monkeypatch.setattr(jax, "device_put", counted)  # before init, which makes the plan
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=p, num_microbatches=m, has_aux=True)
+    state = pipe.init(case.init, jax.random.key(0), case.batch)
     moved.clear()
     watch = Watch()
-    pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
     boundary = [size for label, size in watch.sends if re.match(r"send \d+[FB]\d+ ", label)]
     assert len(boundary) == 2 * (p - 1) * m
     assert sum(boundary) == 2 * (p - 1) * batch_size * width * 4
@@ -174,7 +176,7 @@ def test_labels_are_sent_to_the_last_stage_only():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    pipe._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
     feeds = [label for label, _ in watch.sends if label.startswith("send batch")]
     assert feeds == ["send batch 0 to stage 0", "send batch 1 to stage 3"]
 
@@ -184,7 +186,7 @@ def test_a_tied_parameter_is_sent_once_and_its_gradient_comes_back_once():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    pipe._engine.run("update", jax.tree.leaves(state), case.batch, case.key, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, case.key, observer=watch)
     assert [label for label, _ in watch.sends if "embed/embedding" in label] == [
         "send embed/embedding to stage 2",
         "send grad of embed/embedding to stage 0",
@@ -201,15 +203,20 @@ def test_stages_on_one_device_send_nothing_to_one_another():
     alone = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True, devices=jax.devices()[:1])
     state = alone.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    alone._engine.run("update", jax.tree.leaves(state), case.batch, None, observer=watch, donate=False)
+    alone.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch, donate=False)
     assert all(label.startswith("send batch") for label, _ in watch.sends)
     alone.verify(state, case.batch)
 
 
 def test_a_plan_prints_one_line_an_instruction():
     case = mlp_case()
-    engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **OPTIONS))
-    engine.settle((case.params,), case.batch, None)
+    engine = open_engine(
+        Options.of(case.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **OPTIONS),
+        None,
+        (case.params,),
+        case.batch,
+        None,
+    )
     plan, _ = engine.plan("grads", case.batch, None)
     lines = str(plan).splitlines()
     assert lines[0] == f"plan: {len(plan.instructions)} instructions, {plan.num_slots} slots"
@@ -219,8 +226,13 @@ def test_a_plan_prints_one_line_an_instruction():
 
 def test_the_actions_are_dispatched_in_the_order_of_the_unit_clock():
     case = mlp_case()
-    first = Engine(settings(case.loss_fn, num_stages=4, num_microbatches=4, schedule="naive", **OPTIONS))
-    first.settle((case.params,), case.batch, None)
+    first = open_engine(
+        Options.of(case.loss_fn, num_stages=4, num_microbatches=4, schedule="naive", **OPTIONS),
+        None,
+        (case.params,),
+        case.batch,
+        None,
+    )
     for name in SCHEDULES:
         schedule = make_for_stages(name, num_stages=4, num_microbatches=4)
         engine = first.with_schedule(schedule)
@@ -239,9 +251,10 @@ def test_the_last_stage_may_finish_microbatches_in_any_order():
         [(1, Kind.F, 0), (1, Kind.F, 1), (1, Kind.F, 2), (1, Kind.B, 2), (1, Kind.B, 0), (1, Kind.B, 1)],
     )
     mine = jaxpp.schedule.Schedule("mine", tuple(tuple(jaxpp.schedule.Action(*cell) for cell in row) for row in rows))
-    engine = Engine(settings(case.loss_fn, num_stages=2, num_microbatches=3, schedule=mine, **OPTIONS))
-    engine.settle((case.params,), case.batch, None)
-    found = engine.run("grads", bring(jax.tree.leaves(case.params), engine.homes), case.batch, None)
+    engine = open_engine(
+        Options.of(case.loss_fn, num_stages=2, num_microbatches=3, schedule=mine, **OPTIONS), None, (case.params,), case.batch, None
+    )
+    found = engine.run("grads", engine.bring(case.params), case.batch, None)
     usual = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=3, has_aux=True)(case.params, case.batch)
     np.testing.assert_allclose(found.loss, usual[0][0], rtol=1e-6)
     np.testing.assert_array_equal(found.aux["logits"], usual[0][1]["logits"])

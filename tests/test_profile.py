@@ -14,12 +14,11 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.memory.liveness import KINDS, Account
-from jaxpp.observe.profile.causes import Causes
-from jaxpp.observe.profile.profile import Profile
-from jaxpp.observe.profile.span import Span, covered
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
+from jaxpp.observe.profile.profile import Causes, Profile
+from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule import Kind, dependencies, make
-from jaxpp.schedule.residuals import live, peak
+from jaxpp.schedule.residuals import lifetimes, peak
 from tests.conftest import gpt_case, mlp_case
 
 RESOLUTION = 1e-5  # seconds: the stamps of different threads
@@ -117,7 +116,7 @@ def span(label, action, rank, start, end, begun=None, sends=False):
 def made_up(schedule, spans):
     """A profile of spans that were never measured."""
     length = max(span.end for span in spans)
-    return Profile(schedule, ("a", "b"), spans, spans, "trace", (length,), 1.0, Ledger(Account((), (), ()), (), {}))
+    return Profile(schedule, ("a", "b"), spans, spans, "trace", (length,), 1.0, Ledger(Liveness((), (), ()), (), {}))
 
 
 def test_causes_of_a_made_up_run_are_those_it_was_made_with():
@@ -222,16 +221,16 @@ def test_the_json_has_every_number(runs):
 def test_the_memory_curve_has_the_peak_of_the_account_and_ends_with_the_step(runs):
     for name in NAMES:
         profile = runs[name][3]
-        for device, curve in zip(profile.ledger.account.devices, profile.memory, strict=True):
-            levels = profile.ledger.account.levels[device].sum(axis=1)
+        for device, curve in zip(profile.ledger.liveness.devices, profile.memory, strict=True):
+            levels = profile.ledger.liveness.levels[device].sum(axis=1)
             assert max(map(sum, curve.levels)) == levels.max()
             assert (sum(curve.levels[0]), sum(curve.levels[-1])) == (levels[0], levels[-1])
             assert all(a <= b for a, b in itertools.pairwise(curve.times))
             assert curve.times[-1] == pytest.approx(1e3 * max(span.end for span in profile.spans))
-            lasting = [KINDS.index(kind) for kind in ("parameters", "optimizer")]
+            lasting = [MEMORY_KINDS.index(kind) for kind in ("parameters", "optimizer")]
             assert min(level[k] for level in curve.levels for k in lasting) > 0, "what is taken over does not vanish between"
             idle = curve.levels[bisect.bisect_left(curve.times, curve.times[-1]) - 1]  # of several levels at one time the last
-            assert idle[KINDS.index("residuals")] == 0, "what was let go is gone"
+            assert idle[MEMORY_KINDS.index("residuals")] == 0, "what was let go is gone"
 
 
 def test_a_loss_with_tied_parameters_a_key_and_fewer_devices_is_profiled():
@@ -255,19 +254,19 @@ def test_fewer_than_one_step_is_refused(runs, num_steps):
 @pytest.mark.parametrize("name", NAMES)
 def test_a3_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
     profile = runs[name][3]
-    account = profile.ledger.account
-    lives = live(profile.bars)
+    liveness = profile.ledger.liveness
+    lives = lifetimes(profile.bars)
     for stage in range(profile.schedule.num_stages):
-        residuals = [life for life in account.lives if life.kind == "residuals" and life.name.stage == stage]
+        residuals = [life for life in liveness.lives if life.kind == "residuals" and life.name.stage == stage]
         held = [
             len({life.name.microbatch for life in residuals if life.begins <= moment <= life.ends})
-            for moment in range(len(account.lines) + 2)
+            for moment in range(len(liveness.lines) + 2)
         ]
         drawn = [residual for residual in lives if residual.stage == stage]
-        if not profile.beside:  # in the order of the schedule, as the account is
+        if not profile.beside:  # in the order of the schedule, as the liveness is
             assert peak(drawn) <= max(held)
         assert len(drawn) == profile.schedule.num_microbatches
-        schedule = [r for r in live(profile.schedule.drawing().bars) if r.stage == stage]
+        schedule = [r for r in lifetimes(profile.schedule.drawing().bars) if r.stage == stage]
         assert peak(schedule) == max(held)
 
 

@@ -8,11 +8,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxpp.observe.memory.liveness import KINDS
-from jaxpp.observe.profile.figure import Curve, Timeline, pebble_pair, profile_figure
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
+from jaxpp.observe.profile.figure import profile_figure
+from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule import Action, Kind, make
-from jaxpp.schedule.clock import Bar, bars, replay
-from jaxpp.schedule.residuals import live, peak
+from jaxpp.schedule.clock import Bar, Timing, bars, replay
+from jaxpp.schedule.draw.pebbles import pebble_pair
+from jaxpp.schedule.draw.timeline import Timeline
+from jaxpp.schedule.residuals import lifetimes, peak
 
 MIB = 2**20
 LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)
@@ -28,16 +31,16 @@ def synthetic(name, ranks, microbatches, seed=0):
     usual = {Kind.F: 1.0, Kind.B: 2.1, Kind.I: 1.1, Kind.W: 0.9}
     durations = {a: usual[a.kind] * rng.lognormal(0, 0.15) for a in schedule.order}
     handed = {action: 0.3 + 0.07 * k for k, action in enumerate(schedule.order)}
-    size = (schedule.rows, schedule.stage_to_rank, microbatches, durations.__getitem__)
     hops = [0.1] * (schedule.num_stages - 1)
-    return schedule, *(tuple(bars(schedule.rows, replay(*size, hop=hops, **more))) for more in ({"dispatched": handed}, {}))
+    timings = Timing(durations, hops, handed), Timing(durations, hops)
+    return schedule, *(tuple(bars(schedule.rows, replay(schedule.rows, schedule.stage_to_rank, timing))) for timing in timings)
 
 
 def curves(schedule, measured, labels=None):
     """Memory in which every residual takes 5 MiB, and all else what ``LAYERS`` says."""
     found, end = [], 1.05 * max(bar.end for bar in measured)
     for rank in range(schedule.num_ranks):
-        own = [r for r in live(measured) if schedule.stage_to_rank[r.stage] == rank]
+        own = [r for r in lifetimes(measured) if schedule.stage_to_rank[r.stage] == rank]
         times = sorted({0.0, end, *(time for r in own for time in (r.start, r.end))})
         alive = [sum(r.start <= time < r.end for r in own) for time in times]
         levels = tuple(tuple((5 * count if k == 4 else each) * MIB for k, each in enumerate(LAYERS)) for count in alive)
@@ -117,13 +120,15 @@ def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the
     rng, memory = np.random.default_rng(1), []
     for device in range(3):
         times = tuple(sorted([0.0, 4.5, 4.5, *rng.uniform(0, 9, 20).tolist()]))
-        levels = tuple(map(tuple, (rng.integers(MIB, size=(23, len(KINDS))) * rng.integers(2, size=(23, len(KINDS)))).tolist()))
+        levels = tuple(
+            map(tuple, (rng.integers(MIB, size=(23, len(MEMORY_KINDS))) * rng.integers(2, size=(23, len(MEMORY_KINDS)))).tolist())
+        )
         memory.append(Curve(f"cpu:{device} (rank {device})", times, levels))
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 10.0)]
     axes = profile_figure("", titled(run, [run[0]._replace(end=12.0)]), memory, [0]).axes[2]
     most = max(sum(level) for curve in memory for level in curve.levels)
     highest, scale = [], None
-    for k, kind in enumerate(KINDS):
+    for k, kind in enumerate(MEMORY_KINDS):
         sums, heights = areas(axes, kind)
         highest += heights
         for row, curve in enumerate(memory):
@@ -160,14 +165,14 @@ def test_the_key_of_the_memory_names_the_kinds_that_there_are_in_the_order_of_th
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     memory = [c._replace(levels=tuple((*level[:2], 0, *level[3:]) for level in c.levels)) for c in curves(schedule, measured)]
     figure = profile_figure("", titled(measured, simulated), memory, schedule.stage_to_rank)
-    assert [k for k in KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
+    assert [k for k in MEMORY_KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
 
 
 def test_without_memory_there_is_none_of_it():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     figure = profile_figure("heading", titled(measured, simulated), (), schedule.stage_to_rank)
     assert len(figure.axes) == 3  # two timelines and a key
-    assert not {"memory", "peak", *KINDS} & {word for axes in figure.axes for word in words(axes)}
+    assert not {"memory", "peak", *MEMORY_KINDS} & {word for axes in figure.axes for word in words(axes)}
     assert figure.axes[1].get_xlabel() == "time, ms" and figure.texts[0].get_text() == "heading"
     assert_apart(figure)
 
@@ -185,7 +190,7 @@ def test_both_pebble_graphs_say_the_most_residuals_of_each_stage(name, ranks, mi
     schedule, measured, simulated = synthetic(name, ranks, microbatches)
     figure = pebble_pair("", titled(measured, simulated), schedule.stage_to_rank)
     for axes, ran, title in zip(figure.axes, (measured, simulated), ("watched", "each program alone"), strict=False):
-        peaks = [str(peak(r for r in live(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
+        peaks = [str(peak(r for r in lifetimes(ran) if r.stage == stage)) for stage in range(schedule.num_stages)]
         assert [word for word in words(axes) if word.isdigit()] == peaks
         assert any(word.startswith(title) for word in words(axes))
 
@@ -197,7 +202,7 @@ def test_a_pebble_stands_only_where_its_residual_is_alive_and_wherever_one_is(na
     for axes, ran in zip(figure.axes, (measured, simulated), strict=False):
         dots = [c.get_offsets().tolist() for c in axes.collections if c.get_label() == "pebbles"]
         assert len(dots) == schedule.num_stages
-        residuals, shortest = live(ran), min(bar.end - bar.start for bar in ran)
+        residuals, shortest = lifetimes(ran), min(bar.end - bar.start for bar in ran)
         for stage, at in enumerate(dots):
             own = [r for r in residuals if r.stage == stage]
             assert all(sum(r.start <= x < r.end for r in own) for x, _ in at)
@@ -237,8 +242,9 @@ def test_the_kinds_that_can_be_large_differ_in_grey():
     colours = importlib.import_module("jaxpp.observe.profile.figure").COLOURS
     to_rgb = importlib.import_module("matplotlib.colors").to_rgb
     greys = {
-        kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(colours[k]), strict=True)) for k, kind in enumerate(KINDS)
+        kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(colours[k]), strict=True))
+        for k, kind in enumerate(MEMORY_KINDS)
     }
     large = sorted(greys[kind] for kind in ("parameters", "optimizer", "gradients", "residuals", "rest"))
     assert all(lighter - darker > 0.1 for darker, lighter in itertools.pairwise(large))
-    assert len(set(colours)) == len(KINDS)
+    assert len(set(colours)) == len(MEMORY_KINDS)

@@ -38,7 +38,7 @@ def test_bytes_alone_are_counted_and_nothing_is_timed(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"models": ("gpt", "bert")}, "--models bert: not among those there are. Fix: pass some of gpt, resnet, mlp"),
+        ({"models": ("gpt", "bert")}, "--models bert: there is no such model. Fix: pass some of gpt, resnet, mlp"),
         ({"ways": ()}, "Fix: pass some of keep, least, recompute"),
         ({"computes": ("int8",)}, "--computes int8: not a floating type"),
         ({"gpt_depth": 0, "rounds": -1}, "--rounds -1, --gpt-depth 0: counts start at 1"),

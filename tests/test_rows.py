@@ -58,7 +58,7 @@ def test_each_stage_owns_its_rows_with_their_gradient_and_optimizer_state(x64):
     quarter = sum(leaf.nbytes for leaf in jax.tree.leaves(given)) // 4
     forecast = pipe.forecast(given, BATCH)
     for kind, times in (("parameters", 1), ("optimizer", 2), ("gradients", 1)):
-        found = [row.kinds[jaxpp.observe.memory.liveness.KINDS.index(kind)] for row in forecast.stages]
+        found = [row.kinds[jaxpp.observe.memory.liveness.MEMORY_KINDS.index(kind)] for row in forecast.stages]
         assert all(abs(size - times * quarter) <= 64 for size in found), (kind, found)
     chex.assert_trees_all_equal_shapes_and_dtypes(state.params, given)
     pipe.verify(state, BATCH)

@@ -15,7 +15,9 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.engine.engine import open_engine
 from jaxpp.errors import ArgumentError
+from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from jaxpp.stages.program import Program, Ref, Role
 
@@ -72,11 +74,10 @@ def test_tracing_cutting_and_lowering_grow_linearly_with_parameter_leaves(loss_f
     def prepare(num_leaves):
         shape = (2, 4) if loss_fn is scan else (4,)
         params = {f"w{k:03}": jax.ShapeDtypeStruct(shape, jnp.float32) for k in range(num_leaves)}
-        engine = jaxpp.Pipeline(loss_fn, OPTIMIZERS[name](), num_stages=2)._engine
-        batch = jnp.ones((4, 4))
+        options, batch = Options.of(loss_fn, num_stages=2), jnp.ones((4, 4))
 
         def run():
-            engine.settle((params,), batch, None)
+            engine = open_engine(options, OPTIMIZERS[name](), (params,), batch, None)
             engine.draft("update", batch, None)
 
         return lines_run(run)
@@ -104,30 +105,30 @@ def pipeline(loss_fn=squares, num_stages=2, num_microbatches=2, **options):
 def test_of_all_batch_shapes_the_last_ones_used_are_kept():
     # Plans, drafts, cuts and programs were kept for every size for ever: 24 MiB a size.
     pipe, state = pipeline(max_shapes=2)
-    engine = pipe._engine
-    held = [weakref.ref(program) for program in engine.preparer.programs._compiled]
+    engine = pipe.engine
+    held = [weakref.ref(program) for program in engine.programs._compiled]
     for size in (6, 8, 6, 10):
         pipe.step(state, jnp.ones((size, 4)), donate=False)
     gc.collect()
-    assert {name[-1][1][0][0][0] for name in engine._plans} == {6, 10}, "the least recently used one goes"
-    assert len(engine._plans) == len(engine._drafts) == len(engine.preparer._cuts) == 2
-    count = len(engine.preparer.programs)
-    drafts = [drafted.draft for _, drafted in engine._plans.values()]
+    assert {drafted.job.batch[0].shape[0] for _, drafted in engine.kept} == {6, 10}, "the least recently used one goes"
+    assert len(engine.kept) == engine.preparer.num_cuts == 2
+    count = len(engine.programs)
+    drafts = [drafted.draft for _, drafted in engine.kept]
     used = {line.job[0] for draft in drafts for line in draft.lines if line.job is not None}
     alive = [ref() for ref in held if ref() is not None]
     assert used.issuperset(alive) and len(alive) < len(held), "programs go with the last plan that uses them"
-    assert used.issuperset(engine.preparer.programs._compiled.keys())
+    assert used.issuperset(engine.programs._compiled.keys())
     del drafts, used, alive
     pipe.step(state, jnp.ones((10, 4)), donate=False)
     for size in (5, 7):  # microbatches of 3 and 2, and of 4 and 3
         pipe.step(state, jnp.ones((size, 4)), donate=False)
     gc.collect()
-    assert len(engine._plans) == 2 and len(engine.preparer._cuts) == 3
+    assert len(engine.kept) == 2 and engine.preparer.num_cuts == 3
     _, found = pipe.step(state, jnp.ones((6, 4)), donate=False)
     _, again = pipe.step(state, jnp.ones((10, 4)), donate=False)
     assert found.loss == pytest.approx(again.loss), "what was forgotten is made again"
     gc.collect()
-    assert len(engine.preparer.programs) == count
+    assert len(engine.programs) == count
 
 
 def test_programs_that_call_the_host_are_forgotten_with_their_plans():
@@ -141,7 +142,7 @@ def test_programs_that_call_the_host_are_forgotten_with_their_plans():
     for size in (4, 6, 8):
         jax.block_until_ready(pipe.step(state, jnp.ones((size, 4)), donate=False))
         gc.collect()
-        counts.append(len(pipe._engine.preparer.programs))
+        counts.append(len(pipe.engine.programs))
     assert counts == sorted(counts, reverse=True), "none of an earlier size is left"
 
 
@@ -150,15 +151,15 @@ def test_losses_that_are_evaluated_once_are_forgotten_too():
     batch = jnp.ones((4, 4))
     for k in range(4):
         pipe.evaluate(state, batch, loss_fn=lambda params, batch, k=k: squares(params, batch) + k)
-    assert len(pipe._engine._plans) == len(pipe._engine.preparer._cuts) == 2
+    assert len(pipe.engine.kept) == pipe.engine.preparer.num_cuts == 2
 
 
 def test_a_pipeline_that_is_dropped_gives_back_all_it_compiled():
     pipe, state = pipeline()
     pipe.evaluate(state, jnp.ones((4, 4)))
-    engine = pipe._engine
-    parts = [engine, engine.preparer, engine.preparer.programs, *engine.preparer.programs._compiled]
-    held = [weakref.ref(part) for part in (*parts, *engine.preparer.programs._same.values())]
+    engine = pipe.engine
+    parts = [engine, engine.preparer, engine.programs, *engine.programs._compiled]
+    held = [weakref.ref(part) for part in (*parts, *engine.programs._same.values())]
     del pipe, state, engine, parts
     gc.collect()
     assert not [ref() for ref in held if ref() is not None]
@@ -173,13 +174,13 @@ def test_what_is_the_same_is_compiled_once_a_device():
     # Each stage's programs, and the update at each batch size, were compiled by themselves.
     device = jax.devices()[:1]
     pipes = [pipeline(num_stages=n, num_microbatches=4, devices=device)[0] for n in (6, 12)]
-    few, many = (pipe._engine.preparer.programs for pipe in pipes)
+    few, many = (pipe.engine.programs for pipe in pipes)
     assert 3 * (many.num_compiled - few.num_compiled) < len(many) - len(few)
     pipe, state = pipeline()
     plans = []
     for size in (8, 12):
         pipe.step(state, jnp.ones((size, 4)), donate=False)
-        plans.append(pipe._engine.plan("update", jnp.ones((size, 4)), None, donate=False)[0])
+        plans.append(pipe.engine.plan("update", jnp.ones((size, 4)), None, donate=False)[0])
     updates = [{line.label: line.call for line in plan.instructions if line.label.startswith("update")} for plan in plans]
     assert updates[0] == updates[1], "the update does not depend on the size of the batch"
 
@@ -223,7 +224,7 @@ def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
     pipe = jaxpp.Pipeline(dropout, optax.sgd(0.1), num_stages=2, num_microbatches=6)
     state = pipe.init({f"w{k}": jnp.full(4, 0.5) for k in range(4)}, jnp.ones((12, 4)))
     pipe.verify(state, jnp.ones((12, 4)), key)
-    lines = pipe._engine.draft("update", jnp.ones((12, 4)), key).draft.lines
+    lines = pipe.engine.draft("update", jnp.ones((12, 4)), key).draft.lines
     begins = [line.job[0] for line in lines if line.label.startswith("begin") and line.job]
     folds = [str(jax.make_jaxpr(program.function)(*program.avals)).count("random_fold_in") for program in begins]
     assert set(folds) <= {0, 1} and 1 in folds
@@ -235,8 +236,7 @@ def test_lowering_grows_linearly_with_actions():
     for schedule in schedules:
         params = {f"w{k:03}": jax.ShapeDtypeStruct((4,), jnp.float32) for k in range(8)}
         options = {"num_stages": 8, "num_microbatches": schedule.num_microbatches, "schedule": schedule}
-        engine = jaxpp.Pipeline(squares, optax.sgd(0.1), **options)._engine
         batch = jnp.ones((schedule.num_microbatches, 4))
-        engine.settle((params,), batch, None)
+        engine = open_engine(Options.of(squares, **options), optax.sgd(0.1), (params,), batch, None)
         counts.append(lines_run(lambda engine=engine, batch=batch: engine.draft("update", batch, None)))
     assert all(more < LINEAR * less for less, more in itertools.pairwise(counts))

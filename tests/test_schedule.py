@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Action, Kind, Schedule, dependencies, from_csv, make, parse
-from jaxpp.schedule.clock import _needs
+from jaxpp.schedule.clock import Timing, bars, replay
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PYTORCH = sorted((GOLDEN / "pytorch").glob("*.csv"))
@@ -189,21 +189,23 @@ def test_what_a_schedule_hands_out_cannot_change_it():
         schedule.starts[schedule.rows[0][0]] = 7
 
 
-def test_the_clock_and_the_rules_agree_on_what_an_action_needs():
+def test_on_the_clock_an_action_starts_when_the_last_of_what_it_waits_for_is_there():
     tables = [make(name, num_ranks=3, num_microbatches=6) for name in SCHEDULES]
     tables.append(Schedule("mixed", ["0F0 0F1 0I0 0B1 0W0", "1F0 1B0 1F1 1I1 1W1"]))
     for schedule in tables:
-        present = frozenset(schedule.order)
-        makes = {}
-        for action in schedule.order:
-            result = _needs(action, schedule.num_stages, schedule.num_microbatches)[3]
-            assert makes.setdefault(result, action) == action
-        for action in schedule.order:
-            own, source, boundary, _ = _needs(action, schedule.num_stages, schedule.num_microbatches)
-            found = {makes[number] for number in (own, source) if number is not None}
-            assert found == set(dependencies(action, schedule.num_stages, present))
-            if source is not None:
-                assert {boundary, boundary + 1} == {action.stage, makes[source].stage}
+        present, hops = frozenset(schedule.order), range(1, schedule.num_stages)
+        durations = {action: 1 + (7 * k) % 5 for k, action in enumerate(schedule.order)}
+        times = replay(schedule.rows, schedule.stage_to_rank, Timing(durations, hops))
+        ran = {bar.action: bar for bar in bars(schedule.rows, times)}
+        assert set(ran) == present
+        for rank, row in enumerate(schedule.rows):
+            for before, action in zip([None, *row], row, strict=False):
+                needs = dependencies(action, schedule.num_stages, present)
+                arrivals = [
+                    ran[need].end + (hops[min(need.stage, action.stage)] if need.stage != action.stage else 0) for need in needs
+                ]
+                assert ran[action].start == max([0 if before is None else ran[before].end, *arrivals])
+                assert ran[action].end - ran[action].start == durations[action] and ran[action].rank == rank
 
 
 def test_all_violations_are_listed_and_a_long_list_is_cut():

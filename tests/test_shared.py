@@ -28,7 +28,7 @@ def pipeline(loss=loss_fn, **options):
 
 
 def number_of_programs(pipe):
-    return len(pipe._engine.preparer.programs)
+    return len(pipe.engine.programs)
 
 
 def test_numbers_and_shared_leaves_go_to_every_microbatch_and_new_values_compile_nothing():
@@ -72,7 +72,7 @@ def test_a_python_number_takes_the_type_of_what_it_meets():
 def test_a_shared_leaf_is_one_array_on_each_device_not_one_a_microbatch():
     pipe = pipeline(num_stages=2, num_microbatches=8)
     state = pipe.init(PARAMS, BATCH)
-    _, drafted = pipe._engine.plan("update", BATCH, None)
+    _, drafted = pipe.engine.plan("update", BATCH, None)
     names = {name for line in drafted.draft.lines for name in line.inputs if name.ref.role == "batch" and name.ref.shared}
     assert names and {name.microbatch for name in names} == {-1}
     assert pipe.forecast(PARAMS, BATCH).peaks

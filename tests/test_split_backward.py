@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
-from jaxpp.options import settings
+from jaxpp.engine.engine import open_engine
+from jaxpp.options import Options
 from jaxpp.plan.lower import lower
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut import cut
@@ -109,17 +108,22 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
     keys = jax.random.split(jax.random.key(0), 2)
     params = {"in": jax.random.normal(keys[0], (8, 8)), "stack": jax.random.normal(keys[1], (3, 8, 8)) / 3}
     batch = jax.random.normal(keys[1], (6, 8))
-    engine = Engine(settings(loss_fn, num_stages=2, num_microbatches=3, schedule="zb-h1", **(OPTIONS | {"has_aux": False})))
-    engine.settle((params,), batch, None)
+    engine = open_engine(
+        Options.of(loss_fn, num_stages=2, num_microbatches=3, schedule="zb-h1", **(OPTIONS | {"has_aux": False})),
+        None,
+        (params,),
+        batch,
+        None,
+    )
     job = engine.preparer.job(batch, None)
     backward = job.cuts[0].stages[1].backward
     assert [ref.role for ref in backward["I"].then.outputs] == [Role.GRAD, Role.COTANGENT]
     assert "W" not in backward
-    assert "1W0" not in [line.label for line in lower(job, engine.settings.schedule.order).lines]
-    found = engine.run("grads", bring(jax.tree.leaves(params), engine.homes), batch, None)
+    assert "1W0" not in [line.label for line in lower(job, engine.options.schedule.order).lines]
+    found = engine.run("grads", engine.bring(params), batch, None)
     loss, _, grads = oracle(loss_fn, params, batch, None, 3)
     compare("loss", found.loss, loss)
-    compare("grads", jax.tree.structure(params).unflatten(found.leaves), grads, floor=GRAD_FLOOR)
+    compare("grads", jax.tree.structure(params).unflatten(found.grads), grads, floor=GRAD_FLOOR)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", Schedule("mixed", ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0"])])

@@ -4,6 +4,7 @@ import collections.abc
 import copy
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def test_a_state_with_one_part_replaced_holds_the_others_as_they_are(sliced):
     assert len(held) == 2 and all(any(leaf is mine for mine in jax.tree.leaves(state)) for leaf in held)
     new, _ = pipe.step(edited, X, donate=False)
     again, _ = pipe.step(jaxpp.State(*edited), X, donate=False)
-    jax.tree.map(np.testing.assert_array_equal, new, again)
+    chex.assert_trees_all_equal(new, again)
     with pytest.raises(TypeError, match="a State has the parts params, opt_state, model_state, loss_scale, not param"):
         state._replace(param=1)
 
@@ -67,7 +68,7 @@ def test_a_state_with_slices_is_pickled_and_copied(sliced):
     pickled = pickle.loads(pickle.dumps(jax.device_get(state)))  # noqa: S301  (our own)
     for other in (pickled, copy.copy(state), jax.tree.map(jnp.copy, state)):
         new, _ = pipe.step(other, X, donate=False)
-        jax.tree.map(np.testing.assert_array_equal, new, wanted)
+        chex.assert_trees_all_equal(new, wanted)
 
 
 def test_orbax_saves_and_restores_a_state_with_unequal_slices(sliced, tmp_path):
@@ -79,11 +80,11 @@ def test_orbax_saves_and_restores_a_state_with_unequal_slices(sliced, tmp_path):
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    chex.assert_trees_all_equal(restored, state)
     assert [leaf.devices() for leaf in jax.tree.leaves(restored)] == [leaf.devices() for leaf in jax.tree.leaves(state)]
     wanted, _ = pipe.step(state, X, donate=False)
     new, _ = pipe.step(restored, X)
-    jax.tree.map(np.testing.assert_array_equal, new, wanted)
+    chex.assert_trees_all_equal(new, wanted)
 
 
 def test_orbax_restores_the_parts_of_a_state_at_another_number_of_stages(sliced, tmp_path):
@@ -96,7 +97,7 @@ def test_orbax_restores_the_parts_of_a_state_at_another_number_of_stages(sliced,
     other.init(LAYERS, X)
     new, _ = other.step(jaxpp.State(**parts), X)
     wanted, _ = pipe.step(state, X, donate=False)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), new.params, wanted.params)
+    chex.assert_trees_all_close(new.params, wanted.params, rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_are_a_mapping_of_what_the_step_has():
@@ -128,7 +129,7 @@ def test_an_average_of_parameters_is_kept_from_step_to_step():
         state, _ = pipe.step(state, X)
         ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, state.params)
         wanted = jax.tree.map(lambda e, p: 0.9 * np.asarray(e) + 0.1 * np.asarray(p), params, state.params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ema, wanted)
+        chex.assert_trees_all_close(ema, wanted, rtol=1e-6)
         assert jnp.isfinite(pipe.evaluate(state._replace(params=ema), X).loss)
 
 

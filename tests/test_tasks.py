@@ -12,11 +12,12 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
 import jaxpp
+from jaxpp.engine.engine import open_engine
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.runtime import shelf
 from jaxpp.runtime.transfer import HOST
-from jaxpp.stages.joint import Joint, join_losses, join_optimizers
+from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
 from jaxpp.state import State
+from jaxpp.tasks import host_store
 from jaxpp.verify import compare
 
 WIDTH, CLASSES, BATCH = 16, 3, 24
@@ -125,7 +126,7 @@ def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
     tasks = {}
     for name, params in sets(3).items():
         first = resident.init(Joint(theta(), params), DATA)
-        tasks[name] = first.params.task, first.opt_state[1]
+        tasks[name] = first.params.own, first.opt_state[1]
     shared = first.params.shared, first.opt_state[0]
     for step, (name, key) in enumerate(zip(order, keys(7), strict=True)):
         state, metrics = pipe.step(state, DATA, key, task=name)
@@ -133,12 +134,12 @@ def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
             pipe.prefetch(order[step + 1])
         params, moments = tasks[name]
         whole, wanted = resident.step(State(Joint(shared[0], params), (shared[1], moments)), DATA, key)
-        shared, tasks[name] = (whole.params.shared, whole.opt_state[0]), (whole.params.task, whole.opt_state[1])
+        shared, tasks[name] = (whole.params.shared, whole.opt_state[0]), (whole.params.own, whole.opt_state[1])
         assert metrics.loss == wanted.loss and metrics.aux["right"] == wanted.aux["right"]
     same_bits((state.params, state.opt_state), shared)
     for name, wanted in tasks.items():
         same_bits((bank.params(name), bank.opt_state(name)), wanted)
-    assert bank.shelf.traffic.prefetch_hits > 0
+    assert bank.host_store.traffic.prefetch_hits > 0
 
 
 def same_bits(got, want):
@@ -146,7 +147,7 @@ def same_bits(got, want):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape():
+def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape(monkeypatch):
     traced = []
 
     def counted(params, task, batch, key):
@@ -157,15 +158,16 @@ def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape():
     bank = jaxpp.Bank(many, OWN)
     pipe = jaxpp.Pipeline(counted, SHARED, num_stages=2, num_microbatches=2, has_aux=True, bank=bank)
     state = pipe.init(theta(), DATA)
-    (first,) = {id(fit.engine) for fit in pipe._tasks._fitted.values()}
-    times, programs = len(traced), len(pipe._engine.preparer.programs)
+    opened = []
+    monkeypatch.setattr("jaxpp.tasks.pipeline.open_engine", lambda *a, **k: opened.append(open_engine(*a, **k)) or opened[-1])
+    times, programs = len(traced), len(pipe.engine.programs)
     for name in list(many)[:64:9]:
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
-    assert len(traced) == times and len(pipe._engine.preparer.programs) == programs
+    assert len(traced) == times and len(pipe.engine.programs) == programs
     for name in ("wide0", "wide1", "t0"):
         state, metrics = pipe.step(state, DATA, jax.random.key(0), task=name)
         pipe.verify(state, DATA, jax.random.key(1), task=name)
-    assert len(pipe._tasks._fitted) == 2 and first in {id(fit.engine) for fit in pipe._tasks._fitted.values()}
+    assert len(opened) == 1, "one engine more for the wide sets, and the first one again for t0"
     assert np.isfinite(metrics.loss)
 
 
@@ -278,7 +280,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.shelf.stored(name)} == {HOST}
+            assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
 
 
@@ -288,8 +290,8 @@ def test_a_set_travels_as_one_vector_a_stage_and_replica_and_comes_back_as_one_a
     pipe, state = opened(bank, **options)
     moved = {"to_host": [], "to_device": []}
     for way, found in moved.items():
-        move = getattr(shelf, way)
-        monkeypatch.setattr(shelf, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
+        move = getattr(host_store, way)
+        monkeypatch.setattr(host_store, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
     for name in ("t1", "t2", "t0", "t1"):
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
     assert moved == {"to_host": [2] * 4, "to_device": [2] * 4 * loads}
@@ -336,7 +338,7 @@ def test_an_exception_between_use_and_write_back_leaves_the_set_whole(monkeypatc
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=task)
         before = {name: jax.tree.map(np.copy, (bank.params(name), bank.opt_state(name))) for name in bank}
         with monkeypatch.context() as patch:
-            patch.setattr(pipe._engine, "run", broken)
+            patch.setattr(pipe.engine, "run", broken)
             with pytest.raises(RuntimeError, match="the device is gone"):
                 pipe.step(state, DATA, jax.random.key(1), task=task)
         for name in bank:
@@ -361,12 +363,12 @@ def broken(*args, **kwargs):
 def test_a_task_that_cannot_be_is_refused_before_anything_moves(task, lines):
     bank = jaxpp.Bank(sets(2) | {"wide": a_set(5, classes=5)}, OWN)
     pipe, state = opened(bank, data_parallel=2)
-    moved = bank.shelf.traffic
+    moved = bank.host_store.traffic
     with pytest.raises(jaxpp.errors.BankError) as error:
         pipe.step(state, DATA, jax.random.key(0), task=task)
     for line in lines:
         assert line in str(error.value)
-    assert bank.shelf.traffic == moved
+    assert bank.host_store.traffic == moved
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -398,7 +400,7 @@ def test_forecast_and_profile_count_the_means_of_replicas_with_a_task_each():
     state = pipe.init(theta(), DATA)
     forecast = pipe.forecast(theta(), DATA, jax.random.key(0))
     profile = pipe.profile(state, DATA, jax.random.key(0), num_steps=1, task=["t0", "t1"])
-    place = pipe._engine.placement[0]
+    place = pipe.engine.placement[0].shown
     ends = {(sample.when, sample.device): sample.kinds for sample in profile.ledger.samples}
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(theta())) // 2 + many["t0"]["adapter"].nbytes + many["t0"]["gate"].nbytes
     assert ends["begins", place][0] == held
@@ -489,22 +491,22 @@ def test_a_pipeline_opened_again_or_dropped_leaves_nothing_on_the_devices():
     small = tuple(leaf[:8] for leaf in DATA)
     state = pipe.init(theta(), small)
     state, _ = pipe.step(state, small, jax.random.key(0), task="t0")
-    assert len(bank.shelf.rows) == 1
+    assert len(bank.host_store.rows) == 1
     del pipe, state
     gc.collect()
-    assert not bank.shelf.rows
+    assert not bank.host_store.rows
     for _ in range(3):
         pipe, state = opened(bank, devices=jax.devices()[3:5])
         pipe.step(state, DATA, jax.random.key(0), task="t0")
     gc.collect()
-    assert len(bank.shelf.rows) <= 2
+    assert len(bank.host_store.rows) <= 2
 
 
 def test_an_init_that_fails_gives_back_what_it_was_lent(monkeypatch):
     bank = jaxpp.Bank(sets(2), OWN)
     pipe = pipeline(bank)
     with monkeypatch.context() as patch:
-        patch.setattr(jaxpp.runtime.engine.Engine, "opt_birth", broken)
+        patch.setattr(jaxpp.engine.engine.Engine, "make_opt_state", broken)
         with pytest.raises(RuntimeError, match="the device is gone"):
             pipe.init(theta(), DATA)
     state = pipe.init(theta(), DATA)

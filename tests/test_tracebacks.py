@@ -11,7 +11,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import BankError, OptimizerError
-from jaxpp.tracebacks import entry
+from jaxpp.errors.tracebacks import entry
 
 PARAMS = {"w1": jnp.full((4, 4), 0.1), "w2": jnp.ones((4, 2))}
 X = jnp.ones((8, 4))

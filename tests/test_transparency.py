@@ -8,9 +8,8 @@ import jax
 import pytest
 
 import jaxpp
-from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring
+from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -32,12 +31,12 @@ def check(model: str, dtype: str, stages: int, microbatches: int, names: Sequenc
         loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, reducers=reducers)
         found = {}
         for name, engine in engines(case, stages, microbatches, names).items():
-            leaves = bring(jax.tree.leaves(case.params), engine.homes)
+            leaves = engine.bring(case.params)
             outcome = engine.run("grads", leaves, case.batch, case.key)
             found[name] = outcome
             compare(f"{name} loss", outcome.loss, loss)
             compare(f"{name} aux", outcome.aux, aux)
-            compare(f"{name} grads", jax.tree.structure(case.params).unflatten(outcome.leaves), grads, floor=GRAD_FLOOR)
+            compare(f"{name} grads", jax.tree.structure(case.params).unflatten(outcome.grads), grads, floor=GRAD_FLOOR)
         for same in SAME_BITS:
             outcomes = [found[name] for name in same if name in found]
             chex.assert_trees_all_equal(*outcomes, *outcomes[:1])
@@ -46,8 +45,13 @@ def check(model: str, dtype: str, stages: int, microbatches: int, names: Sequenc
 def engines(case, stages: int, microbatches: int, names: Sequence[str]) -> dict[str, Engine]:
     """One engine a schedule, all with the same cuts and compiled programs."""
     options = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
-    first = Engine(settings(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options))
-    first.settle((case.params,), case.batch, case.key)
+    first = open_engine(
+        Options.of(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options),
+        None,
+        (case.params,),
+        case.batch,
+        case.key,
+    )
     made = {name: schedule_for(name, stages, microbatches) for name in names}
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
 

@@ -7,9 +7,9 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.profile.matching import TraceError, matched
-from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
+from jaxpp.observe.profile.spans import Stamp, durations_of, isolated_spans, traced_spans
 from jaxpp.observe.profile.trace import Run, Runs, read_runs
-from jaxpp.observe.profile.watch import Stamp, Watch
+from jaxpp.observe.profile.watch import Watch
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
 from tests.conftest import mlp_case
@@ -183,7 +183,7 @@ def test_a_program_without_operations_is_found_by_its_device_and_its_count():
 def test_a_send_lies_between_what_makes_and_what_reads_its_value():
     stamps = [Stamp(5 + 0.01 * k, 5.005 + 0.01 * k, 6.0) for k in range(6)]
     (runs,) = matched(PLAN, runs_of(TIMES), 1)
-    spans = traced(PLAN, runs, stamps, [0.1, 0.03, 0.1, 0.2, 0.9, 0.2], SCHEDULE)
+    spans = traced_spans(PLAN, runs, stamps, [0.1, 0.03, 0.1, 0.2, 0.9, 0.2], SCHEDULE)
     assert [(s.rank, s.sends) for s in spans] == [(0, False), (1, True), (1, False), (1, False), (0, True), (0, False)]
     assert (spans[1].start, spans[1].end) == pytest.approx((0.1, 0.13)), "as long as alone"
     assert (spans[4].start, spans[4].end) == pytest.approx((0.45, 0.5)), "no longer than until it is read"
@@ -194,7 +194,7 @@ def test_alone_each_program_takes_its_median_and_waits_for_its_operands_and_its_
     steps = [[0.1, 0.02, 0.3, 0.2, 0.02, 0.1], [0.2, 0.04, 0.3, 0.2, 0.04, 0.1], [0.1, 0.03, 0.6, 0.2, 0.03, 0.1]]
     durations = durations_of(PLAN, steps)
     assert durations == pytest.approx([0.1, 0.03, 0.3, 0.2, 0.03, 0.1])
-    spans = laid_out(PLAN, durations, SCHEDULE)
+    spans = isolated_spans(PLAN, durations, SCHEDULE)
     assert [(s.start, s.end) for s in spans] == [
         pytest.approx(pair) for pair in ((0, 0.1), (0.1, 0.13), (0.13, 0.43), (0.43, 0.63), (0.63, 0.66), (0.66, 0.76))
     ]

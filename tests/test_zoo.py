@@ -15,9 +15,8 @@ from flax import nnx
 from jaxtyping import install_import_hook
 
 import models
-from jaxpp.options import settings
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import bring
+from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
@@ -149,10 +148,9 @@ def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
         options = {"weight": case.weight} | ({"model_state": case.model_state} if has_state else {})
         loss, aux, grads, *after = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, **options)
         for name, engine in engines(case, start, stages, microbatches).items():
-            devices = [engine.settings.placement[leaf.stage] for leaf in (*engine.params, *engine.states)]
-            outcome = engine.run("grads", bring(jax.tree.leaves(start), devices), case.batch, case.key)
+            outcome = engine.run("grads", engine.bring(start), case.batch, case.key)
             compare(f"{name} loss, aux", (outcome.loss, outcome.aux), (loss, jax.tree.leaves(aux)))
-            compare(f"{name} grads", outcome.leaves, jax.tree.leaves(grads), floor=GRAD_FLOOR)
+            compare(f"{name} grads", outcome.grads, jax.tree.leaves(grads), floor=GRAD_FLOOR)
             if has_state:
                 compare(f"{name} model_state", data(outcome.model_state), data(after))
 
@@ -160,8 +158,13 @@ def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
 def engines(case: Case, start: Any, stages: int, microbatches: int) -> dict[str, Engine]:
     """One engine a schedule, all with the same cuts and compiled programs."""
     options = {"has_aux": False, "weight": case.weight, "cuts": None, "devices": None, "has_state": case.model_state is not None}
-    first = Engine(settings(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options))
-    first.settle(start, case.batch, case.key)
+    first = open_engine(
+        Options.of(case.loss_fn, num_stages=stages, num_microbatches=microbatches, schedule="naive", **options),
+        None,
+        start,
+        case.batch,
+        case.key,
+    )
     made = {name: schedule_for(name, stages, microbatches) for name in SCHEDULES}
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
 

@@ -1,26 +1,20 @@
 """Where is the bubble? Measured beside simulated bubble and memory, for each schedule. See README.md beside this."""
 
-import dataclasses
-import json
-import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 
 import jaxpp
 from experiments.devices import ensure_devices
-from experiments.results import ConfigError, check_writable, report
+from experiments.problems import Problem, mlp
+from experiments.results import Findings, columns, command
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe import Profile
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import SCHEDULES, make, simulate
-from models.mlp import MLP
 
 __all__ = ["Config", "Result", "Row", "main", "make_pipe", "run", "table"]
 
@@ -92,76 +86,66 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What was run, and what came out.
 
     Attributes:
         config: what was run.
         rows: one a schedule.
         refused: why other schedules did not run, by name.
-        devices: what it ran on.
-        versions: of Python and JAX.
     """
 
     config: Config
     rows: tuple[Row, ...]
     refused: dict[str, str]
-    devices: str
-    versions: dict[str, str]
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(dataclasses.asdict(self), default=str)
+    @property
+    def figures(self) -> str:
+        """Where the figures are; empty if none were drawn."""
+        return f"{self.config.out}, with pages and traces" if self.config.figures else ""
 
 
-def make_pipe(config: Config, schedule: str) -> tuple[Any, Any, Any]:
-    """A pipeline of the MLP, what makes its parameters, and a batch.
+def make_pipe(config: Config, schedule: str) -> tuple[jaxpp.Pipeline, Problem]:
+    """A pipeline of the MLP, and what it is given, the batch on the device.
 
     Args:
         config: sizes.
         schedule: name of the order.
     """
     made = make(schedule, num_ranks=config.ranks, num_microbatches=config.microbatches)
-    model, size = MLP(width=config.width, depth=config.depth), config.microbatches * config.examples
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(size, config.width)), jnp.float32)
-    batch = {"x": x, "y": jnp.asarray(rng.integers(0, 2, size))}
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch["x"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
+    problem = mlp(config.width, config.depth, config.microbatches * config.examples)
+    problem = problem._replace(batch=jax.tree.map(jax.numpy.asarray, problem.batch))
     stages, count = made.num_stages, config.microbatches
-    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=stages, num_microbatches=count, schedule=made)
-    return pipe, lambda key: model.init(key, jnp.zeros((1, config.width)))["params"], batch
+    pipe = jaxpp.Pipeline(problem.loss_fn, optax.adam(1e-3), num_stages=stages, num_microbatches=count, schedule=made)
+    return pipe, problem
 
 
 def run(config: Config) -> Result:
     """Profile every schedule.
 
     Raises:
-        JaxppError: a schedule that is none, or not one of them runs at these sizes.
+        JaxppError: not one schedule runs at these sizes.
     """
+    ensure_devices(config.ranks)
     rows, refused = [], {}
     with progress(config.schedules, desc="schedules") as bar:
         for name in bar:
             try:
-                pipe, init, batch = make_pipe(config, name)
+                pipe, problem = make_pipe(config, name)
             except JaxppError as error:
                 refused[name] = str(error)
                 continue
-            rows.append(_row(config, name, pipe, init, batch))
+            rows.append(_row(config, name, pipe, problem))
     if not rows:
         reasons = [why.splitlines()[0] for why in refused.values()]
         raise ArgumentError("schedules", "at least one schedule must run at these sizes", reasons, "pass others")
-    versions = {"python": platform.python_version(), "jax": jax.__version__}
-    return Result(config, tuple(rows), refused, f"{len(jax.devices())} {jax.devices()[0].device_kind}", versions)
+    return Result(config, tuple(rows), refused)
 
 
-def _row(config: Config, name: str, pipe: jaxpp.Pipeline, init: Any, batch: Any) -> Row:
-    forecast = pipe.forecast(jax.eval_shape(init, jax.random.key(0)), batch)
-    state = pipe.init(init, jax.random.key(0), batch)
-    profile = pipe.profile(state, batch, num_steps=config.steps)
+def _row(config: Config, name: str, pipe: jaxpp.Pipeline, problem: Problem) -> Row:
+    batch, key = problem.batch, jax.random.key(0)
+    forecast = pipe.forecast(jax.eval_shape(problem.init, key), batch)
+    profile = pipe.profile(pipe.init(problem.init, key, batch), batch, num_steps=config.steps)
     if config.figures:
         _draw(config.out, name, profile)
     per_rank = pipe.schedule.num_stages / pipe.schedule.num_ranks
@@ -213,19 +197,10 @@ def table(result: Result) -> str:
         steps = [f"{1e3 * seconds:.1f} ms" for seconds in (row.seconds, row.alone)]
         ratios = [f"{row.uneven:.2f}", f"{row.trace_cost:.2f}", f"{row.residuals:g}"]
         lines.append([row.name, *steps, *shares, *ratios, *sizes])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    printed = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-    printed += [f"{name}: {why.splitlines()[0]}" for name, why in result.refused.items()]
-    return "\n".join(printed)
+    refused = [f"{name}: {why.splitlines()[0]}" for name, why in result.refused.items()]
+    return "\n".join([*columns(lines), *refused])
 
 
 def main() -> None:
     """Read the command line, run, print the table, and write the line of JSON."""
-    config = tyro.cli(Config, prog="python -m experiments.bubble", description=DESCRIPTION)
-    ensure_devices(config.ranks)
-    try:
-        check_writable("--json", config.json)
-        result = run(config)
-    except (ConfigError, JaxppError) as error:
-        raise SystemExit(f"bubble: {error}") from None
-    report(table(result), result.to_json(), config.json, f"{config.out}, with pages and traces" if config.figures else "")
+    command("bubble", Config, DESCRIPTION, run, table)

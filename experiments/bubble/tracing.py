@@ -3,19 +3,17 @@
 ``python -m experiments.bubble.tracing``
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import tyro
 
 from experiments.bubble.main import Config as Bubble
 from experiments.bubble.main import make_pipe
 from experiments.devices import ensure_devices
-from experiments.results import ConfigError, check_writable, report
+from experiments.results import Findings, command
 
-__all__ = ["Config", "main", "run"]
+__all__ = ["Config", "Result", "main", "run", "summary"]
 
 
 @dataclass(frozen=True)
@@ -33,38 +31,46 @@ class Config:
     json: Path | None = None
 
 
+@dataclass(frozen=True)
+class Result(Findings):
+    """What a run found.
+
+    Attributes:
+        config: what was asked for.
+        ratios: a traced step over one that is not, of each model.
+    """
+
+    config: Config
+    ratios: dict[str, float]
+
+
 MODELS = {
     "MLP 2048 x 8, 2 stages, 8 microbatches": Bubble(ranks=2, microbatches=8, examples=128, width=2048, depth=8),
     "MLP 128 x 16, 4 stages, 8 microbatches": Bubble(ranks=4, microbatches=8, examples=4, width=128, depth=16),
 }
 
 
-def run(config: Config, models: dict[str, Bubble] = MODELS) -> dict[str, float]:
-    """The ratio of each model."""
-    found = {}
+def run(config: Config, models: dict[str, Bubble] = MODELS) -> Result:
+    """The ratio of each model, printed as soon as it is known."""
+    ensure_devices(max(sizes.ranks for sizes in models.values()))
+    ratios = {}
     for name, sizes in models.items():
-        pipe, init, batch = make_pipe(sizes, config.schedule)
-        profile = pipe.profile(pipe.init(init, jax.random.key(0), batch), batch, num_steps=config.steps)
-        found[name] = profile.trace_cost
+        pipe, problem = make_pipe(sizes, config.schedule)
+        state = pipe.init(problem.init, jax.random.key(0), problem.batch)
+        profile = pipe.profile(state, problem.batch, num_steps=config.steps)
+        ratios[name] = profile.trace_cost
         print(f"{name}: a traced step takes {profile.trace_cost:.3f} times as long as another ({1e3 * profile.seconds:.2f} ms)")
-    return found
+    return Result(config, ratios)
 
 
-def to_json(config: Config, ratios: dict[str, float]) -> str:
-    """One line: everything."""
-    return json.dumps(asdict(config) | {"ratios": ratios}, default=str)
+def summary(result: Result) -> str:
+    """What was measured; the ratios are printed already."""
+    return f"{len(result.ratios)} models, {result.config.steps} steps of each kind"
 
 
 def main() -> None:
-    """Run from the command line."""
-    config = tyro.cli(Config, prog="python -m experiments.bubble.tracing", description="What does tracing cost?")
-    ensure_devices(4)
-    try:
-        check_writable("--json", config.json)
-    except ConfigError as error:
-        raise SystemExit(f"tracing: {error}") from None
-    ratios = run(config)
-    report(f"{len(ratios)} models, {config.steps} steps of each kind", to_json(config, ratios), config.json)
+    """Read the command line, run, and write the line of JSON."""
+    command("bubble.tracing", Config, "What does tracing cost?", run, summary)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@
 
 import dataclasses
 import json
-import platform
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from tqdm import tqdm
 
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.lm import text
-from experiments.results import ConfigError, check_writable, report
-from jaxpp.errors import JaxppError
+from experiments.options import ConfigError, check_multiple, check_numbers
+from experiments.results import Findings, command
 from jaxpp.runtime.progress import progress
 from jaxpp.stages.loss.microbatch import check_batch, sizes
 from models.gpt import GPT
@@ -83,22 +80,14 @@ class Config:
     json: Path | None = None
 
     def __post_init__(self):
-        counts = "stages microbatches width depth heads length batch steps eval_every eval_batches sample".split()
-        wrong = [f"{name}={value}" for name in counts if (value := getattr(self, name)) < 1]
-        if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: counts start at 1. Fix: pass 1 or more.")
-        if self.width % self.heads:
-            raise ConfigError(
-                f"width={self.width}, heads={self.heads}: heads share the width equally. "
-                f"Fix: pass a --width that is a multiple of {self.heads}."
-            )
-        if not (0 <= self.dropout < 1 and self.lr > 0 and self.temperature > 0 and self.seed >= 0):
-            got = f"dropout={self.dropout}, lr={self.lr}, temperature={self.temperature}, seed={self.seed}"
-            raise ConfigError(f"{got}: one is out of range. Fix: keep 0 <= dropout < 1, 0 <= seed, and the others above 0.")
+        check_numbers(self)
+        check_multiple(self, "width", "heads", "heads share the width equally")
+        if not (self.lr > 0 and self.temperature > 0):
+            raise ConfigError(f"--lr {self.lr} --temperature {self.temperature}: both are above 0. Fix: pass a number above 0.")
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What a run found.
 
     Attributes:
@@ -110,8 +99,6 @@ class Result:
         seconds: the whole run.
         compile_seconds: from ``init`` to the end of the first evaluation and the first step.
         sample: text that the model wrote, after the start of the held-out text.
-        devices: where the parameters live.
-        versions: of Python and what was imported.
     """
 
     config: Config
@@ -122,8 +109,6 @@ class Result:
     seconds: float
     compile_seconds: float
     sample: str
-    devices: tuple[str, ...]
-    versions: dict[str, str]
 
     def to_json(self) -> str:
         """One line: everything but the sample and the losses between the first and the last."""
@@ -272,7 +257,6 @@ def run(config: Config) -> Result:
         compile_seconds=meter.compile_seconds,
         sample=written,
         devices=_devices_of(state.params),
-        versions={name: version(name) for name in ("jax", "jaxlib", "flax", "optax")} | {"python": platform.python_version()},
     )
 
 
@@ -366,13 +350,7 @@ def summary(result: Result) -> str:
 
 def main() -> None:
     """Read the command line, run, print a summary and the sample, and write the line of JSON."""
-    try:
-        config = tyro.cli(Config, prog="python -m experiments.lm", description=DESCRIPTION)
-        check_writable("--json", config.json)
-        result = run(config)
-    except (ConfigError, text.TextError, JaxppError) as error:
-        raise SystemExit(f"lm: {error}") from None
-    report(summary(result), result.to_json(), config.json)
+    command("lm", Config, DESCRIPTION, run, summary)
 
 
 def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.options import ConfigError
+
 __all__ = ["Corpus", "TextError", "batch", "held_out_batches", "read"]
 
 # At most so many bytes of the standard library are used; not its tests and tables, nor what others installed or a build wrote.
@@ -23,7 +25,7 @@ SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 HELD_OUT = 20  # one byte of so many
 
 
-class TextError(ValueError):
+class TextError(ConfigError):
     """A text that cannot be trained on, in one line: where, the rule, what was got, what to do."""
 
 

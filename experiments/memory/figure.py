@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from experiments.memory.measure import PARTS
 from jaxpp.observe.profile.figure import COLOURS
-from jaxpp.schedule.draw.panel import INK, Panel, key_of, module_of
+from jaxpp.schedule.draw.panel import INK, Panel, legend, matplotlib_module
 
 __all__ = ["Bars", "bars_figure"]
 
@@ -50,8 +50,8 @@ def bars_figure(pairs: Sequence[Bars], heading: str) -> Any:
         ImportError: without matplotlib, saying how to install it.
     """
     inches = _LEFT + _WIDTH + _RIGHT, _TOP + _ROW * len(pairs) + _BOTTOM
-    figure = module_of("figure").Figure(inches, dpi=120, facecolor="white", layout="none")
-    module_of("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = matplotlib_module("figure").Figure(inches, dpi=120, facecolor="white", layout="none")
+    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
     figure.text(_LEFT / inches[0], 1 - 0.12 / inches[1], heading, va="top", size=10, color=INK)
     most = max(max(sum(bars.forecast), bars.measured) for bars in pairs) / _MIB
     panel = Panel(figure, (_LEFT, _BOTTOM, _WIDTH, _ROW * len(pairs)), most, len(pairs))
@@ -65,7 +65,7 @@ def bars_figure(pairs: Sequence[Bars], heading: str) -> Any:
         _label(panel, bars, row)
     least = most * _MIB * _LEAST
     present = [part for part in range(len(PARTS)) if any(max(bars.forecast[part], bars.found[part]) > least for bars in pairs)]
-    key_of(panel, [(PARTS[part], colours[part], 0) for part in present], 0.1)
+    legend(panel, [(PARTS[part], colours[part], 0) for part in present], 0.1)
     return figure
 
 

@@ -3,26 +3,22 @@
 Nothing runs: the bytes are those of ``pipe.stages`` after ``pipe.forecast``, which sees shapes only. See README.md.
 """
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
-import tyro
 
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.memory.pairs import gpt
-from experiments.results import ConfigError, check_writable, report
+from experiments.options import ConfigError, check_names, check_numbers
+from experiments.results import Findings, columns, command, noted
 from experiments.zoo.main import CASES
-from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.text import align
 
-__all__ = ["BLOCKS", "Config", "Line", "main", "run", "table"]
+__all__ = ["BLOCKS", "Config", "ConfigError", "Line", "Result", "main", "run", "table"]
 
 DESCRIPTION = "Count the bytes that a microbatch holds between forward and backward: the least, and everything."
 MICROBATCHES, HEADS = 4, 4
@@ -58,14 +54,8 @@ class Config:
     json: Path | None = None
 
     def __post_init__(self):
-        known = (*BLOCKS, *CASES)
-        unknown = [name for name in self.models if name not in known]
-        if unknown:
-            raise ConfigError(f"--models {' '.join(unknown)}: there is no such model. Fix: pass some of {', '.join(known)}.")
-        counts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.type is int}
-        low = [f"--{name} {value}" for name, value in counts.items() if value < 1]
-        if low:
-            raise ConfigError(f"{', '.join(low)}: counts start at 1. Fix: pass 1 or more.")
+        check_names("models", self.models, (*BLOCKS, *CASES))
+        check_numbers(self)
         if self.width % HEADS:
             raise ConfigError(f"--width {self.width}: {HEADS} heads share the width equally. Fix: pass a multiple of {HEADS}.")
 
@@ -91,25 +81,33 @@ class Line:
         return num_bytes / 2 / self.activation
 
 
-def run(config: Config) -> tuple[Line, ...]:
+@dataclass(frozen=True)
+class Result(Findings):
+    """What a run found.
+
+    Attributes:
+        config: what was asked for.
+        lines: one a model.
+    """
+
+    config: Config
+    lines: tuple[Line, ...]
+
+
+def run(config: Config) -> Result:
     """Cut every model, and read what its stages keep.
 
     Raises:
-        ConfigError: a file that cannot be written.
         JaxppError: a model that cannot be cut into so many stages.
     """
-    check_writable("--json", config.json)
     ensure_devices(config.stages)
     lines = []
     with progress(config.models or (*BLOCKS, *CASES), unit="model") as bar:
         for name in bar:
             bar.set_description(name)
-            try:
+            with noted(f"This was the model {name}."):
                 lines.append(_blocks(name, config) if name in BLOCKS else _case(name, config))
-            except JaxppError as error:
-                error.add_note(f"This was the model {name}.")
-                raise
-    return tuple(lines)
+    return Result(config, tuple(lines))
 
 
 def _blocks(name: str, config: Config) -> Line:
@@ -135,30 +133,19 @@ def _case(name: str, config: Config) -> Line:
     return Line(name, sum(stage.kept for stage in pipe.stages), sum(stage.keepable for stage in pipe.stages))
 
 
-def table(lines: tuple[Line, ...]) -> str:
-    """The lines as text.
-
-    Args:
-        lines: of a run.
-    """
-    width = max(len("model"), *(len(line.model) for line in lines))
-    cells = [["model".ljust(width), "least, KiB", "keep, KiB", "least / keep", "activations a block: least", "keep"]]
-    for line in lines:
+def table(result: Result) -> str:
+    """The lines as text."""
+    cells = [["model", "least, KiB", "keep, KiB", "least / keep", "activations a block: least", "keep"]]
+    for line in result.lines:
         sizes = [f"{line.least / KIB:,.0f}", f"{line.keep / KIB:,.0f}", f"{line.least / line.keep:.0%}"]
         blocks = [f"{line.a_block(size):.1f}" for size in (line.least, line.keep)] if line.activation else ["", ""]
-        cells.append([line.model.ljust(width), *sizes, *blocks])
-    return "\n".join(row.rstrip() for row in align(cells))
+        cells.append([line.model, *sizes, *blocks])
+    return "\n".join(columns(cells))
 
 
 def main() -> None:
-    """Read the command line, count, print the table, and write the line of JSON."""
-    try:
-        config = tyro.cli(Config, prog="python -m experiments.memory.kept", description=DESCRIPTION)
-        lines = run(config)
-    except (ConfigError, JaxppError) as error:
-        raise SystemExit("\n".join([f"kept: {error}", *getattr(error, "__notes__", ())])) from None
-    found = {"config": dataclasses.asdict(config), "lines": [dataclasses.asdict(line) for line in lines]}
-    report(table(lines), json.dumps(found, default=str), config.json)
+    """Read the command line, run, print the table, and write the line of JSON."""
+    command("memory.kept", Config, DESCRIPTION, run, table)
 
 
 if __name__ == "__main__":

@@ -3,36 +3,27 @@
 Bytes are counted, nothing is timed.
 """
 
-import dataclasses
-import json
-import platform
-import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import optax
-import tyro
 
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.memory.figure import Bars, bars_figure
 from experiments.memory.measure import PARTS, Holding, arrays_now, measure
-from experiments.memory.pairs import PAIRS, Pair, Problem, gpt, mlp
-from experiments.results import ConfigError, check_writable, report
-from jaxpp.errors import JaxppError
+from experiments.memory.pairs import PAIRS, Pair, gpt, mlp
+from experiments.options import ConfigError, Flag, check_figure, check_multiple, check_names, check_numbers, figure_file
+from experiments.problems import Problem
+from experiments.results import Findings, columns, command, noted
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import Schedule
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.draw.text import align
 
 __all__ = ["Config", "ConfigError", "Result", "Row", "main", "run", "table"]
 
 DESCRIPTION = "Forecast the memory of a step, then measure it, for pairs of model and schedule."
-PACKAGES = ("jaxpp", "jax", "jaxlib", "flax", "optax")
-FORMATS = (".pdf", ".png", ".svg")
 SHOWN = ("parameters", "optimizer", "gradients", "residuals", "temporaries")
 MIB = 2**20
 
@@ -72,26 +63,14 @@ class Config:
     gpt_batch: int = 64
     dropout: float = 0.0
     figure: Path = Path("experiments/memory/out/memory.png")
-    no_figure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_figure: Flag = False
     json: Path | None = None
 
     def __post_init__(self):
-        unknown = [name for name in self.pairs if name not in PAIRS]
-        if unknown:
-            raise ConfigError(f"--pairs {' '.join(unknown)}: there is no such pair. Fix: pass some of {', '.join(PAIRS)}.")
-        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.type is int}
-        low = [f"{_flag(name)} {value}" for name, value in numbers.items() if value < 1]
-        if low:
-            raise ConfigError(f"{', '.join(low)}: counts start at 1. Fix: pass 1 or more.")
-        if self.gpt_width % self.gpt_heads:
-            raise ConfigError(
-                f"--gpt-width {self.gpt_width} --gpt-heads {self.gpt_heads}: heads share the width equally. "
-                f"Fix: pass a --gpt-width that is a multiple of {self.gpt_heads}."
-            )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout}: a rate is at least 0 and below 1. Fix: pass for example 0.1.")
-        if not self.no_figure and self.figure.suffix not in FORMATS:
-            raise ConfigError(f"--figure {self.figure}: it ends in none of {', '.join(FORMATS)}. Fix: pass for example memory.png.")
+        check_names("pairs", self.pairs, PAIRS)
+        check_numbers(self)
+        check_multiple(self, "gpt_width", "gpt_heads", "heads share the width equally")
+        check_figure(self)
 
 
 @dataclass(frozen=True)
@@ -120,7 +99,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What a run found.
 
     Attributes:
@@ -128,20 +107,12 @@ class Result:
         parts: what the numbers of a holding are for.
         rows: one a pair.
         figure: the file, if one was drawn.
-        devices: all there are.
-        versions: of Python and what was imported.
     """
 
     config: Config
     parts: tuple[str, ...]
     rows: tuple[Row, ...]
     figure: Path | None
-    devices: tuple[str, ...]
-    versions: dict[str, str]
-
-    def to_json(self) -> str:
-        """One line: everything."""
-        return json.dumps(dataclasses.asdict(self), default=str)
 
 
 def run(config: Config) -> Result:
@@ -152,11 +123,7 @@ def run(config: Config) -> Result:
         JaxppError: a schedule that does not exist at these sizes, a model that cannot be cut into so many stages, or a batch
             that cannot be split.
     """
-    drawn = not config.no_figure and available()
-    if not (drawn or config.no_figure):
-        print('memory: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
-    check_writable("--figure", config.figure if drawn else None)
-    check_writable("--json", config.json)
+    figure = figure_file("memory", config)
     sizes = {"num_ranks": config.ranks, "num_microbatches": config.microbatches}
     pairs = [PAIRS[name] for name in config.pairs or PAIRS]
     schedules = [jaxpp.schedule.make(pair.schedule, **sizes) for pair in pairs]  # so that a wrong one is not found at the end
@@ -166,16 +133,9 @@ def run(config: Config) -> Result:
         for pair, schedule in bar:
             bar.set_description(pair.name)
             rows.append(Row(pair, schedule.num_stages, holdings(pair, schedule, config)))
-    if drawn:
-        bars_figure([_bars(row) for row in rows], _heading(config)).savefig(config.figure)
-    return Result(
-        config=config,
-        parts=PARTS,
-        rows=tuple(rows),
-        figure=config.figure if drawn else None,
-        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
-        versions={name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-    )
+    if figure:
+        bars_figure([_bars(row) for row in rows], _heading(config)).savefig(figure)
+    return Result(config, PARTS, tuple(rows), figure)
 
 
 def holdings(pair: Pair, schedule: Schedule, config: Config) -> tuple[Holding, ...]:
@@ -189,26 +149,21 @@ def holdings(pair: Pair, schedule: Schedule, config: Config) -> tuple[Holding, .
         schedule=schedule,
         remat=pair.policy,
     )
-    try:
+    with noted(f"This was the pair {pair.name}."):
         key = jax.random.key(0)
         forecast = pipe.forecast(jax.eval_shape(problem.init, key), _shapes(problem.batch), key)
         state = pipe.init(problem.init, key, problem.batch)
         state, _ = pipe.step(state, problem.batch, key)
         return measure(pipe, forecast, state, problem.batch, key, before)
-    except JaxppError as error:
-        error.add_note(f"This was the pair {pair.name}.")
-        raise
 
 
 def table(result: Result) -> str:
     """The result as text: what the device that holds most holds, how far off the forecasts were, the peak of each device."""
-    width = max(len(row.pair.name) for row in result.rows)
-    head = "pair".ljust(width)
-    parts = [[head, "stages", "device", "forecast", "measured", "ratio", *SHOWN, "other"]]
+    parts = [["pair", "stages", "device", "forecast", "measured", "ratio", *SHOWN, "other"]]
     names = [holding.device for holding in result.rows[0].holdings]
-    peaks = [[head, *names]]
+    peaks = [["pair", *names]]
     for row in result.rows:
-        name, worst = row.pair.name.ljust(width), row.worst
+        name, worst = row.pair.name, row.worst
         found = dict(zip(PARTS, worst.found, strict=True))
         wrong = f" (forecast {row.foreseen})" if row.foreseen != worst.device else ""
         sizes = [_mib(found[part]) + f" ({worst.microbatches:g})" * (part == "residuals") for part in SHOWN]
@@ -223,16 +178,12 @@ def table(result: Result) -> str:
         "MiB, on the device that holds most, when it does; in brackets: microbatches whose backward is not done",
         f"forecast / measured, all devices: from {min(ratios):.4f} to {max(ratios):.4f}, at most {apart:,} bytes apart",
     ]
-    return "\n".join([*align(parts), "", *notes, "", "MiB measured on each device:", *align(peaks)])
+    return "\n".join([*columns(parts), "", *notes, "", "MiB measured on each device:", *columns(peaks)])
 
 
 def main() -> None:
     """Read the command line, run, print the table, and write the line of JSON."""
-    try:
-        result = run(tyro.cli(Config, prog="python -m experiments.memory", description=DESCRIPTION))
-    except (ConfigError, JaxppError) as error:
-        raise SystemExit("\n".join([f"memory: {error}", *getattr(error, "__notes__", ())])) from None
-    report(table(result), result.to_json(), result.config.json, str(result.figure or ""))
+    command("memory", Config, DESCRIPTION, run, table)
 
 
 def _problem(pair: Pair, config: Config) -> Problem:
@@ -253,10 +204,6 @@ def _bars(row: Row) -> Bars:
 
 def _heading(config: Config) -> str:
     return f"peak of the device that holds most; {config.ranks} ranks, {config.microbatches} microbatches"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _mib(num_bytes: float) -> str:

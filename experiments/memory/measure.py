@@ -4,7 +4,7 @@ It is found twice. The ledger looks at each device at the moment when the foreca
 kind. A second step is looked at after every instruction, whatever the forecast says; the highest of that is what counts as
 measured. Each array that JAX knows of is in it, the step's or not, except what was there before the pipeline was made.
 
-Both go through ``pipe._engine``, which is not public. ``pipe.profile(...).ledger`` is the public way to the ledger; it compiles
+Both go through ``pipe.engine``, which is not public. ``pipe.profile(...).ledger`` is the public way to the ledger; it compiles
 most programs a second time, to watch them.
 """
 
@@ -18,13 +18,14 @@ import jax
 import jaxpp
 from jaxpp.observe import Forecast
 from jaxpp.observe.memory.ledger import live_bytes, sample_step
-from jaxpp.observe.memory.liveness import KINDS, Account, temporaries
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, temporaries
+from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
-from jaxpp.types import Device
+from jaxpp.types import Array, Device
 
 __all__ = ["PARTS", "Holding", "arrays_now", "measure"]
 
-PARTS = (*KINDS, "temporaries")
+PARTS = (*MEMORY_KINDS, "temporaries")
 """What the bytes on a device are for: arrays by kind, and what compiled programs need while they run."""
 
 
@@ -71,17 +72,17 @@ def measure(
         forecast: its forecast for them.
         state: from ``init`` or a step; it is consumed, as by ``pipe.step``.
         batch: of both steps.
-        key: likewise.
+        key: of both steps.
         before: bytes of the arrays that were there before the pipeline was made.
 
     Returns:
         one holding a device, in the order of the ranks.
     """
-    ledger, leaves = sample_step(pipe._engine, jax.tree.leaves(state), batch, key)
+    ledger, leaves = sample_step(pipe.engine, pipe.engine.leaves(state), batch, key)
     highest = _highest(pipe, leaves, batch, key)
     stages_per_rank = pipe.schedule.num_stages // pipe.schedule.num_ranks
     holdings = []
-    for device in ledger.account.devices:
+    for device in ledger.liveness.devices:
         sample, stages = ledger.peaks[device], [row for row in forecast.stages if row.device == device]
         foreseen = zip(*((*row.kinds, row.temporaries) for row in stages), strict=True)
         holdings.append(
@@ -90,19 +91,19 @@ def measure(
                 forecast=tuple(map(sum, foreseen)),
                 found=(*sample.kinds, sample.temporaries),
                 measured=highest[device] - before[device],
-                microbatches=_in_flight(forecast.account, device, sample.moment) / stages_per_rank,
+                microbatches=_in_flight(forecast.liveness, device, sample.moment) / stages_per_rank,
                 counted=ledger.stats.get(device, {}).get("peak_bytes_in_use"),
             )
         )
     return tuple(holdings)
 
 
-def _highest(pipe: jaxpp.Pipeline, leaves: list[Any], batch: Any, key: jax.Array) -> dict[Device, int]:
+def _highest(pipe: jaxpp.Pipeline, leaves: Leaves[Array], batch: Any, key: jax.Array) -> dict[Device, int]:
     """The most that each device holds after any instruction of a step, in bytes; the leaves are consumed."""
-    engine = pipe._engine
+    engine = pipe.engine
     _, drafted = engine.plan("update", batch, key)
-    extras = iter(temporaries(drafted.draft, engine.preparer.programs))
-    highest = dict.fromkeys(engine.settings.placement.by_rank, 0)
+    extras = iter(temporaries(drafted.draft, engine.programs))
+    highest = dict.fromkeys(engine.options.placement.ranks_shown, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:
         del slots
@@ -115,10 +116,10 @@ def _highest(pipe: jaxpp.Pipeline, leaves: list[Any], batch: Any, key: jax.Array
     return highest
 
 
-def _in_flight(account: Account, device: Device, moment: int) -> int:
+def _in_flight(liveness: Liveness, device: Device, moment: int) -> int:
     """How many forwards have run on a device of which the last of the backward has not, or does at that moment."""
     spans: dict[tuple[int, int], list[int]] = {}
-    for number, line in enumerate(account.lines):
+    for number, line in enumerate(liveness.lines):
         if line.job is not None and line.action is not None and line.device == device:
             spans.setdefault((line.action.stage, line.action.microbatch), []).append(number + 1)
     return sum(span[0] <= moment <= span[-1] for span in spans.values())

@@ -1,18 +1,17 @@
 """The pairs of model and schedule, and the problems that the models learn: random data, as only its shape counts here."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
+from experiments import problems
+from experiments.problems import Problem, cross_entropy
 from models.gpt import GPT
-from models.mlp import MLP
 
-__all__ = ["PAIRS", "Pair", "Problem", "gpt", "mlp"]
+__all__ = ["PAIRS", "Pair", "gpt", "mlp"]
 
 VOCABULARY, CLASSES = 256, 10
 
@@ -62,20 +61,6 @@ PAIRS = {pair.name: pair for pair in _PAIRS}
 """Each pair by its name, in the order of the table: a model under six schedules, then another under two of them in several ways."""
 
 
-class Problem(NamedTuple):
-    """What a pipeline is given.
-
-    Attributes:
-        loss_fn: ``loss_fn(params, batch, key)``.
-        init: ``init(key) -> params``.
-        batch: numpy arrays, so that no device holds them before they are sent.
-    """
-
-    loss_fn: Callable[..., jax.Array]
-    init: Callable[[jax.Array], Any]
-    batch: Any
-
-
 def mlp(width: int, depth: int, batch: int, compute: str) -> Problem:
     """A multilayer perceptron that sorts vectors into classes.
 
@@ -85,18 +70,8 @@ def mlp(width: int, depth: int, batch: int, compute: str) -> Problem:
         batch: examples.
         compute: type to compute in.
     """
-    model = MLP(width=width, depth=depth, num_classes=CLASSES, dtype=compute)
-
-    def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        del key
-        return _cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"])
-
-    def init(key: jax.Array) -> Any:
-        return model.init(key, jnp.zeros((1, width)))["params"]
-
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(batch, width)).astype("float32"), rng.integers(0, CLASSES, batch, "int32")
-    return Problem(loss_fn, init, {"x": x, "y": y})
+    plain = problems.mlp(width, depth, batch, CLASSES, compute)
+    return plain._replace(loss_fn=lambda params, batch, key: plain.loss_fn(params, batch))  # noqa: ARG005
 
 
 def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: float, compute: str) -> Problem:
@@ -114,13 +89,9 @@ def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: fl
     model = GPT(VOCABULARY, max_length=length, width=width, depth=depth, num_heads=heads, dropout=dropout, dtype=compute)
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        return _cross_entropy(model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}), batch[:, 1:])
+        return cross_entropy(model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}), batch[:, 1:])
 
     def init(key: jax.Array) -> Any:
         return model.init(key, jnp.zeros((1, length), int), deterministic=True)["params"]
 
     return Problem(loss_fn, init, np.random.default_rng(0).integers(0, VOCABULARY, (batch, length + 1), "int32"))
-
-
-def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), targets).mean()

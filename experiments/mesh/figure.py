@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxpp.schedule.draw.panel import INK, Panel, key_of, module_of
+from jaxpp.schedule.draw.panel import INK, Panel, legend, matplotlib_module
 
 __all__ = ["COLOURS", "Bar", "axes_figure"]
 
@@ -42,14 +42,14 @@ def axes_figure(panels: Sequence[tuple[str, Sequence[Bar]]], heading: str) -> An
     """
     tall = [_TITLE + _ROW * len(bars) + _BOTTOM for _, bars in panels]
     inches = _LEFT + _WIDTH + _RIGHT, _TOP + sum(tall)
-    figure = module_of("figure").Figure(inches, dpi=120, facecolor="white", layout="none")
-    module_of("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = matplotlib_module("figure").Figure(inches, dpi=120, facecolor="white", layout="none")
+    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
     figure.text(_LEFT / inches[0], 1 - 0.1 / inches[1], heading, va="top", size=10, color=INK)
     top = inches[1] - _TOP
     for number, ((name, bars), height) in enumerate(zip(panels, tall, strict=True)):
         panel = _panel(figure, name, bars, top - height + _BOTTOM)
         if not number:
-            key_of(panel, [(WORDS[part], COLOURS[part], 0) for part in range(len(WORDS))], _TITLE + 0.06)
+            legend(panel, [(WORDS[part], COLOURS[part], 0) for part in range(len(WORDS))], _TITLE + 0.06)
         top -= height
     return figure
 

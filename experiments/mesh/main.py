@@ -7,34 +7,27 @@ import contextlib
 import dataclasses
 import json
 import math
-import platform
 import re
-import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import jax
 import optax
-import tyro
 
 from experiments.devices import ensure_devices
 from experiments.mesh.figure import Bar, axes_figure
 from experiments.mesh.measure import Row, Shape, measure
-from experiments.mesh.plain import plain_step, train_plainly
+from experiments.mesh.plain import train_plainly
 from experiments.mesh.problems import Problem, gpt, mlp
-from experiments.results import ConfigError, check_writable, report
-from jaxpp.errors import JaxppError
+from experiments.options import ConfigError, Flag, check_figure, check_multiple, check_names, check_numbers, figure_file, flag
+from experiments.plain import plain_step
+from experiments.results import Findings, columns, command, noted
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.draw.text import align
 
 __all__ = ["MODELS", "Config", "ConfigError", "Result", "every_mesh", "main", "run", "table"]
 
 DESCRIPTION = "Train on meshes of pipe x data x model devices, compare with one device, and count what each axis communicates."
-PACKAGES = ("jaxpp", "jax", "jaxlib", "flax", "optax", "scikit-learn")
-FORMATS = (".pdf", ".png", ".svg")
 MODELS = ("gpt", "mlp")
 RATE, EPSILON = 1e-3, 1e-5
 """Of adamw. A gradient that is rounding alone (an attention key's bias) must not be divided by its own size."""
@@ -70,7 +63,7 @@ class Config:
 
     models: tuple[str, ...] = MODELS
     meshes: tuple[str, ...] = ("4x2x1", "2x4x1", "2x2x2", "1x2x4", "1x8x1")
-    every: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    every: Flag = False
     devices: int = 8
     steps: int = 4
     microbatches: int = 8
@@ -86,36 +79,16 @@ class Config:
     seed: int = 0
     dtype: Literal["float32", "float64"] = "float32"
     figure: Path = Path("experiments/mesh/out/mesh.png")
-    no_figure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_figure: Flag = False
     json: Path | None = None
 
     def __post_init__(self):
-        unknown = [name for name in self.models if name not in MODELS]
-        if not self.models:
-            raise ConfigError(f"--models: there is none. Fix: pass some of {', '.join(MODELS)}.")
-        if unknown:
-            raise ConfigError(f"--models {' '.join(unknown)}: there is no such model. Fix: pass some of {', '.join(MODELS)}.")
-        numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int and f.name != "seed"}
-        low = [f"{_flag(name)} {value}" for name, value in numbers.items() if value < 1]
-        if low:
-            raise ConfigError(f"{', '.join(low)}: counts start at 1. Fix: pass 1 or more.")
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: seeds start at 0. Fix: pass 0 or more.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout}: a rate is at least 0 and below 1. Fix: pass for example 0.1.")
-        if self.batch % self.microbatches:
-            raise ConfigError(
-                f"--batch {self.batch} --microbatches {self.microbatches}: microbatches are of one size here. "
-                f"Fix: pass a --batch that is a multiple of {self.microbatches}."
-            )
-        if self.gpt_width % self.gpt_heads:
-            raise ConfigError(
-                f"--gpt-width {self.gpt_width} --gpt-heads {self.gpt_heads}: heads share the width equally. "
-                f"Fix: pass a --gpt-width that is a multiple of {self.gpt_heads}."
-            )
+        check_names("models", self.models, MODELS, none=False)
+        check_numbers(self)
+        check_multiple(self, "batch", "microbatches", "microbatches are of one size here")
+        check_multiple(self, "gpt_width", "gpt_heads", "heads share the width equally")
         _check_shapes(self)
-        if not self.no_figure and self.figure.suffix not in FORMATS:
-            raise ConfigError(f"--figure {self.figure}: it ends in none of {', '.join(FORMATS)}. Fix: pass for example mesh.png.")
+        check_figure(self)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -124,7 +97,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What a run found.
 
     Attributes:
@@ -132,16 +105,12 @@ class Result:
         oracles: the losses of each model on one device.
         rows: one a model and mesh.
         figure: the file, if one was drawn.
-        devices: all there are.
-        versions: of Python and what was imported.
     """
 
     config: Config
     oracles: dict[str, tuple[float, ...]]
     rows: tuple[Row, ...]
     figure: Path | None
-    devices: tuple[str, ...]
-    versions: dict[str, str]
 
     def to_json(self) -> str:
         """One line: everything but the tables of collectives, of which it has the sums."""
@@ -172,11 +141,7 @@ def run(config: Config) -> Result:
         ConfigError: a file that cannot be written, or fewer devices than a mesh has.
         JaxppError: a model that cannot be cut into so many stages, or not sharded so; a note names model and mesh.
     """
-    drawn = not config.no_figure and available()
-    if not (drawn or config.no_figure):
-        print('mesh: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
-    check_writable("--figure", config.figure if drawn else None)
-    check_writable("--json", config.json)
+    figure = figure_file("mesh", config)
     ensure_devices(config.devices)
     if len(jax.devices()) < config.devices:
         raise ConfigError(
@@ -185,16 +150,9 @@ def run(config: Config) -> Result:
         )
     with jax.enable_x64(True) if config.dtype == "float64" else contextlib.nullcontext():
         oracles, rows = _compare(config)
-    if drawn:
-        axes_figure(_panels(config, rows), _heading(config)).savefig(config.figure)
-    return Result(
-        config=config,
-        oracles=oracles,
-        rows=tuple(rows),
-        figure=config.figure if drawn else None,
-        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
-        versions={name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-    )
+    if figure:
+        axes_figure(_panels(config, rows), _heading(config)).savefig(figure)
+    return Result(config, oracles, tuple(rows), figure)
 
 
 def _compare(config: Config) -> tuple[dict[str, tuple[float, ...]], list[Row]]:
@@ -209,19 +167,19 @@ def _compare(config: Config) -> tuple[dict[str, tuple[float, ...]], list[Row]]:
             oracles[name] = oracle.losses
             for shape in config.shapes:
                 bar.set_description(f"{name} {shape}")
-                given = problem, shape, optimizer, config.microbatches, keys, oracle, plain
-                rows.append(_noted(name, *given, config.rounds))
+                with noted(f"This was {name} on {shape}."):
+                    count, rounds = config.microbatches, config.rounds
+                    rows.append(measure(name, problem, shape, optimizer, count, keys, oracle, plain, rounds))
                 bar.update()
     return oracles, rows
 
 
 def table(result: Result) -> str:
     """The result as text: a row a model and mesh, then all collectives of the mesh with the most axes."""
-    width = max(len(name) for name in ("model", *result.config.models))
-    held = [["model".ljust(width), "mesh", "losses", "parameters", "equals the oracle", "params", "optimizer", "step / plain"]]
-    told = [["model".ljust(width), "mesh", "pipe", "data", "times", "beyond", "model", "times", "all-reduces in F"]]
+    held = [["model", "mesh", "losses", "parameters", "equals the oracle", "params", "optimizer", "step / plain"]]
+    told = [["model", "mesh", "pipe", "data", "times", "beyond", "model", "times", "all-reduces in F"]]
     for row in result.rows:
-        name = [row.model.ljust(width), str(row.shape)]
+        name = [row.model, str(row.shape)]
         apart = [f"{row.loss_apart:.1e}", f"{row.params_apart:.1e}", "yes" if row.equal else "no"]
         held.append([*name, *apart, _kib(max(row.params)), _kib(max(row.optimizer)), f"{row.ratio:.1f}"])
         pipe, data, model = map(_kib, row.by_axis)
@@ -234,10 +192,10 @@ def table(result: Result) -> str:
     lines = [
         *losses,
         "",
-        *align(held),
+        *columns(held),
         "losses, parameters: the largest relative difference from one device; KiB on the device that holds most",
         "",
-        *align(told),
+        *columns(told),
         "KiB a step, of all devices together; beyond: what is reduced over data but for each device's parameters, once",
     ]
     return "\n".join([*lines, *_full(result)])
@@ -245,22 +203,10 @@ def table(result: Result) -> str:
 
 def main() -> None:
     """Read the command line, run, print the tables, and write the line of JSON."""
-    try:
-        result = run(tyro.cli(Config, prog="python -m experiments.mesh", description=DESCRIPTION))
-    except (ConfigError, JaxppError) as error:
-        raise SystemExit("\n".join([f"mesh: {error}", *getattr(error, "__notes__", ())])) from None
-    report(table(result), result.to_json(), result.config.json, str(result.figure or ""))
+    result = command("mesh", Config, DESCRIPTION, run, table)
     wrong = [f"mesh: {row.model} {row.shape} does not equal the oracle. {row.reason}" for row in result.rows if not row.equal]
     if wrong:
         raise SystemExit("\n".join(wrong))
-
-
-def _noted(name: str, problem: Problem, shape: Shape, *rest: Any) -> Row:
-    try:
-        return measure(name, problem, shape, *rest)
-    except JaxppError as error:
-        error.add_note(f"This was {name} on {shape}.")
-        raise
 
 
 def _problem(name: str, config: Config) -> Problem:
@@ -295,7 +241,7 @@ def _check_shapes(config: Config) -> None:
     widths = {"gpt": (("gpt_heads", config.gpt_heads),), "mlp": (("mlp_width", config.mlp_width),)}
     sharded = [pair for name in config.models for pair in widths[name]]
     shards = math.lcm(*(shape.model for shape in config.shapes))
-    rough = [f"{_flag(name)} {size}" for name, size in sharded if size % shards]
+    rough = [f"{flag(name)} {size}" for name, size in sharded if size % shards]
     if rough:
         raise ConfigError(f"{', '.join(rough)}: shards are equal. Fix: pass a multiple of {shards}.")
 
@@ -312,10 +258,6 @@ def _panels(config: Config, rows: list[Row]) -> list[tuple[str, list[Bar]]]:
 
 def _heading(config: Config) -> str:
     return f"bytes a step on {config.devices} devices, pipe x data x model; {config.microbatches} microbatches"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _kib(num_bytes: float) -> str:

@@ -82,7 +82,7 @@ class Row:
         equal: whether ``pipe.verify`` then found that the next step equals the plain one.
         reason: what it said if not.
         params: bytes on each device.
-        optimizer: likewise, of its state.
+        optimizer: bytes of the optimizer state on each device.
         sent: between stages.
         data: the collectives over ``data``.
         model_axis: the collectives over ``model``.
@@ -206,7 +206,7 @@ def bytes_on_devices(tree: Any, shape: Shape) -> tuple[int, ...]:
 
 def bytes_sent(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, key: jax.Array) -> Sent:
     """Run a step, and look at what arrives by each send from one stage to another; the state is left as it is."""
-    engine = pipe._engine
+    engine = pipe.engine
     _, drafted = engine.plan("update", batch, key, donate=False)
     lines, found = iter(drafted.draft.lines), dict.fromkeys(Sent._fields, 0)
 
@@ -216,7 +216,7 @@ def bytes_sent(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, key: jax.Ar
             arrived = slots[instruction.outputs[0]]
             found[_KINDS.get(line.inputs[0].ref.role, "scalars")] += sum(s.data.nbytes for s in arrived.addressable_shards)
 
-    engine.run("update", jax.tree.leaves(state), batch, key, donate=False, observer=look)
+    engine.run("update", pipe.engine.leaves(state), batch, key, donate=False, observer=look)
     return Sent(**found)
 
 

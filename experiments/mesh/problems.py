@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.lm import text
-from experiments.zoo.case import cross_entropy
+from experiments.problems import cross_entropy
 from experiments.zoo.data import digits, sampler
 from models.gpt import GPT
 from models.mlp import MLP

@@ -3,10 +3,7 @@
 Times are medians over interleaved rounds, each next to a plain ``jax.jit`` step of the same model.
 """
 
-import dataclasses
-import json
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 
 import jaxpp
 from experiments.devices import ensure_devices
-from experiments.memory.pairs import Problem
-from experiments.overhead.main import Runner
+from experiments.options import ConfigError, check_names, check_numbers, check_writable
+from experiments.plain import Runner, plain_step
+from experiments.problems import Problem
 from experiments.remat.problems import PROBLEMS
-from experiments.results import ConfigError, check_writable, report
-from jaxpp.errors import JaxppError
+from experiments.results import Findings, columns, command, noted
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.text import align
 
-__all__ = ["Config", "Result", "Row", "main", "plain_step", "run", "table"]
+__all__ = ["Config", "ConfigError", "Result", "Row", "main", "run", "table"]
 
 DESCRIPTION = "Time a step, and count what it keeps, for each way to keep residuals."
 WAYS = ("keep", "least", "recompute")
@@ -85,19 +80,12 @@ class Config:
     json: Path | None = None
 
     def __post_init__(self):
-        for flag, names, known in (("models", self.models, PROBLEMS), ("ways", self.ways, WAYS)):
-            unknown = [name for name in names if name not in known]
-            if unknown or not names:
-                raise ConfigError(f"--{flag} {' '.join(unknown)}: not among those there are. Fix: pass some of {', '.join(known)}.")
+        check_names("models", self.models, PROBLEMS, none=False)
+        check_names("ways", self.ways, WAYS, none=False)
         wrong = [name for name in self.computes if name not in ("float32", "bfloat16", "float16")]
         if wrong:
             raise ConfigError(f"--computes {' '.join(wrong)}: not a floating type of JAX. Fix: pass float32 or bfloat16.")
-        counts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.type is int}
-        low = [f"--{name.replace('_', '-')} {value}" for name, value in counts.items() if value < (name != "rounds")]
-        if low:
-            raise ConfigError(f"{', '.join(low)}: counts start at 1. Fix: pass 1 or more.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout}: a rate is at least 0 and below 1. Fix: pass for example 0.1.")
+        check_numbers(self, zero=("rounds",))
         batches = {"gpt": self.gpt_batch, "resnet": self.resnet_batch, "mlp": self.mlp_batch}
         uneven = [f"--{name}-batch {batches[name]}" for name in self.models if batches[name] % self.microbatches]
         if uneven:
@@ -135,41 +123,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What a run found.
 
     Attributes:
         config: what was asked for.
         rows: one a model, type and way.
-        devices: all there are.
-        versions: of Python and JAX.
     """
 
     config: Config
     rows: tuple[Row, ...]
-    devices: tuple[str, ...]
-    versions: dict[str, str]
-
-    def to_json(self) -> str:
-        """One line: everything."""
-        return json.dumps(dataclasses.asdict(self), default=str)
-
-
-def plain_step(problem: Problem, optimizer: optax.GradientTransformation, num_microbatches: int) -> Callable[..., Any]:
-    """The same step on one device: one ``jax.jit`` over the loop of microbatches."""
-    grad = jax.value_and_grad(problem.loss_fn)
-
-    def step(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> Any:
-        pieces = jax.tree.map(lambda leaf: leaf.reshape(num_microbatches, -1, *leaf.shape[1:]), batch)
-        total = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        for i in range(num_microbatches):
-            found = grad(params, jax.tree.map(lambda leaf, i=i: leaf[i], pieces), jax.random.fold_in(key, i))
-            total = jax.tree.map(lambda a, b: a + b / num_microbatches, total, found)
-        loss, grads = total
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), (loss, optax.tree.norm(grads))
-
-    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def run(config: Config) -> Result:
@@ -187,17 +150,9 @@ def run(config: Config) -> Result:
     with progress(total=len(pairs) * max(1, config.rounds), unit="round") as bar:
         for model, compute in pairs:
             bar.set_description(f"{model} {compute}")
-            try:
+            with noted(f"This was the model {model} in {compute}."):
                 rows += measure(model, compute, schedule, config, bar)
-            except JaxppError as error:
-                error.add_note(f"This was the model {model} in {compute}.")
-                raise
-    return Result(
-        config=config,
-        rows=tuple(rows),
-        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
-        versions={"python": platform.python_version(), "jax": jax.__version__},
-    )
+    return Result(config, tuple(rows))
 
 
 def measure(model: str, compute: str, schedule: jaxpp.schedule.Schedule, config: Config, bar: Any) -> list[Row]:
@@ -233,8 +188,9 @@ def _times(
 ) -> Mapping[str, list[float]]:
     """Seconds of a step in each round, of each pipeline and of the plain step."""
     key, optimizer = jax.random.key(0), optax.adamw(1e-3)
-    step, params = plain_step(problem, optimizer, config.microbatches), jax.jit(problem.init)(key)
-    runners = {"plain": Runner(lambda state: step(*state, batch, key), (params, optimizer.init(params)))}
+    step = plain_step(problem.loss_fn, optimizer, config.microbatches, scan=False)
+    params = jax.jit(problem.init)(key)
+    runners = {"plain": Runner(lambda state: step(state, batch, key), (params, optimizer.init(params)))}
     for way, pipe in pipes.items():
         runners[way] = Runner(lambda state, pipe=pipe: pipe.step(state, batch, key), pipe.init(problem.init, key, batch))
     times: dict[str, list[float]] = {name: [] for name in runners}
@@ -258,13 +214,9 @@ def table(result: Result) -> str:
         "peak: MiB of the fullest device as forecast, parameters, optimizer and temporaries included",
         "/ plain: over a plain jit step on one device, which keeps what XLA likes; the median of the rounds, and their quartiles",
     ]
-    return "\n".join([*align(cells), "", *notes])
+    return "\n".join([*columns(cells, left=()), "", *notes])
 
 
 def main() -> None:
     """Read the command line, run, print the table, and write the line of JSON."""
-    try:
-        result = run(tyro.cli(Config, prog="python -m experiments.remat", description=DESCRIPTION))
-    except (ConfigError, JaxppError) as error:
-        raise SystemExit("\n".join([f"remat: {error}", *getattr(error, "__notes__", ())])) from None
-    report(table(result), result.to_json(), result.config.json)
+    command("remat", Config, DESCRIPTION, run, table)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.memory.pairs import Problem, gpt, mlp
-from experiments.zoo.case import cross_entropy
+from experiments.memory.pairs import gpt, mlp
+from experiments.problems import Problem, cross_entropy
 from models.resnet import ResNet
 
 __all__ = ["PROBLEMS", "Sizes"]

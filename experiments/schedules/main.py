@@ -3,18 +3,12 @@
 No device is needed. Where a rank has v stages each costs 1 / v, so that all schedules do the same work for a microbatch.
 """
 
-import dataclasses
-import json
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-import tyro
-
-from experiments.results import ConfigError, check_writable, report
+from experiments.results import Findings, columns, command
 from experiments.schedules.overview import overview
 from jaxpp.errors import ScheduleError
 from jaxpp.runtime.progress import progress
@@ -34,8 +28,8 @@ class Config:
         ranks: rows of the schedules.
         microbatches: parts of the batch.
         forward: of one microbatch on one rank, all its stages together.
-        input_grad: of the input part of its backward, likewise.
-        weight_grad: of the weight part of its backward, likewise.
+        input_grad: of the input part of its backward on one rank.
+        weight_grad: of the weight part of its backward on one rank.
         transfer: from one rank to another.
         dispatch: of the host, for one action.
         figures: draw them.
@@ -83,7 +77,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What a run found.
 
     Attributes:
@@ -91,18 +85,17 @@ class Result:
         rows: one a schedule there is for these sizes.
         refused: for the other schedules, which sizes are near.
         files: the figures.
-        versions: of Python and what was imported.
     """
 
     config: Config
     rows: tuple[Row, ...]
     refused: dict[str, str]
     files: tuple[Path, ...]
-    versions: dict[str, str]
 
-    def to_json(self) -> str:
-        """One line: everything."""
-        return json.dumps(dataclasses.asdict(self), default=str)
+    @property
+    def figures(self) -> str:
+        """Where the figures are; empty if none were drawn."""
+        return f"{len(self.files)} in {self.config.out}" if self.files else ""
 
 
 def run(config: Config) -> Result:
@@ -132,8 +125,7 @@ def run(config: Config) -> Result:
             for path, make_file in bar:
                 make_file(path)
         files = tuple(path for path, _ in drawings)
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("jaxpp", "matplotlib")}
-    return Result(config, tuple(rows), refused, files, versions)
+    return Result(config, tuple(rows), refused, files, devices=())
 
 
 class SizeError(ValueError):
@@ -200,10 +192,9 @@ def table(result: Result) -> str:
         ]
         timings = [f"{row.make_seconds:.3f} s", f"{row.simulate_seconds:.3f} s"]
         lines.append([row.name, *numbers, f"{row.peak:g}", _ranks(row.peak_ranks), *timings])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    printed = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-    printed += [f"{name.ljust(widths[0])}  not for these sizes: {fix}" for name, fix in result.refused.items()]
-    return "\n".join(printed)
+    width = max(len(line[0]) for line in lines)
+    refused = [f"{name.ljust(width)}  not for these sizes: {fix}" for name, fix in result.refused.items()]
+    return "\n".join([*columns(lines), *refused])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -213,10 +204,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def main() -> None:
     """Read the command line, run, print the table, and write the line of JSON."""
-    config = tyro.cli(Config, prog="python -m experiments.schedules", description=DESCRIPTION)
-    try:
-        check_writable("--json", config.json)
-        result = run(config)
-    except (ConfigError, ScheduleError) as error:
-        raise SystemExit(f"schedules: {error}") from None
-    report(table(result), result.to_json(), config.json, f"{len(result.files)} in {config.out}" if result.files else "")
+    command("schedules", Config, DESCRIPTION, run, table)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, Group, Row
-from jaxpp.schedule.draw.panel import INK, module_of
+from jaxpp.schedule.draw.panel import INK, matplotlib_module
 
 __all__ = ["tasks_figure"]
 
@@ -32,8 +32,8 @@ def tasks_figure(groups: Sequence[Group]) -> Any:
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
-    figure = module_of("figure").Figure(_INCHES, dpi=120, facecolor="white", layout="none")
-    module_of("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = matplotlib_module("figure").Figure(_INCHES, dpi=120, facecolor="white", layout="none")
+    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
     left, right = figure.add_axes((0.04, 0.13, 0.4, 0.76)), figure.add_axes((0.51, 0.13, 0.48, 0.76))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

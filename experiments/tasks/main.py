@@ -3,31 +3,22 @@
 Every theta[t] on the device; in a bank, with and without prefetch; in a bank with a pipeline. The same tasks, the same batches.
 """
 
-import dataclasses
-import json
-import platform
-import sys
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import jax
 import numpy as np
 import optax
-import tyro
 
 from experiments.devices import ensure_devices
-from experiments.results import ConfigError, check_writable, report
+from experiments.options import ConfigError, Flag, check_batch, check_figure, check_numbers, figure_file
+from experiments.results import Findings, columns, command
 from experiments.tasks.compare import WAYS, Group, Plan, compare
 from experiments.tasks.figure import tasks_figure
 from experiments.tasks.problem import CLASSES, make_problem
 from experiments.tasks.ways import Stages
-from jaxpp.errors import JaxppError
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.panel import available
-from jaxpp.schedule.draw.text import align
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.table import bytes_in_words
 from models.adapters import AdaptedMLP
@@ -35,8 +26,6 @@ from models.adapters import AdaptedMLP
 __all__ = ["Config", "ConfigError", "Result", "main", "run", "table"]
 
 DESCRIPTION = "Train many tasks with one trunk: every theta[t] on the device, or in a bank on the host."
-PACKAGES = ("jaxpp", "jax", "jaxlib", "flax", "optax", "scikit-learn")
-FORMATS = (".pdf", ".png", ".svg")
 
 
 @dataclass(frozen=True)
@@ -79,35 +68,22 @@ class Config:
     rounds: int = 12
     timed: int = 8
     warm_up: int = 4
-    wait: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    wait: Flag = False
     seed: int = 0
     figure: Path = Path("experiments/tasks/out/tasks.png")
-    no_figure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_figure: Flag = False
     json: Path | None = None
 
     def __post_init__(self):
-        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.type is int}
-        del numbers["seed"]
-        low = [f"--{name.replace('_', '-')} {value}" for name, value in numbers.items() if value < 1]
-        if min(self.tasks, default=0) < 1:
-            low.insert(0, f"--tasks {' '.join(map(str, self.tasks))}".rstrip())
-        if low:
-            raise ConfigError(f"{', '.join(low)}: counts start at 1. Fix: pass 1 or more.")
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: seeds start at 0. Fix: pass 0 or more.")
+        check_numbers(self)
         if not self.rate > 0:
             raise ConfigError(f"--rate {self.rate}: nothing is learned without a rate above 0. Fix: pass for example 0.003.")
-        if self.batch < self.microbatches:
-            raise ConfigError(
-                f"--batch {self.batch} --microbatches {self.microbatches}: each microbatch needs an example. "
-                f"Fix: pass a --batch of at least {self.microbatches}."
-            )
-        if not self.no_figure and self.figure.suffix not in FORMATS:
-            raise ConfigError(f"--figure {self.figure}: it ends in none of {', '.join(FORMATS)}. Fix: pass for example tasks.png.")
+        check_batch(self)
+        check_figure(self)
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Findings):
     """What a run found.
 
     Attributes:
@@ -115,20 +91,12 @@ class Result:
         groups: one a number of tasks.
         seconds: the whole run.
         figure: the file, if one was drawn.
-        devices: all there are.
-        versions: of Python and what was imported.
     """
 
     config: Config
     groups: tuple[Group, ...]
     seconds: float
     figure: Path | None
-    devices: tuple[str, ...]
-    versions: dict[str, str]
-
-    def to_json(self) -> str:
-        """One line: everything."""
-        return json.dumps(dataclasses.asdict(self), default=str)
 
 
 def run(config: Config) -> Result:
@@ -140,11 +108,7 @@ def run(config: Config) -> Result:
             ends with other bits than training without one.
     """
     began = time.perf_counter()
-    drawn = not config.no_figure and available()
-    if not (drawn or config.no_figure):
-        print('tasks: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
-    check_writable("--figure", config.figure if drawn else None)
-    check_writable("--json", config.json)
+    figure = figure_file("tasks", config)
     schedule = make_for_stages(config.schedule, num_stages=config.stages, num_microbatches=config.microbatches)
     ensure_devices(schedule.num_ranks)
     model = AdaptedMLP(width=config.width, depth=config.depth, rank=config.rank, num_classes=CLASSES)
@@ -155,37 +119,15 @@ def run(config: Config) -> Result:
             problem = make_problem(model, num_tasks, config.batch, config.order, config.seed)
             plan = Plan(config.steps * num_tasks, config.rounds, config.timed, config.warm_up, config.wait)
             groups.append(compare(problem, optax.adam(config.rate), stages, plan, bar))
-    if drawn:
-        tasks_figure(groups).savefig(config.figure)
-    return Result(
-        config=config,
-        groups=tuple(groups),
-        seconds=time.perf_counter() - began,
-        figure=config.figure if drawn else None,
-        devices=tuple(f"{device} {device.device_kind}" for device in jax.devices()),
-        versions={name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-    )
+    if figure:
+        tasks_figure(groups).savefig(figure)
+    return Result(config, tuple(groups), time.perf_counter() - began, figure)
 
 
 def table(result: Result) -> str:
     """The result as text: a row a way and number of tasks; and what moving a set costs."""
-    width = max(map(len, WAYS))
-    head = [
-        "T",
-        "way".ljust(width),
-        "device KiB",
-        "host KiB",
-        "step ms",
-        "host ms",
-        "ratio",
-        "accuracy",
-        "worst",
-        "best",
-        "programs",
-        "bits",
-    ]
-    cells = [head]
-    notes = []
+    numbers = ["device KiB", "host KiB", "step ms", "host ms", "ratio", "accuracy", "worst", "best", "programs", "bits"]
+    cells, notes = [["T", "way", *numbers]], []
     for group in result.groups:
         for row in group.rows:
             sizes = " + ".join(f"{size / 1024:,.0f}" for size in row.device_bytes if size)
@@ -193,21 +135,16 @@ def table(result: Result) -> str:
             right = (f"{100 * f(row.accuracies):.1f}%" for f in (np.mean, min, max))
             equal = {None: "", True: "equal"}[row.equal]
             programs = " + ".join(map(str, row.compiled))
-            name = row.way.ljust(width)
-            cells.append([str(group.num_tasks), name, sizes, f"{row.host_bytes / 1024:,.0f}", *times, *right, programs, equal])
+            cells.append([str(group.num_tasks), row.way, sizes, f"{row.host_bytes / 1024:,.0f}", *times, *right, programs, equal])
         step = group.rows[0].seconds
         notes.append(
             f"T={group.num_tasks}: a set is {bytes_in_words(group.set_bytes)}; to the device {1e3 * group.load:.2f} ms "
             f"({group.load / step:.2f} of a resident step), back {1e3 * group.store:.2f} ms ({group.store / step:.2f}); "
             f"virtual clock with prefetch: {group.clock:.3f}"
         )
-    return "\n".join([*align(cells), "", *notes])
+    return "\n".join([*columns(cells, left=(1,)), "", *notes])
 
 
 def main() -> None:
     """Read the command line, run, print the table, and write the line of JSON."""
-    try:
-        result = run(tyro.cli(Config, prog="python -m experiments.tasks", description=DESCRIPTION))
-    except (ConfigError, JaxppError) as error:
-        raise SystemExit("\n".join([f"tasks: {error}", *getattr(error, "__notes__", ())])) from None
-    report(table(result), result.to_json(), result.config.json, str(result.figure or ""))
+    command("tasks", Config, DESCRIPTION, run, table)

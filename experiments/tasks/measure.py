@@ -90,7 +90,7 @@ def seconds_to_move(params: Any, optimizer: Any, device: Any, times: int) -> tup
     Args:
         params: of a set.
         optimizer: of the bank.
-        device: likewise.
+        device: of the bank.
         times: sets moved.
     """
     bank = jaxpp.Bank(dict.fromkeys(range(2), params), optimizer, device=device, slots=1)  # one slot: each is brought anew

@@ -107,10 +107,10 @@ class Banked:
     """The same step; every theta[t] in a bank.
 
     Args:
-        problem: as for ``Resident``, and so are the three after it.
-        optimizer: likewise.
-        step: likewise.
-        device: likewise.
+        problem: as for ``Resident``.
+        optimizer: as for ``Resident``.
+        step: as for ``Resident``.
+        device: as for ``Resident``.
         prefetch: whether the next task's set is brought while a step computes.
     """
 
@@ -150,7 +150,7 @@ class Pipelined:
 
     Args:
         problem: as for ``Resident``.
-        optimizer: likewise.
+        optimizer: as for ``Resident``.
         device: of what is read.
         stages: how the pipeline is cut.
     """

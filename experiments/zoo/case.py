@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
-__all__ = ["Case", "cross_entropy"]
+__all__ = ["Case"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,3 @@ class Case:
     takes_key: bool = False
     has_state: bool = False
     weight: Callable[[Any], Any] | None = None
-
-
-def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
-    """The mean over all labels, in nats; in float32 at least."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, "float32"))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.zoo.case import Case, cross_entropy
+from experiments.problems import cross_entropy
+from experiments.zoo.case import Case
 from experiments.zoo.data import digits, held_out_batches, sampler
 from models.mlp import MLP
 from models.resnet import ResNet

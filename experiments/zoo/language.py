@@ -8,7 +8,8 @@ import optax
 from flax import nnx
 
 from experiments.lm import text
-from experiments.zoo.case import Case, cross_entropy
+from experiments.problems import cross_entropy
+from experiments.zoo.case import Case
 from experiments.zoo.data import HELD_OUT_BATCHES, LENGTH, PAD, VOCABULARY, corpus, held_out_batches, lines, sampler
 from models.gpt import GPT
 from models.nnx_gpt import NNXGPT

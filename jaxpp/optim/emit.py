@@ -11,7 +11,6 @@ from jaxpp.optim.place import Color, Update, opt_name
 from jaxpp.plan.builder import Draft, Name
 from jaxpp.plan.init_params import closed_function
 from jaxpp.plan.step import param_name
-from jaxpp.runtime.place import Submesh
 from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import aval_of, describe, shapes_of, variables
@@ -91,7 +90,7 @@ class _Drafter:
         self.packed: dict[Name, jax.ShapeDtypeStruct] = {}
         self.serial = 0
         places = [placement[name.stage] for name in names]
-        own = [isinstance(place, Submesh) and place.per_replica(name.ref) for place, name in zip(places, names, strict=True)]
+        own = [place.per_replica(name.ref) for place, name in zip(places, names, strict=True)]
         self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])
 
     def _result_colors(self) -> list[Color]:

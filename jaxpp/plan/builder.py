@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxpp.plan.plan import About, Instruction, Plan, Slots
 from jaxpp.runtime.compile import Job, Programs, free_inputs
-from jaxpp.runtime.place import Place, Submesh, home_of
+from jaxpp.runtime.place import Place
 from jaxpp.runtime.transfer import sender
 from jaxpp.schedule.action import Action
 from jaxpp.stages.cost import count_bytes
@@ -43,7 +43,7 @@ class Line(NamedTuple):
     Attributes:
         label: what it is, for people.
         job: the program that runs; None for a send, and where ``call`` runs.
-        device: where it runs, or where it sends to.
+        place: where it runs, or where it sends to.
         inputs: names of what it reads.
         outputs: names of what it writes.
         action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
     label: str
     job: Job | None
-    device: Place
+    place: Place
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     action: Action | None
@@ -65,6 +65,11 @@ class Line(NamedTuple):
             return self.action.stage
         named = self.outputs or self.inputs
         return named[0].stage if named else 0
+
+    @property
+    def device(self) -> Any:
+        """What users see of the place."""
+        return self.place.shown
 
     @property
     def is_send(self) -> bool:
@@ -120,7 +125,7 @@ class Draft:
     def send(self, label: str, source: Name, target: Name, device: Place, action: Action | None = None) -> None:
         """Make the value called ``source`` available on ``device`` as ``target``, sharded as such a value is there."""
         source = self.resolve(source)
-        if self.homes.get(source) == device and home_of(device, source.ref) == home_of(device, target.ref):
+        if self.homes.get(source) == device and device.home(source.ref) == device.home(target.ref):
             self._alias[target] = source
             return
         self.lines.append(Line(label, None, device, (source,), (target,), action))
@@ -161,7 +166,7 @@ class Draft:
             programs.compile(jobs, [given[number] for number in waiting], what)
             for number, job in zip(waiting, jobs, strict=True):
                 made = zip(job[0].outputs, self.lines[number].outputs, strict=True)
-                free = [isinstance(job[1], Submesh) and job[1].is_free(ref) for ref, _ in made]
+                free = [job[1].is_free(ref) for ref, _ in made]
                 if any(free):
                     shardings = programs.get(job, given[number]).output_shardings
                     triples = zip(self.lines[number].outputs, shardings, free, strict=True)
@@ -232,7 +237,7 @@ class Draft:
             if line.call is not None:
                 call = line.call
             elif line.job is None:
-                home = home_of(line.device, line.outputs[0].ref)
+                home = line.place.home(line.outputs[0].ref)
                 call = senders.setdefault(home, sender(home))
             elif checked is not None:
                 call = checked(line, call)

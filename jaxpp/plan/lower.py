@@ -26,7 +26,6 @@ from jaxpp.plan.builder import HOST, Draft, Name
 from jaxpp.plan.model_state import Passing
 from jaxpp.plan.stage_setup import draft_begin
 from jaxpp.plan.step import Job, grad_name, local_name, param_name, scale_name, state_name, total_name
-from jaxpp.runtime.place import Submesh
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.microbatch import Split, scale_dtype
@@ -167,7 +166,7 @@ def _total(draft: Draft, job: Job, stage: int) -> None:
     leaves = job.trained if job.trains else ()
     grads = [Ref(Role.GRAD, leaf) for leaf in leaves if job.owner[leaf] == stage]
     place = job.placement[stage]
-    own = [ref for ref in grads if isinstance(place, Submesh) and (Role.GRAD, ref.index) in place.own]
+    own = [ref for ref in grads if place.per_replica(total_name(stage, Role.GRAD, ref.index).ref)]
     _total_of_tasks(draft, job, stage, own)
     found = [(ref, job.params[ref.index]) for ref in grads if ref not in own]
     if stage == job.loss_stage:
@@ -176,7 +175,7 @@ def _total(draft: Draft, job: Job, stage: int) -> None:
         found += [(ref, aval) for ref, aval in totals if ref.role in (Role.LOSS, Role.AUX)]
     refs = [ref for ref, _ in found]
     names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
-    if not job.placement.meshed:
+    if job.placement.num_replicas == 1:
         for source, target in zip(*names, strict=True):
             draft.send("", source, target, place)  # another name for it
     elif found:
@@ -191,11 +190,11 @@ def _total(draft: Draft, job: Job, stage: int) -> None:
 def _total_of_tasks(draft: Draft, job: Job, stage: int, refs: Sequence[Ref]) -> None:
     """The gradients of tasks, each over the replicas that ran it."""
     place = job.placement[stage]
-    if not refs or not isinstance(place, Submesh):
+    if not refs:
         return
     scales = [] if job.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(job.sizes))]
     avals = [job.params[ref.index] for ref in refs]
-    mean = job.groups.mean(place, avals, [place.spec(ref) for ref in refs], len(scales))
+    mean = job.groups.mean([place.sharding(ref) for ref in (*refs, *(name.ref for name in scales))], avals)
     totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
     draft.call(f"total of tasks stage {stage}", mean, place, [*(Name(stage, ref) for ref in refs), *scales], totals)
 
@@ -247,7 +246,7 @@ def _reduce(draft: Draft, job: Job) -> None:
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
             output = total_name(stage, Role.AUX, ref.index)
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
-            if job.placement.meshed:
+            if job.placement.num_replicas > 1:
                 program = _across(program, job.placement.num_replicas, job.split)
             draft.compute(f"reduce aux {ref.index}", program, job.placement[stage], names, [output], ())
 

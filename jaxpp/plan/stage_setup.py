@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxpp.plan.builder import Draft, Name
 from jaxpp.plan.step import Job, local_name
-from jaxpp.runtime.place import home_of
 from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.microbatch import fold_keys, scale_dtype, slice_batch
@@ -79,9 +78,9 @@ def _keys(draft: Draft, job: Job, stage: int, part: Any) -> None:
     if not job.read(stage, Role.KEY):
         return
     names, shapes = [Name(stage, Ref(Role.KEY))], [job.key]
-    if job.placement.meshed:
+    if job.placement.num_replicas > 1:
         replica = Name(stage, Ref(Role.REPLICA))
-        draft.constants[replica] = put(np.arange(job.placement.num_replicas), job.placement[stage].on_data)
+        draft.constants[replica] = put(np.arange(job.placement.num_replicas), job.placement[stage].home(replica.ref))
         names, shapes = [*names, replica], [*shapes, jax.ShapeDtypeStruct((), draft.constants[replica].dtype)]
     count = len(job.sizes)
     part(
@@ -111,7 +110,7 @@ def _scales(draft: Draft, job: Job, stage: int, part: Any) -> None:
         if job.split.num_idle:
             shares = np.full(replicas, job.sizes[-1] / total, scale_dtype())
             shares[replicas - job.split.num_idle :] = 0
-            draft.constants[Name(stage, Ref(Role.SCALE), count - 1)] = put(shares, home_of(place, Ref(Role.SCALE)))
+            draft.constants[Name(stage, Ref(Role.SCALE), count - 1)] = put(shares, place.home(Ref(Role.SCALE)))
         return
     source = Name(job.loss_stage, Ref(Role.SCALE))
     if stage == job.loss_stage:

@@ -12,12 +12,12 @@ from typing import Any
 from jaxpp.plan.builder import Name
 from jaxpp.plan.weights import Weights
 from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.replica_groups import Groups
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
-from jaxpp.tasks.replica_groups import Groups
 
 __all__ = ["Job", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
 

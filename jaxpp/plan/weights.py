@@ -63,7 +63,7 @@ def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], spl
     """
     parts = split.sizes
     leaves, tree = jax.tree.flatten(batch)
-    lead = (placement.num_replicas,) if placement.meshed else ()
+    lead = (placement.num_replicas,) if placement.num_replicas > 1 else ()
     leaves = [
         leaf if k in shared else jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, weak_type=leaf.weak_type)
         for k, leaf in enumerate(leaves)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import jax
 import jax.numpy as jnp
 
-from jaxpp.runtime.place import Place, Submesh, aval_on, jitted
+from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.stages.program import Program, Ref, Role
 
@@ -138,15 +138,15 @@ class Programs:
 def free_inputs(job: Job) -> list[int]:
     """The arguments of a program whose sharding the compiler chose when it made them."""
     program, place, _ = job
-    return [k for k, ref in enumerate(program.inputs) if place.is_free(ref)] if isinstance(place, Submesh) else []
+    return [k for k, ref in enumerate(program.inputs) if place.is_free(ref)]
 
 
 def _lower(job: Job, given: Shardings) -> Any:
     program, place, donated = job
     chosen = dict(zip(free_inputs(job), given, strict=True))
     pairs = enumerate(zip(program.inputs, program.avals, strict=True))
-    avals = [aval_on(place, ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
-    return jitted(program, place, donated).lower(*avals)
+    avals = [place.aval(ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
+    return place.jit(program, donated).lower(*avals)
 
 
 def _text(job: Job, given: Shardings, lowered: Any) -> Any:

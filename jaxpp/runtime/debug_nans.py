@@ -21,7 +21,6 @@ from jax.extend.core import JaxprEqn
 from jaxpp.errors import NonFiniteError
 from jaxpp.plan.builder import Line
 from jaxpp.plan.step import Job
-from jaxpp.runtime.place import Submesh
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import describe, source_frames, variables
 from jaxpp.stages.program import Ref, Role
@@ -165,7 +164,7 @@ class Checked:
 def _rows(program: Any, place: Any, args: Sequence[Any]) -> Iterator[list[Any]]:
     """The arguments as the program sees them: once, or once a replica."""
     host = [np.asarray(arg) for arg in args]
-    own = [isinstance(place, Submesh) and not program.spans and place.per_replica(ref) for ref in program.inputs]
+    own = [not program.spans and place.per_replica(ref) for ref in program.inputs]
     for replica in range(place.num_replicas if any(own) else 1):
         yield [arg[replica] if mine else arg for arg, mine in zip(host, own, strict=True)]
 

@@ -2,16 +2,16 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp.options import Settings
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.place import devices_of
+from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.transfer import put
+from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.trace import key_implementation
 from jaxpp.stages.program import Program
@@ -22,23 +22,23 @@ __all__ = ["clock_of", "stage_times"]
 _RUNS = 5
 
 
-def stage_times(cut: CutLoss, settings: Settings, programs: Programs) -> list[float]:
+def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs) -> list[float]:
     """Seconds that one microbatch takes on each stage, forward and backward.
 
     The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those.
 
     Args:
         cut: the loss, cut.
-        settings: which actions the schedule has, and where the stages live.
+        kinds: of the backwards that the schedule has: B, or I and W.
+        places: where the stages live.
         programs: compiles and keeps the programs; they serve the pipeline afterwards if it is not cut elsewhere.
     """
-    kinds = {str(action.kind) for action in settings.schedule.order} - {"F"}
     jobs: list[list[Any]] = []
-    for code, place in zip(cut.stages, settings.placement.places, strict=True):
+    for code, place in zip(cut.stages, places, strict=True):
         mine = [code.forward, *(backward.then for kind, backward in code.backward.items() if kind in kinds)]
-        jobs.append([(program, devices_of(place)[0], program.donated) for program in mine])
+        jobs.append([(program, OneDevice(place.devices[0]), program.donated) for program in mine])
     programs.compile(job for stage in jobs for job in stage)
-    return [sum(_seconds(programs[job], job[0], job[1]) for job in stage) for stage in jobs]
+    return [sum(_seconds(programs[job], job[0], job[1].device) for job in stage) for stage in jobs]
 
 
 def _seconds(call: Any, program: Program, device: Device) -> float:

@@ -1,4 +1,7 @@
-"""A rank that is several devices: replicas along ``data``, shards of the parameters along ``model``.
+"""Places: the device, or the devices, on which a stage lives.
+
+A stage lives on one device (``OneDevice``), or on a sub-mesh of several (``Submesh``): replicas along ``data``, shards of the
+parameters along ``model``. Both are a ``Place``, so that nothing else asks which it is.
 
 Everything else in jaxpp speaks of one replica: its part of a microbatch, its shapes. Here one program becomes that of all replicas.
 What each replica has of its own (activations, residuals, gradients not yet summed) is one array with the replicas as its first
@@ -7,54 +10,174 @@ share (parameters, optimizer state) is the same on each. Along ``model`` the com
 sharded.
 """
 
-from collections.abc import Callable, Sequence
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Device
+from jaxpp.types import Aval, Device, Home, Leaf
 
-__all__ = ["DATA", "MODEL", "Place", "Submesh", "aval_on", "bytes_on", "devices_of", "home_of", "jitted", "leading"]
+__all__ = ["DATA", "MODEL", "OneDevice", "Own", "Place", "Submesh", "devices_of"]
 
 DATA, MODEL = "data", "model"
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})
-"""Values that only their own stage reads: sharded over ``model`` as the compiler likes."""
+"""Values that only their own stage reads: the compiler shards them over ``model`` as it likes."""
+
+Own = frozenset[tuple[Role, int]]
+"""The parameters, gradients and optimizer leaves of which each replica has its own, by role and number."""
+
+
+class Place(abc.ABC):
+    """Where a stage lives: as far as nothing else is said, one replica that shards nothing.
+
+    Equal places are the same devices, which hold the same values sharded alike.
+    """
+
+    own: Own = frozenset()
+    """The parameters, gradients and optimizer leaves of which each replica has its own."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple[Device, ...]:
+        """Its devices."""
+
+    @property
+    @abc.abstractmethod
+    def shown(self) -> "Device | Submesh":
+        """What users see of it: the device, or the sub-mesh."""
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """The axes along which its devices can communicate; one device has none."""
+        return {}
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas share the work of a microbatch."""
+        return self.axis_sizes.get(DATA, 1)
+
+    @property
+    def num_shards(self) -> int:
+        """How many devices share the parameters of a replica's stage."""
+        return self.axis_sizes.get(MODEL, 1)
+
+    def per_replica(self, ref: Ref) -> bool:
+        """Whether each replica has a value of its own; it then has the replicas as its first axis."""
+        return self.num_replicas > 1 and (ref.per_replica or (ref.role, ref.index) in self.own)
+
+    def leading(self, ref: Ref) -> tuple[int, ...]:
+        """The axes that a value has here before those of one replica's."""
+        return (self.num_replicas,) if self.per_replica(ref) else ()
+
+    @abc.abstractmethod
+    def sharding(self, ref: Ref) -> Sharding:
+        """How a value is sharded."""
+
+    def home(self, ref: Ref) -> Home:
+        """Where ``jax.device_put`` brings a value that is to be here."""
+        return self.sharding(ref)
+
+    def is_free(self, ref: Ref) -> bool:
+        """Whether the compiler decides how a value is sharded."""
+        return ref.role in _FREE and self.num_shards > 1
+
+    def replica(self, number: int) -> "Place":  # noqa: ARG002  (there is one)
+        """The devices of one replica, as a place of its own."""
+        return self
+
+    def with_values(self, **known: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
+        """The same devices, told more of the values that live there: ``Submesh.specs``, ``opt_specs``, ``own``."""
+        return self
+
+    def aval(self, ref: Ref, aval: Aval, sharding: Sharding | None = None, *, lead: bool = True) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of a value here; with ``lead`` the shape given is that of one replica."""
+        shape = (*self.leading(ref), *aval.shape) if lead else aval.shape
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding or self.sharding(ref))
+
+    def num_bytes(self, ref: Ref, aval: Aval, sharding: Sharding | None = None) -> int:
+        """Bytes on each device of a value whose shape is given as one replica has it."""
+        shape = (sharding or self.sharding(ref)).shard_shape((*self.leading(ref), *aval.shape))
+        return count_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
+
+    def jit(self, program: Program, donated: Sequence[int]) -> "jax.stages.Wrapped":
+        """A program as ``jax.jit`` runs it here, given all its arguments, read or not."""
+        outs = [None if self.is_free(ref) else self.sharding(ref) for ref in program.outputs]
+        function = _called(program.name, self._of_all(program))
+        return jax.jit(function, donate_argnums=donated, out_shardings=outs, keep_unused=True)
+
+    def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
+        """The function of a program, for all replicas."""
+        return program.function
 
 
 @dataclass(frozen=True)
-class Submesh:
-    """The devices of one rank.
+class OneDevice(Place):
+    """A place of one device."""
+
+    device: Device
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device."""
+        return (self.device,)
+
+    @property
+    def shown(self) -> Device:
+        """The device."""
+        return self.device
+
+    def sharding(self, ref: Ref) -> SingleDeviceSharding:  # noqa: ARG002
+        """On the device, as every value."""
+        return SingleDeviceSharding(self.device)
+
+    def home(self, ref: Ref) -> Device:  # noqa: ARG002
+        """The device itself, which ``jax.device_put`` takes quicker than a sharding."""
+        return self.device
+
+
+@dataclass(frozen=True)
+class Submesh(Place):
+    """A place of several devices.
 
     Attributes:
         mesh: axes ``data`` and ``model``.
         specs: how each parameter leaf is sharded over ``model``; nothing is unless given.
-        opt_specs: the same for optimizer leaves.
-        own: the parameters, gradients and optimizer leaves of which each replica has its own, by role and number.
+        opt_specs: how each optimizer leaf is sharded.
+        own: the parameters, gradients and optimizer leaves of which each replica has its own.
     """
 
     mesh: Mesh
     specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
     opt_specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
-    own: frozenset[tuple[Role, int]] = field(default_factory=frozenset, hash=False)
+    own: Own = field(default=frozenset(), hash=False)
 
     def __str__(self) -> str:
-        ids = " ".join(str(device.id) for device in self.mesh.devices.flat)
+        ids = " ".join(str(device.id) for device in self.devices)
         shape = " x ".join(f"{size} {axis}" for axis, size in self.mesh.shape.items() if size > 1)
-        return f"{self.mesh.devices.flat[0].platform}:{ids} ({shape or '1 device'})"
+        return f"{self.devices[0].platform}:{ids} ({shape or '1 device'})"
 
     @property
-    def num_replicas(self) -> int:
-        """How many replicas there are."""
-        return self.mesh.shape[DATA]
+    def devices(self) -> tuple[Device, ...]:
+        """Row by row of the mesh."""
+        return tuple(self.mesh.devices.flat)
 
-    def per_replica(self, ref: Ref) -> bool:
-        """Whether each replica has its own."""
-        return ref.per_replica or (ref.role, ref.index) in self.own
+    @property
+    def shown(self) -> "Submesh":
+        """Itself."""
+        return self
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """Those of the mesh."""
+        return self.mesh.shape
 
     def spec(self, ref: Ref) -> PartitionSpec:
         """How a value is sharded over ``model``."""
@@ -62,89 +185,48 @@ class Submesh:
         return specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
 
     def sharding(self, ref: Ref) -> NamedSharding:
-        """How a value is sharded."""
+        """Over ``data`` where each replica has its own, and over ``model`` as ``spec`` says."""
         spec = self.spec(ref)
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 
-    def is_free(self, ref: Ref) -> bool:
-        """Whether the compiler decides how a value is sharded."""
-        return ref.role in _FREE and self.mesh.shape[MODEL] > 1
+    def replica(self, number: int) -> "Submesh":
+        """A sub-mesh of one row."""
+        return dataclasses.replace(self, mesh=Mesh(self.mesh.devices[number : number + 1], (DATA, MODEL)))
 
-    @cached_property
-    def on_data(self) -> NamedSharding:
-        """Replicas along the first axis."""
-        return NamedSharding(self.mesh, PartitionSpec(DATA))
+    def with_values(self, **known: object) -> "Submesh":
+        """With these attributes."""
+        return dataclasses.replace(self, **known)
 
+    def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
+        reads, writes = ([self.per_replica(ref) for ref in refs] for refs in (program.inputs, program.outputs))
+        if program.spans or not any((*reads, *writes)):
+            return program.function
+        split, whole = PartitionSpec(DATA), PartitionSpec()
 
-Place = Device | Submesh
-"""Where a stage lives."""
+        def of_one(*args: Leaf) -> list[Leaf]:
+            results = program.function(*(arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)))
+            return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
-
-def devices_of(place: Place) -> tuple[Device, ...]:
-    """The devices of a place."""
-    return tuple(place.mesh.devices.flat) if isinstance(place, Submesh) else (place,)
-
-
-def home_of(place: Place, ref: Ref) -> Any:
-    """Where a value goes to be at a place: a device, or a sharding."""
-    return place.sharding(ref) if isinstance(place, Submesh) else place
-
-
-def leading(place: Place, ref: Ref) -> tuple[int, ...]:
-    """The axes that a value has at a place before its own."""
-    return (place.num_replicas,) if isinstance(place, Submesh) and place.per_replica(ref) else ()
-
-
-def aval_on(place: Place, ref: Ref, aval: Any, sharding: Any = None, *, lead: bool = True) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a value at a place; with ``lead`` the shape given is that of one replica."""
-    home = sharding or home_of(place, ref)
-    home = home if isinstance(home, NamedSharding) else SingleDeviceSharding(place)
-    return jax.ShapeDtypeStruct((*(leading(place, ref) if lead else ()), *aval.shape), aval.dtype, sharding=home)
+        return jax.shard_map(
+            of_one,
+            mesh=self.mesh,
+            in_specs=tuple(split if mine else whole for mine in reads),
+            out_specs=[split if mine else whole for mine in writes],
+            axis_names={DATA},
+            check_vma=False,
+        )
 
 
-def bytes_on(place: Place, ref: Ref, aval: Any, sharding: Any = None) -> int:
-    """Bytes of a value on each device of a place."""
-    if not isinstance(place, Submesh):
-        return count_bytes(aval)
-    shape = (sharding or place.sharding(ref)).shard_shape((*leading(place, ref), *aval.shape))
-    return count_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
+def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:
+    """The devices of what users see of a place."""
+    return shown.devices if isinstance(shown, Submesh) else (shown,)
 
 
-def jitted(program: Program, place: Place, donated: Sequence[int]) -> Any:
-    """A program as ``jax.jit`` runs it at a place, given all its arguments, read or not."""
-    if not isinstance(place, Submesh):
-        home, function = SingleDeviceSharding(place), _called(program.name, program.function)
-        return jax.jit(function, donate_argnums=donated, out_shardings=home, keep_unused=True)
-    outs = [None if place.is_free(ref) else place.sharding(ref) for ref in program.outputs]
-    ours = any(map(place.per_replica, (*program.inputs, *program.outputs)))
-    function = _each(program, place) if ours and not program.spans else program.function
-    return jax.jit(_called(program.name, function), donate_argnums=donated, out_shardings=outs, keep_unused=True)
-
-
-def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _called(name: str, function: Callable[..., list[Leaf]]) -> Callable[..., list[Leaf]]:
     """The function by another name, by which the compiler and its traces call it."""
 
-    def run(*args: Any) -> Any:
-        return function(*args)
+    def run(*args: Leaf) -> list[Leaf]:
+        return list(function(*args))
 
     run.__name__ = run.__qualname__ = name
     return run
-
-
-def _each(program: Program, place: Submesh) -> Any:
-    """A program of one replica, run on each."""
-    reads, writes = ([place.per_replica(ref) for ref in refs] for refs in (program.inputs, program.outputs))
-    split, whole = PartitionSpec(DATA), PartitionSpec()
-
-    def of_one(*args: Any) -> list[Any]:
-        results = program.function(*(arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)))
-        return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
-
-    return jax.shard_map(
-        of_one,
-        mesh=place.mesh,
-        in_specs=tuple(split if mine else whole for mine in reads),
-        out_specs=[split if mine else whole for mine in writes],
-        axis_names={DATA},
-        check_vma=False,
-    )

@@ -1,6 +1,5 @@
 """Where each stage lives: the schedule says which rank, the placement which device, or which devices."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.arguments import check_devices
-from jaxpp.runtime.place import DATA, MODEL, Place, Submesh
+from jaxpp.errors.checks import check_devices
+from jaxpp.runtime.place import DATA, MODEL, OneDevice, Place, Submesh
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Device
@@ -36,25 +35,23 @@ class Placement:
         return self.places[stage]
 
     @property
-    def meshed(self) -> bool:
-        """Whether ranks are sub-meshes."""
-        return isinstance(self.places[0], Submesh)
-
-    @property
     def num_replicas(self) -> int:
         """How many replicas share the work of a microbatch."""
-        return self.places[0].num_replicas if self.meshed else 1
+        return self.places[0].num_replicas
 
     @property
     def num_shards(self) -> int:
         """How many devices share the parameters of a replica's stage."""
-        return self.places[0].mesh.shape[MODEL] if self.meshed else 1
+        return self.places[0].num_shards
 
-    def with_values(self, **known: Any) -> "Placement":
+    @property
+    def ranks_shown(self) -> tuple[Device | Submesh, ...]:
+        """What users see of the place of each rank."""
+        return tuple(place.shown for place in self.by_rank)
+
+    def with_values(self, **known: object) -> "Placement":
         """The same places, told more of the values that live there (``Submesh.specs``, ``opt_specs``, ``own``)."""
-        if not self.meshed:
-            return self
-        return Placement(*(tuple(dataclasses.replace(p, **known) for p in places) for places in (self.places, self.by_rank)))
+        return Placement(*(tuple(place.with_values(**known) for place in places) for places in (self.places, self.by_rank)))
 
 
 def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
@@ -63,9 +60,7 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
     return Placement(tuple(by_rank[rank] for rank in schedule.stage_to_rank), by_rank)
 
 
-def submeshes(
-    devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int
-) -> tuple[Device, ...] | tuple[Submesh, ...]:
+def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int) -> tuple[Place, ...]:
     """The place of each rank, from the first; cycled by ``place`` if there are fewer.
 
     Args:
@@ -83,7 +78,7 @@ def submeshes(
     if mesh is None:
         found = check_devices(devices)
         if data_parallel == 1:
-            return found
+            return tuple(map(OneDevice, found))
         if len(set(found)) < len(found):
             where, got = f"devices, data_parallel={data_parallel}", ", ".join(map(str, found))
             raise ArgumentError(where, "replicas of a stage have a device each", got, "name each device once")
@@ -102,7 +97,7 @@ def submeshes(
             raise ArgumentError("mesh", rule, "devices or data_parallel too", "leave devices and data_parallel out")
         grid = _grid(mesh, num_ranks)
     if grid.shape[1:] == (1, 1):
-        return tuple(grid.ravel())
+        return tuple(map(OneDevice, grid.flat))
     return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import StateError
-from jaxpp.runtime.place import Place, Submesh, leading
+from jaxpp.runtime.place import Place
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
 from jaxpp.types import Array, Device
@@ -61,9 +61,8 @@ def put(value: Any, device: Any) -> Array:
 
 def put_at(place: Place, ref: Ref, value: Any) -> Array:
     """A fresh copy of ``value`` at a place; on every replica, where each has its own."""
-    if not isinstance(place, Submesh):
-        return put(value, place)
-    return put(jnp.broadcast_to(value, (*leading(place, ref), *np.shape(value))), place.sharding(ref))
+    leading = place.leading(ref)
+    return put(jnp.broadcast_to(value, (*leading, *np.shape(value))) if leading else value, place.home(ref))
 
 
 def private(value: Any) -> Any:

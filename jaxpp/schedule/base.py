@@ -1,9 +1,9 @@
 """A schedule: which rank does which action in which order, as plain data.
 
-Problem: a schedule written as a loop with side effects cannot be checked, drawn or compared. Idea: it is a value, one row of
-actions a rank. Mechanism: the constructor replays the rows on a clock where F, I and W take one slot and B two; what cannot be
-replayed (an action missing, doubled, on the wrong rank, or waiting for ever) is refused there, so every ``Schedule`` that exists
-runs.
+Problem: a schedule written as a loop with side effects cannot be checked, drawn or compared. Idea: it is a value, a row of actions
+for each rank. Mechanism: the constructor checks that every action is there once, on the right rank, and replays the rows
+on a clock where F, I and W take one slot and B takes two. Rows that wait for one another for ever are refused, so every
+``Schedule`` that exists can run.
 """
 
 import itertools
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
+from jaxpp.errors.tracebacks import entries
 from jaxpp.schedule.action import Action
-from jaxpp.schedule.clock import UNIT, Number, Row, Times, bars, replay
+from jaxpp.schedule.clock import UNIT, Number, Row, Times, Timing, bars, replay
 from jaxpp.schedule.deadlock import check_runs
 from jaxpp.schedule.draw.text import Drawing, Drawn
-from jaxpp.schedule.validate import check_complete, check_owners, count, owners, read
-from jaxpp.tracebacks import entries
+from jaxpp.schedule.validate import check_complete, check_owners, count, infer_owners, read_rows
 
 __all__ = ["Schedule"]
 
@@ -55,11 +55,11 @@ class Schedule(Drawn):
     """Start and end of every action on the unit clock, an as-soon-as-possible replay of the rows."""
 
     def __post_init__(self):
-        rows = read(self.name, self.rows)
+        rows = read_rows(self.name, self.rows)
         object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "stage_to_rank", check_owners(self.name, self.stage_to_rank, len(rows)) or owners(rows))
+        object.__setattr__(self, "stage_to_rank", check_owners(self.name, self.stage_to_rank, len(rows)) or infer_owners(rows))
         check_complete(self.name, rows, self.stage_to_rank, self.num_microbatches)
-        times = replay(rows, self.stage_to_rank, self.num_microbatches, lambda action: UNIT[action.kind])
+        times = replay(rows, self.stage_to_rank, Timing({action: UNIT[action.kind] for row in rows for action in row}))
         check_runs(self.name, rows, self.stage_to_rank, times)
         object.__setattr__(self, "times", times)
 

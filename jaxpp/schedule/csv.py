@@ -9,9 +9,9 @@ import os
 import re
 
 from jaxpp.errors import ScheduleError, shown
+from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, parse
 from jaxpp.schedule.base import Schedule
-from jaxpp.tracebacks import entry
 
 __all__ = ["from_csv"]
 

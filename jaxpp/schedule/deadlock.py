@@ -1,12 +1,12 @@
-"""The third law: the rows do not wait for one another in a circle; and if they do, the shortest such circle."""
+"""Rows that wait for one another for ever: the shortest cycle of such waits, for the message."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.clock import Row, Times, dependencies
-from jaxpp.schedule.validate import picture
+from jaxpp.schedule.validate import mark_cells
 
 __all__ = ["check_runs"]
 
@@ -14,10 +14,10 @@ _MOST_ROOTS = 1000
 
 
 def check_runs(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], times: Times) -> None:
-    """Law 3, given how far a replay came.
+    """Check that a replay came to the end of every row.
 
     Raises:
-        ScheduleError: with the shortest circle of actions that wait for one another (see ``shortest_cycle``), marked in the rows.
+        ScheduleError: with the shortest cycle of actions that wait for one another (see ``shortest_cycle``), marked in the rows.
     """
     begun = [len(starts) for starts in times.starts]
     if begun == [len(row) for row in rows]:
@@ -29,12 +29,12 @@ def check_runs(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], tim
         "the rows must not wait for one another in a circle",
         [f"{action} {link}" for action, link in cycle.items()],
         "order each row so that what an action needs can run before it",
-        picture(rows, cells, {}),
+        mark_cells(rows, cells, {}),
     )
 
 
 class _Link(NamedTuple):
-    """What an action waits for: because it depends on it, or because that stands before it in its row."""
+    """What an action waits for: something that it depends on, or something that stands before it in its row."""
 
     need: Action
     depends: bool
@@ -55,53 +55,43 @@ class _Stuck:
     def shortest_cycle(self) -> dict[Action, _Link]:
         """The fewest actions of which each waits for the next and the last for the first.
 
-        In a table with more than a thousand stuck actions: two of one row, or the fewest through the first stuck action of a rank,
-        for there is always such a circle.
+        In a table with more than a thousand stuck actions: two actions of one row, or the shortest cycle through the first stuck
+        action of a rank, which always exists.
         """
         best = self._inverted()
-        if best is None:
+        if not best:
             heads = [row[0] for row in self.rows if row]
             for root in heads if len(self.place) > _MOST_ROOTS else self.place:
-                best = self._cycle(root, len(best or self.place) + (best is None)) or best
-        assert best is not None, "rows that are stuck wait in a circle"
+                best = self._cycle(root, len(best) or len(self.place) + 1) or best
         return best
 
-    def _inverted(self) -> dict[Action, _Link] | None:
-        """Two actions of one row, of which the first needs the second."""
+    def _inverted(self) -> dict[Action, _Link]:
+        """Two actions of one row, the first of which needs the second; nothing if there are none."""
         for action, (rank, k) in self.place.items():
             for need in self.needs[action]:
                 if self.place[need] > (rank, k) and self.place[need][0] == rank:
                     return {action: _Link(need, True), need: _Link(action, False)}
-        return None
+        return {}
 
-    def _cycle(self, root: Action, limit: int) -> dict[Action, _Link] | None:
-        """The shortest cycle through ``root``, if it has fewer than ``limit`` actions."""
-        reached: dict[Action, tuple[Action, bool] | None] = {root: None}
-        behind = [0] * len(self.rows)  # how many actions of each row have been reached from one that stands after them
+    def _cycle(self, root: Action, limit: int) -> dict[Action, _Link]:
+        """The shortest cycle through ``root`` of fewer than ``limit`` actions; nothing if there is none."""
+        paths: dict[Action, dict[Action, _Link]] = {root: {}}
+        behind = [0] * len(self.rows)  # how many actions of each row have been reached from an action that stands after them
         level = [root]
         for _ in range(limit - 1):
             further: list[Action] = []
             for action in level:
-                for need, depends in self._waits(action, behind):
-                    if need == root:
-                        return _walk_back(reached, action, _Link(root, depends))
-                    if need not in reached:
-                        reached[need] = (action, depends)
-                        further.append(need)
+                for link in self._waits(action, behind):
+                    if link.need == root:
+                        return {**paths[action], action: link}
+                    if link.need not in paths:
+                        paths[link.need] = {**paths[action], action: link}
+                        further.append(link.need)
             level = further
-        return None
+        return {}
 
     def _waits(self, action: Action, behind: list[int]) -> Iterator[_Link]:
         yield from (_Link(need, True) for need in self.needs[action])
         rank, k = self.place[action]
         yield from (_Link(before, False) for before in self.rows[rank][behind[rank] : k])
         behind[rank] = max(behind[rank], k)
-
-
-def _walk_back(reached: Mapping[Action, tuple[Action, bool] | None], last: Action, closing: _Link) -> dict[Action, _Link]:
-    """The cycle that ``closing`` closes at ``last``, from its first action on."""
-    links = [(last, closing)]
-    while (step := reached[links[-1][0]]) is not None:
-        before, depends = step
-        links.append((before, _Link(links[-1][0], depends)))
-    return dict(reversed(links))

@@ -1,57 +1,56 @@
-"""The virtual clock of sets that are brought in for a step each: what loading costs, and what hides it.
+"""The virtual clock for parameter sets that are loaded for one step each: what loading costs, and what hides it.
 
-Steps compute one after another, each with a set of its own that is on the host before and after. One engine copies to the device
-and one from it, both beside the computation::
+Steps compute one after another, each with a set of its own, which is on the host before and after the step. One copy engine loads
+sets to the device and another stores them to the host, both while the device computes::
 
     load        L0  L1      L2  L3
     compute         C0  C1      C2  C3
     store               S0  S1      S2  S3        two slots: L2 waits until S0 has freed a slot
 
-A load waits for the engine and for a slot; a step for its set and for the step before; a store for its step, and its slot is free
-once it is done. With ``slots`` sets on the device a step takes, in the long run, the longest of ``compute``, ``load``, ``store``
-and ``(load + compute + store) / slots``.
+A load waits for its engine and for a free slot; a step waits for its set and for the step before; a store waits for its step, and
+frees the slot when it ends. With ``slots`` sets on the device a step takes, in the long run, the longest of ``compute``, ``load``,
+``store`` and ``(load + compute + store) / slots``.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.clock import Number
 
 __all__ = ["PrefetchSimulation", "simulate_prefetch"]
 
+_Span = tuple[Number, Number]
+
 
 @dataclass(frozen=True)
 class PrefetchSimulation:
-    """Steps with a set each on the virtual clock.
+    """Steps on the virtual clock, each with a parameter set of its own.
 
     Attributes:
         loads: start and end of each load.
-        steps: of each step.
-        stores: of each store.
+        steps: start and end of each step.
+        stores: start and end of each store.
     """
 
-    loads: tuple[tuple[Number, Number], ...]
-    steps: tuple[tuple[Number, Number], ...]
-    stores: tuple[tuple[Number, Number], ...]
+    loads: tuple[_Span, ...]
+    steps: tuple[_Span, ...]
+    stores: tuple[_Span, ...]
 
     @property
     def makespan(self) -> Number:
-        """From the start of the first load to the end of the last step; the last stores run on behind it."""
+        """From the start of the first load to the end of the last step; the last stores may end later."""
         return self.steps[-1][1]
 
     @property
     def busy(self) -> Number:
-        """Time the device computes: the makespan if all sets were on it."""
-        total: Any = sum(end - start for start, end in self.steps)
-        return total
+        """Time in which the device computes: the makespan if all sets were on the device."""
+        return sum(end - start for start, end in self.steps)
 
     @property
     def idle(self) -> Number:
-        """Time it waits for a set."""
-        total: Any = self.makespan - self.busy
-        return total
+        """Time in which the device waits for a set."""
+        return self.makespan - self.busy
 
 
 def simulate_prefetch(
@@ -61,14 +60,14 @@ def simulate_prefetch(
     store: Number | Sequence[Number] = 0,
     slots: int = 2,
 ) -> PrefetchSimulation:
-    """Run steps, each with another set, on the virtual clock; the next sets are prefetched as soon as a slot is free.
+    """Run steps, each with another parameter set, on the virtual clock; the next sets are loaded as soon as a slot is free.
 
     Args:
-        num_steps: how many.
+        num_steps: how many steps.
         compute: time of a step, one number or one a step; any unit, the same for all.
-        load: time to bring its set to the device, likewise.
-        store: time to write it back, likewise.
-        slots: sets the device has room for; with 1 nothing is prefetched.
+        load: time to load the set of a step, one number or one a step.
+        store: time to store the set of a step, one number or one a step.
+        slots: how many sets the device has room for; with 1 nothing is prefetched.
 
     Raises:
         ScheduleError: fewer than one step or slot, or a time that is negative or not one a step.
@@ -90,10 +89,12 @@ def simulate_prefetch(
         raise ScheduleError(
             "simulate_prefetch(...)", rule, wrong, f"pass one number, or {num_steps} of them; slots=2 prefetches one"
         )
-    loads: list[tuple[Any, Any]] = []
-    steps: list[tuple[Any, Any]] = []
-    stores: list[tuple[Any, Any]] = []
-    loaded = computed = stored = 0
+    loads: list[_Span] = []
+    steps: list[_Span] = []
+    stores: list[_Span] = []
+    loaded: Number = 0
+    computed: Number = 0
+    stored: Number = 0
     for k, (work, bring, write) in enumerate(zip(*lists.values(), strict=True)):
         begin = max(loaded, stores[k - slots][1]) if k >= slots else loaded
         loaded = begin + bring

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jaxpp.errors import ScheduleError
+from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.generators.dualpipe_v import dualpipe_v
 from jaxpp.schedule.generators.gpipe import gpipe
@@ -17,7 +18,6 @@ from jaxpp.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpp.schedule.generators.v_shape import v_half, v_min, zb_v
 from jaxpp.schedule.generators.zero_bubble import zb_h1, zb_h2
 from jaxpp.schedule.validate import is_count
-from jaxpp.tracebacks import entry
 
 __all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]
 

@@ -1,30 +1,30 @@
-"""The laws of a schedule, and what to say when one is broken.
+"""The rules that a schedule obeys, and the message when one is broken.
 
 1. Each stage runs each microbatch's forward once, and its backward once: one B, or one I and one W.
-2. It runs them on the rank that owns the stage.
-3. The rows do not wait for one another in a circle (``circles``).
+2. Each stage runs them on the rank that owns the stage.
+3. The rows do not wait for one another in a cycle (``deadlock``).
 
-Numbers have no gaps: with stages 0, 1 and 5, stage 5 is out of range.
+Stages and microbatches are numbered without gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
 
 import itertools
 import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.clock import Row
 
-__all__ = ["check_complete", "check_owners", "count", "is_count", "owners", "picture", "read"]
+__all__ = ["check_complete", "check_owners", "count", "infer_owners", "is_count", "mark_cells", "read_rows"]
 
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
 _RUN = 8
 
 
-def is_count(value: Any, least: int = 0) -> bool:
+def is_count(value: object, least: int = 0) -> bool:
     """Whether a value is a whole number, NumPy's included, of at least ``least``."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
@@ -37,7 +37,7 @@ def count(present: Iterable[int]) -> int:
     return n
 
 
-def read(name: str, rows: Any) -> tuple[Row, ...]:
+def read_rows(name: str, rows: object) -> tuple[Row, ...]:
     """The rows as tuples of actions.
 
     Args:
@@ -62,21 +62,22 @@ def read(name: str, rows: Any) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def _is_listing(value: Any) -> bool:
+def _is_listing(value: object) -> TypeGuard[Iterable[object]]:
     return isinstance(value, Iterable) and not isinstance(value, (str, Action))
 
 
-def _read_cell(cell: Any) -> Action | None:
+def _read_cell(cell: object) -> Action | None:
     if isinstance(cell, str):
         try:
             return parse(cell)
         except ScheduleError:
             return None
-    whole = isinstance(cell, Action) and is_count(cell.stage) and is_count(cell.microbatch) and cell.kind in _BITS
-    return Action(int(cell.stage), Kind(cell.kind), int(cell.microbatch)) if whole else None
+    if isinstance(cell, Action) and is_count(cell.stage) and is_count(cell.microbatch) and cell.kind in _BITS:
+        return Action(int(cell.stage), Kind(cell.kind), int(cell.microbatch))
+    return None
 
 
-def owners(rows: Sequence[Row]) -> tuple[int, ...]:
+def infer_owners(rows: Sequence[Row]) -> tuple[int, ...]:
     """The rank of each stage: the row that holds most of its actions, the first of equals."""
     votes = Counter((action.stage, rank) for rank, row in enumerate(rows) for action in row)
     best: dict[int, int] = {}
@@ -86,7 +87,7 @@ def owners(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(best[stage] for stage in range(count(best)))
 
 
-def check_owners(name: str, stage_to_rank: Any, num_ranks: int) -> tuple[int, ...]:
+def check_owners(name: str, stage_to_rank: object, num_ranks: int) -> tuple[int, ...]:
     """The owners as given; none if there are none.
 
     Raises:
@@ -101,7 +102,7 @@ def check_owners(name: str, stage_to_rank: Any, num_ranks: int) -> tuple[int, ..
 
 
 def check_complete(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], num_microbatches: int) -> None:
-    """Laws 1 and 2.
+    """Check rules 1 and 2.
 
     Raises:
         ScheduleError: with every violation, and the rows with the bad cells marked.
@@ -141,7 +142,7 @@ def check_complete(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int],
             "each stage runs each microbatch's forward once and its backward once (B, or I and W), on the rank that owns it",
             wrong,
             "write each action once, in the row of its stage's rank",
-            picture(rows, marked, missing),
+            mark_cells(rows, marked, missing),
         )
 
 
@@ -173,7 +174,7 @@ def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str]) -> list[s
     return lacks
 
 
-def picture(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
+def mark_cells(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
     """The rows, ``>bad<`` cells marked, missing ones at the end; what is long and unmarked is left out."""
     touched = {rank for rank, _ in marked} | set(missing)
     lines = []

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
-from jaxpp.runtime.arguments import check_function
-from jaxpp.runtime.prepare import Preparer
-from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.errors.checks import check_function
+from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
+from jaxpp.types import Array, Batch, Key, Params, Tree
 
 __all__ = ["by_hand", "check_stages", "compose", "scope"]
 
@@ -71,35 +72,40 @@ def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, An
     return loss_fn
 
 
-def by_hand(preparer: Preparer) -> tuple[Callable[..., Any], ...]:
+def by_hand(
+    num_stages: int, cut_at: Callable[[Batch, Key | None], CutLoss], slicing: Slicing, *, has_state: bool
+) -> tuple[Callable[..., Tree], ...]:
     """The stages of a cut loss as functions ``(params, x, batch, key) -> x``.
 
-    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage; the last stage returns the loss.
+    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage. The last stage returns the loss.
+
+    Args:
+        num_stages: how many stages there are.
+        cut_at: the loss cut at the shapes of a batch and a key.
+        slicing: which parameter leaves are held as slices.
+        has_state: whether the loss has a model state; its stages cannot be run by hand.
     """
 
-    def function(stage: int) -> Callable[..., Any]:
-        def run(params: Any, x: Any, batch: Any, key: Any = None) -> Any:
-            return _run(preparer, stage, params, x, batch, key)
+    def function(stage: int) -> Callable[..., Tree]:
+        def run(params: Params, x: dict[int, Array], batch: Batch, key: Key | None = None) -> Tree:
+            cut = cut_at(batch, key)
+            if has_state:
+                raise StateError(
+                    f"pipe.stages[{stage}].forward",
+                    "a stage is run by hand on its parameters, its input and the batch",
+                    "a loss with model state",
+                    "run one without has_state, closing over the state",
+                )
+            return _run(cut, stage, jax.tree.leaves(slicing.of(params)), x, batch, key)
 
         return jax.jit(run)
 
-    return tuple(function(stage) for stage in range(preparer.settings.schedule.num_stages))
+    return tuple(function(stage) for stage in range(num_stages))
 
 
-def _run(preparer: Preparer, stage: int, params: Any, x: dict[int, Any], batch: Any, key: Any) -> Any:
-    preparer.check_key_taken(preparer.settings.loss_fn, key)
-    cut = preparer.cut_for(preparer.settings.loss_fn, batch_avals(batch), key, train=True)
+def _run(cut: CutLoss, stage: int, params: Sequence[Array], x: dict[int, Array], batch: Batch, key: Key | None) -> Tree:
     code = cut.stages[stage]
-    if preparer.settings.has_state:
-        raise StateError(
-            f"pipe.stages[{stage}].forward",
-            "a stage is run by hand on its parameters, its input and the batch",
-            "a loss with model state",
-            "run one without has_state, closing over the state",
-        )
-    assert preparer.layout is not None
-    leaves = jax.tree.leaves(preparer.layout.slicing.of(params))
-    values: dict[Ref, Any] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(leaves)}
+    values: dict[Ref, Array] = {Ref(Role.PARAM, k): leaf for k, leaf in enumerate(params)}
     values |= {Ref(Role.BATCH, k, shared=k in cut.loss.shared): leaf for k, leaf in enumerate(jax.tree.leaves(batch))}
     values |= {Ref(Role.CONSTANT, k): value for k, value in enumerate(code.constants)}
     values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}

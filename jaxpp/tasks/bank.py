@@ -1,8 +1,8 @@
 """theta[t]: parameter sets that live on the host, one of them on the device at a time.
 
-A model has parameters Theta, and theta[t] for each of T tasks (heads, adapters, experts of a user), of which a step uses one. All
-of theta[t] with its optimizer moments need not fit on the device: the bank keeps the sets in pinned host memory, brings in one for
-a step and the next one while that computes, and writes the result back behind it. ::
+A model has parameters Theta, and theta[t] for each of T tasks (heads, adapters, experts of a user); a step uses one theta[t]. The
+sets with their optimizer moments need not all fit on the device. The bank keeps them in pinned host memory, brings one set in for
+a step and the next set while that step computes, and writes the result back behind it. ::
 
     host     theta[0] theta[1] theta[2] ... theta[T-1]   each with its moments
                 | bring        ^ write back
@@ -14,23 +14,25 @@ Sets that are not used are not touched: no zero gradient, no weight decay, no mo
 import difflib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import SingleDeviceSharding
+from tqdm import tqdm
 
 from jaxpp.errors import BankError, shown
+from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
-from jaxpp.tasks.host_store import Shelf
-from jaxpp.tasks.set_layout import Layout, check_params
+from jaxpp.tasks.host_store import HostStore
+from jaxpp.tasks.set_layout import SetLayout, check_params
 from jaxpp.tasks.subtree import bind, take
-from jaxpp.tracebacks import entries, managed
-from jaxpp.types import Array, Device, Params
+from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
 
 __all__ = ["Bank", "Task"]
 
@@ -47,10 +49,10 @@ class Task:
         opt_state: its optimizer state.
     """
 
-    def __init__(self, name: Hashable, params: Params, opt_state: Any):
+    def __init__(self, name: Hashable, params: Params, opt_state: Tree):
         self.name, self.params, self.opt_state = name, params, opt_state
 
-    def __getattr__(self, field: str) -> Any:  # only what is not there comes here
+    def __getattr__(self, field: str) -> NoReturn:  # called only for an attribute that is not there
         if field in ("params", "opt_state"):
             fix = f"read it inside `with bank.use({self.name!r})`, or bank.{field}({self.name!r}) on the host"
             raise BankError(f"task.{field}", "a task is given back where its block ends", f"{self.name!r}, given back", fix)
@@ -62,26 +64,26 @@ class Bank:
     """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
 
     All steps with sets of equal shapes are one compiled program: what ``use`` gives has the same shapes and the same placement
-    whether it was there, prefetched or brought in. Put what the step shares on the device too, its optimizer state included
-    (``jaxpp.gather(tree, device)``): JAX compiles the first call apart if some of it has no place yet.
+    whether it was there, prefetched or brought in. Put what all tasks share on the device too, its optimizer state included
+    (``jaxpp.gather(tree, device)``): if some of it is on no device yet, JAX compiles the first call separately.
 
     Args:
-        sets: the parameters of each task, by a name of any hashable kind; the bank takes copies.
+        sets: the parameters of each task by its name, which is any hashable value; the bank takes copies.
         optimizer: what makes the optimizer state of each set (``optimizer.init``).
-        device: where sets are used; the first device unless said.
-        slots: how many sets the device may hold (each pipeline's devices so many of their own); with 1 there is no room to
-            prefetch while one is in use.
+        device: where sets are used; by default the first device.
+        slots: how many sets the device may hold (the devices of each pipeline hold as many of their own); with 1 there is no room
+            to prefetch while a set is in use.
 
     Attributes:
         optimizer: as given.
         device: as given.
-        shelf: the flat leaves of the sets: of the parameters, then of the optimizer state.
+        host_store: the flat leaves of the sets: of the parameters, then of the optimizer state.
         bind: ``bind(loss_fn, path)``: the loss over ``(params, task_params, batch[, key])``; see ``jaxpp.tasks.subtree``.
         take: ``take(params, path)``: the parameters without a subtree, and the subtree.
 
     Raises:
-        BankError: a set without leaves, or with leaves that are no floating arrays; fewer than one slot; no optimizer; a device
-            without pinned host memory.
+        BankError: a set has no leaves, or leaves that are not floating arrays; there is less than one slot; there is no optimizer;
+            the device has no pinned host memory.
 
     Example:
         >>> import optax
@@ -95,7 +97,9 @@ class Bank:
         (array([0.5, 0.5], dtype=float32), array([1., 1.], dtype=float32))
     """
 
-    def __init__(self, sets: Mapping[Any, Params], optimizer: Any, *, device: Device | None = None, slots: int = 2):
+    def __init__(
+        self, sets: Mapping[Any, Params], optimizer: optax.GradientTransformation, *, device: Device | None = None, slots: int = 2
+    ):
         self.device = jax.devices()[0] if device is None else device
         if not hasattr(self.device, "addressable_memories"):
             fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
@@ -106,34 +110,40 @@ class Bank:
             raise BankError("Bank(device=...)", f"the device can reach {HOST} memory", got, "use another device or backend")
         if not callable(getattr(optimizer, "init", None)):
             raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
-        self.optimizer, self.shelf = optimizer, Shelf(slots)
+        self.optimizer, self.host_store = optimizer, HostStore(slots)
         self._home = SingleDeviceSharding(self.device)
         self._init = jax.jit(optimizer.init, out_shardings=self._home)
-        self._layouts: dict[Hashable, Layout] = {}
+        self._layouts: dict[Hashable, SetLayout] = {}
         self._task: Task | None = None
-        with _progress(_pairs("sets", sets)) as bar:
+        with _each("sets", sets) as bar:
             for name, params in bar:
                 self.add(name, params)
 
     @classmethod
     def make(
-        cls, init: Callable[[Any], Params], keys: Mapping[Any, Any], optimizer: Any, *, device: Device | None = None, slots: int = 2
+        cls,
+        init: Callable[[Key], Params],
+        keys: Mapping[Any, Key],
+        optimizer: optax.GradientTransformation,
+        *,
+        device: Device | None = None,
+        slots: int = 2,
     ) -> "Bank":
         """A bank whose sets are initialised on the device, one at a time.
 
         Args:
             init: ``init(key)`` makes the parameters of a set; it is jitted.
             keys: the key of each task.
-            optimizer: as of the class.
-            device: likewise.
-            slots: likewise.
+            optimizer: as for the class.
+            device: as for the class.
+            slots: as for the class.
 
         Raises:
             BankError: as the class does.
         """
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
-        with _progress(_pairs("keys", keys)) as bar:
+        with _each("keys", keys) as bar:
             for name, key in bar:
                 bank.add(name, init(put(key, bank._home)))
         return bank
@@ -142,7 +152,7 @@ class Bank:
     take = staticmethod(take)
 
     @property
-    def tasks(self) -> tuple[Any, ...]:
+    def tasks(self) -> tuple[Hashable, ...]:
         """The names of the sets."""
         return tuple(self._layouts)
 
@@ -152,41 +162,33 @@ class Bank:
     def __contains__(self, name: object) -> bool:
         return name in self._layouts
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Hashable]:
         return iter(self.tasks)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all sets on the host."""
-        return sum(self.shelf.sizes.values())
+        return sum(self.host_store.sizes.values())
 
-    def shapes(self, name: Any) -> tuple[Any, Any]:
+    def shapes(self, name: Hashable) -> tuple[Tree, Tree]:
         """Shape and dtype of each leaf of a set's parameters and of its optimizer state."""
         return self.layout(name).fill(self.layout(name).shapes)
 
-    def layout(self, name: Any) -> Layout:
-        """The trees of a set, and its leaves' shapes.
-
-        Raises:
-            BankError: there is no such set.
-        """
-        return self._layout(name, f"bank.layout({name!r})")
-
-    def params(self, name: Any) -> Params:
-        """A set's parameters as NumPy arrays that cannot be written to; waits for its write-back."""
+    def params(self, name: Hashable) -> Params:
+        """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back."""
         return self._read(name, f"bank.params({name!r})")[0]
 
-    def opt_state(self, name: Any) -> Any:
-        """A set's optimizer state likewise (PRNG keys stay what they are)."""
+    def opt_state(self, name: Hashable) -> Tree:
+        """The optimizer state of a set as NumPy arrays that cannot be written to, and PRNG keys; waits for its write-back."""
         return self._read(name, f"bank.opt_state({name!r})")[1]
 
-    def add(self, name: Any, params: Params, opt_state: Any = None) -> None:
+    def add(self, name: Hashable, params: Params, opt_state: Tree = None) -> None:
         """Take a set in; waits until it is on the host.
 
         Args:
-            name: what to call it, not the name of another.
+            name: what to call the set; no other set has this name.
             params: its parameters, which are copied.
-            opt_state: its optimizer state, of a file say; made by the optimizer unless given.
+            opt_state: its optimizer state, read from a file for example; if not given, the optimizer makes it.
 
         Raises:
             BankError: the name is taken, or the trees are not what a set is made of.
@@ -198,7 +200,7 @@ class Bank:
         check_alive(where, (params, opt_state))
         if opt_state is not None:
             expected = jax.eval_shape(self.optimizer.init, params)
-            wrong = Layout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
+            wrong = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
             if lines := wrong.differences((), opt_state):
                 raise BankError(
                     where, "an optimizer state is one that the optimizer made for the parameters", lines, "leave it out"
@@ -207,49 +209,49 @@ class Bank:
         leaves = to_device(list(map(private, leaves)), (self._home,) * len(leaves))
         moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
         leaves = [_strong(leaf) for leaf in (*leaves, *moments)]
-        self.shelf.put(name, leaves, (self._home,) * len(leaves))
-        self._layouts[name] = Layout(tree, opt_tree, self.shelf.shapes(name))
+        self.host_store.put(name, leaves, (self._home,) * len(leaves))
+        self._layouts[name] = SetLayout(tree, opt_tree, self.host_store.shapes(name))
 
-    def remove(self, name: Any) -> None:
+    def remove(self, name: Hashable) -> None:
         """Forget a set.
 
         Raises:
             BankError: there is no such set, or it is in use.
         """
-        self._layout(name, f"bank.remove({name!r})")
-        self.shelf.remove(name)
+        self.layout(name, f"bank.remove({name!r})")
+        self.host_store.remove(name)
         del self._layouts[name]
 
-    def prefetch(self, name: Any) -> None:
+    def prefetch(self, name: Hashable) -> None:
         """Begin to bring a set to the device while another computes; waits for nothing.
 
         Raises:
             BankError: there is no such set, there is no slot beside the set in use (``slots=1``), or the device has no room.
         """
-        layout = self._layout(name, f"bank.prefetch({name!r})")
-        self.shelf.prefetch(name, (self._home,) * len(layout.shapes))
+        layout = self.layout(name, f"bank.prefetch({name!r})")
+        self.host_store.prefetch(name, (self._home,) * len(layout.shapes))
 
     @managed
-    def use(self, name: Any) -> Iterator[Task]:
+    def use(self, name: Hashable) -> Iterator[Task]:
         """Bring a set to the device; where the block ends, write it back without waiting.
 
-        What the block assigns to ``task.params`` and ``task.opt_state`` is written; if that is nothing, nothing is. After an
-        exception nothing is written either, and the copy on the device is dropped.
+        What the block assigns to ``task.params`` and ``task.opt_state`` is written; if it assigns nothing, nothing is written.
+        After an exception nothing is written either, and the copy on the device is dropped.
 
         Args:
-            name: which.
+            name: which set.
 
         Raises:
-            BankError: there is no such set, one is in use, or the device has no room; where the block ends, that what was assigned
-                is not of the set's trees and shapes, or that its arrays were given up (donated): the set stays as it was.
+            BankError: there is no such set, a set is in use, or the device has no room. Where the block ends: what was assigned
+                does not have the trees and shapes of the set, or its arrays were given up (donated); the set stays as it was.
         """
-        layout = self._layout(name, f"bank.use({name!r})")
+        layout = self.layout(name, f"bank.use({name!r})")
         if self._task is not None:
             got = f"{self._task.name!r} is in use"
             raise BankError(
                 f"bank.use({name!r})", "one set is in use at a time", got, "leave its block first; prefetch brings the next"
             )
-        leaves = self.shelf.fetch(name, (self._home,) * len(layout.shapes))
+        leaves = self.host_store.fetch(name, (self._home,) * len(layout.shapes))
         lent = list(map(weakref.ref, leaves))
         self._task = task = Task(name, *layout.fill(leaves))
         del leaves  # the task alone holds them: what the step gives up is gone
@@ -257,7 +259,7 @@ class Bank:
             yield task
             self._give_back(task, layout, lent)
         except BaseException:
-            self.shelf.release(name)
+            self.host_store.release(name)
             raise
         finally:
             self._task = None
@@ -268,44 +270,42 @@ class Bank:
         """Return once all write-backs have arrived.
 
         Raises:
-            BankError: one failed; its set has the values that it had before.
+            BankError: a write-back failed; its set has the values that it had before.
         """
-        self.shelf.wait()
+        self.host_store.wait()
 
     def __str__(self) -> str:
-        sizes, here = self.shelf.sizes, {*self.shelf.resident(), *self.shelf.in_use()}
-        groups: dict[int, list[Any]] = {}
+        sizes, here = self.host_store.sizes, {*self.host_store.resident(), *self.host_store.in_use()}
+        groups: dict[int, list[Hashable]] = {}
         for name in self:
             groups.setdefault(sizes[name], []).append(name)
         rows = [["tasks", "sets", "bytes a set", "on the host", "on the device"]]
         for size, names in groups.items():
             resident = _names([name for name in names if name in here])
             rows.append([_names(names), str(len(names)), *map(bytes_in_words, (size, size * len(names))), resident or "none"])
-        traffic = self.shelf.traffic
+        traffic = self.host_store.traffic
         moved = [f"{bytes_in_words(traffic.bytes_to_device)} to the device", f"{bytes_in_words(traffic.bytes_to_host)} to the host"]
         hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {', '.join(moved)}"
-        total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.shelf.slots} slots on {self.device}"
-        return "\n".join([*align(rows), "", total, hits])
+        total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.host_store.slots} slots on {self.device}"
+        return "\n".join([*table_lines(rows), "", total, hits])
 
     def __repr__(self) -> str:
-        each = [bytes_in_words(size) for size in sorted(set(self.shelf.sizes.values()))]
+        each = [bytes_in_words(size) for size in sorted(set(self.host_store.sizes.values()))]
         sizes = f" of {' to '.join(dict.fromkeys((each[0], each[-1])))} each" if each else ""
-        slots = f"{self.shelf.slots} slot{'s' if self.shelf.slots > 1 else ''} on {self.device}"
+        slots = f"{self.host_store.slots} slot{'s' if self.host_store.slots > 1 else ''} on {self.device}"
         return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {slots})"
 
-    def check_name(self, name: Any, where: str) -> None:
-        """Refuse what is no name of a set.
+    def layout(self, name: Hashable, where: str | None = None) -> SetLayout:
+        """The trees of a set, and the shapes of its leaves.
 
         Args:
-            name: what the user wrote.
-            where: where that was.
+            name: which set.
+            where: how the user named it, for the error; this call if not given.
 
         Raises:
-            BankError: there is no such set; sets of near names are named.
+            BankError: there is no such set; the error names sets of similar names.
         """
-        self._layout(name, where)
-
-    def _layout(self, name: Any, where: str) -> Layout:
+        where = f"bank.layout({name!r})" if where is None else where
         if not isinstance(name, Hashable):
             raise BankError(where, "a name is a text, a number or a tuple of these", type(name).__name__, "pass the set's name")
         if name not in self._layouts:
@@ -322,11 +322,11 @@ class Bank:
             raise BankError(where, "a name is that of a set in the bank", got, fix)
         return self._layouts[name]
 
-    def _read(self, name: Any, where: str) -> tuple[Any, Any]:
-        layout = self._layout(name, where)
-        return layout.fill([leaf if _is_key(leaf) else np.asarray(leaf) for leaf in self.shelf.host(name)])
+    def _read(self, name: Hashable, where: str) -> tuple[Params, Tree]:
+        layout = self.layout(name, where)
+        return layout.fill([leaf if _is_key(leaf) else np.asarray(leaf) for leaf in self.host_store.read(name)])
 
-    def _give_back(self, task: Task, layout: Layout, lent: Sequence[Any]) -> None:
+    def _give_back(self, task: Task, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:
         """Write a task back, if it was changed."""
         where = f"with bank.use({task.name!r})"
         (leaves, tree), (moments, opt_tree) = jax.tree.flatten(task.params), jax.tree.flatten(task.opt_state)
@@ -341,12 +341,12 @@ class Bank:
             fix = "assign what the step returned to task.params and task.opt_state; the set stays as it was"
             raise BankError(where, "a step that gives up (donates) a set's arrays returns new ones", got, fix)
         if all(ref() is leaf for ref, leaf in zip(lent, leaves, strict=True)):
-            self.shelf.keep(task.name, leaves)
+            self.host_store.keep(task.name, leaves)
         else:
-            self.shelf.store(task.name, self._placed(leaves))
+            self.host_store.write_back(task.name, self._placed(leaves))
 
-    def _placed(self, leaves: Sequence[Any]) -> list[Array]:
-        """Leaves as ``use`` gives them, each with a buffer of its own; what a jitted step returned is so already."""
+    def _placed(self, leaves: Sequence[Leaf]) -> list[Array]:
+        """Leaves at the bank's device, each with a buffer of its own, as a jitted step returns them."""
         placed, seen = [], set()
         for given in leaves:
             leaf = given
@@ -357,33 +357,34 @@ class Bank:
         return placed
 
 
-def _strong(leaf: Any) -> Any:
-    """Without JAX's weak type, which is no part of a set's shapes, and would make a step compile again."""
+def _strong(leaf: Array) -> Array:
+    """Without JAX's weak type, which is not part of a set's shapes and would make a step compile again."""
     return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
-def _is_of(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf that a step returned has this shape and dtype; others may as well."""
+def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf is a ``jax.Array`` of this shape and dtype; a quick test that other arrays fail."""
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
-def _names(names: Sequence[Any]) -> str:
+def _names(names: Sequence[Hashable]) -> str:
     """A few names, and how many there are if that is not all."""
     few = ", ".join(map(str, names[:4]))
     return few if len(names) <= 4 else f"{few}, ... ({len(names)})"
 
 
-def _pairs(what: str, given: Any) -> Sequence[tuple[Any, Any]]:
+def _each(what: str, given: Mapping[Any, Tree]) -> tqdm:
+    """The items of a mapping of tasks, with a bar if they take long.
+
+    Raises:
+        BankError: it is no mapping.
+    """
     if not isinstance(given, Mapping):
         raise BankError(
             f"{what}=...", "tasks have names", type(given).__name__, f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
         )
-    return list(given.items())
-
-
-def _progress(pairs: Sequence[tuple[Any, Any]]) -> Any:
-    return progress(pairs, desc="parameter sets", unit="set", after=_PATIENCE)
+    return progress(list(given.items()), desc="parameter sets", unit="set", after=_PATIENCE)

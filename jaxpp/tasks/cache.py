@@ -1,22 +1,22 @@
-"""What a shelf keeps account of: the slots of a device, write-backs under way, and what was moved."""
+"""What a host store keeps account of: the copies on devices, the write-backs under way, and the traffic."""
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.errors import BankError
-from jaxpp.tasks.packed import Crate, Packed
-from jaxpp.types import Array
+from jaxpp.tasks.set_packing import HostCopy, SetPacking
+from jaxpp.types import Array, Leaf
 
-__all__ = ["Slots", "Traffic", "Write", "arrived", "failed"]
+__all__ = ["DeviceCache", "Traffic", "WriteBack", "arrived", "failed"]
 
 
 class Traffic(NamedTuple):
-    """What a shelf has moved since it was made.
+    """What a store has moved since it was made.
 
     Attributes:
         loads: sets brought to a device.
-        hits: sets fetched that were there.
-        prefetch_hits: those of the hits that a prefetch had brought, not fetched before.
+        hits: sets fetched whose copy was on the device already.
+        prefetch_hits: the hits on a copy that a prefetch had brought and nobody had fetched before.
         bytes_to_device: of the loads.
         bytes_to_host: of the write-backs.
     """
@@ -28,10 +28,10 @@ class Traffic(NamedTuple):
     bytes_to_host: int = 0
 
 
-class Slots:
-    """The slots of a replica: which sets are lent, and the copies that wait, the least recently used first.
+class DeviceCache:
+    """The sets on the devices of one replica: those that are lent, and copies that wait, the least recently used first.
 
-    What was prefetched waits as it came, in its crate.
+    A copy that was prefetched waits as it travelled: packed.
     """
 
     __slots__ = ("copies", "lent", "prefetched")
@@ -39,12 +39,17 @@ class Slots:
     def __init__(self) -> None:
         self.copies: dict[Hashable, tuple[Array, ...]] = {}
         self.lent: set[Hashable] = set()
-        self.prefetched: dict[Hashable, Crate] = {}
+        self.prefetched: dict[Hashable, SetPacking] = {}
 
     def drop(self, name: Hashable) -> tuple[Array, ...] | None:
         """Let go of a copy, and return it."""
         self.prefetched.pop(name, None)
         return self.copies.pop(name, None)
+
+    def release(self, name: Hashable) -> None:
+        """Forget that a set is lent, and let go of its copy."""
+        self.lent.discard(name)
+        self.drop(name)
 
     def make_room(self, slots: int) -> bool:
         """Let go of the least recently used copies until a slot is free; whether one is."""
@@ -53,15 +58,15 @@ class Slots:
         return len(self.lent) < slots
 
 
-class Write(NamedTuple):
+class WriteBack(NamedTuple):
     """A write-back under way, with the host copy that it replaces."""
 
     name: Hashable
-    old: Packed
-    new: Packed
+    old: HostCopy
+    new: HostCopy
 
 
-def arrived(leaf: Any) -> bool:
+def arrived(leaf: Leaf) -> bool:
     """Whether a copy is there; arrays of PRNG keys cannot say, and come with the others."""
     ready = getattr(leaf, "is_ready", None)
     return ready is None or ready()

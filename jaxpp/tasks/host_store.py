@@ -1,45 +1,48 @@
 """Sets of arrays on the host, few of them at a time on the device: what is behind ``theta[t]``.
 
-A device holds ``slots`` sets, whatever their number. The host copy of a set is an immutable tuple of arrays in pinned memory; a
-device copy is *lent* from ``fetch`` until ``store``, ``keep`` or ``release`` gives it back, and the shelf holds no reference to it
-meanwhile, so that a step may give its buffers up. What was given back stays on the device until its slot is needed: a hit costs no
-transfer. A row is a replica under data parallelism, with slots of its own.
+A device holds ``slots`` sets, however many there are. The host copy of a set is an immutable tuple of arrays in pinned memory. A
+device copy is *lent* from ``fetch`` until ``write_back``, ``keep`` or ``release`` gives it back; meanwhile the store holds no
+reference to it, so that a step may give its buffers up. A copy that was given back stays on the device until its slot is needed:
+to fetch it again costs no transfer. A row is a replica under data parallelism, with slots of its own.
 
-Nothing here waits for the device, but reading the host copies and the bound on write-backs: no more than two a row are under way
-(the third waits for the first, two steps behind what is computing), so the host holds at most so many sets twice. The memory of a
-set that has left its slot is free once its write-back has arrived; if the device has no room before, the load waits for that.
+Nothing here waits for the device, except reading the host copies and the bound on write-backs: at most two for each row are under
+way (the third waits for the first, two steps behind what is computing), so the host holds at most so many sets twice. The memory
+of a set that has left its slot is free once its write-back has arrived; if the device has no room before, the load waits for that.
 
-There are no trees and no optimizer here: a set is leaves in an order that its owner knows. Small leaves travel and wait together,
-in vectors (``Crate``), and are taken apart where the set is fetched: a program that did so at the prefetch would stand before the
-step that the transfer should hide behind.
+The store knows no trees and no optimizer: a set is leaves in an order that its owner knows. Small leaves travel and wait together,
+in vectors (``SetPacking``), and are taken apart where the set is fetched: a program that did so at the prefetch would stand before
+the step that the transfer should hide behind.
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.errors import JaxRuntimeError
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BankError
 from jaxpp.runtime.transfer import private, to_device, to_host
-from jaxpp.tasks.cache import Slots, Traffic, Write, arrived, failed
-from jaxpp.tasks.packed import Crate, Packed, boxed, shapes_of
-from jaxpp.types import Array
+from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, failed
+from jaxpp.tasks.set_packing import HostCopy, SetPacking
+from jaxpp.types import Array, Leaf
 
-__all__ = ["Shelf"]
+__all__ = ["HostStore"]
+
+R = TypeVar("R")
 
 _WRITES = 2
 """How many write-backs a row may have under way."""
 
 
-class Shelf:
+class HostStore:
     """Sets of arrays by name, on the host, with a few copies on the device.
 
-    The homes of a set on a row are the same at every fetch, for its copies are known by name and row alone; whoever brings sets to
-    other homes does so on other rows.
+    The homes of a set on a row are the same at every fetch, because copies are known by name and row alone. To bring sets to other
+    homes, use other rows.
 
     Args:
         slots: how many sets each row may hold on its device, at least 1; the second is for what is prefetched.
@@ -58,11 +61,10 @@ class Shelf:
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
         self.slots = slots
         self.traffic = Traffic()
-        self._hosts: dict[Hashable, Packed] = {}
-        self._sizes: dict[Hashable, int] = {}
-        self._crates: dict[tuple[jax.ShapeDtypeStruct, ...], Crate] = {}
-        self._rows: dict[Hashable, Slots] = {}
-        self._writes: deque[Write] = deque()
+        self._hosts: dict[Hashable, HostCopy] = {}
+        self._packings: dict[tuple[jax.ShapeDtypeStruct, ...], SetPacking] = {}
+        self._rows: dict[Hashable, DeviceCache] = {}
+        self._writes: deque[WriteBack] = deque()
         self._late: list[BankError] = []
 
     @property
@@ -71,14 +73,9 @@ class Shelf:
         return tuple(self._rows)
 
     @property
-    def names(self) -> tuple[Hashable, ...]:
-        """The sets, in the order they came."""
-        return tuple(self._hosts)
-
-    @property
     def sizes(self) -> Mapping[Hashable, int]:
-        """Bytes of each set."""
-        return dict(self._sizes)
+        """Bytes of each set, in the order in which the sets came."""
+        return {name: copy.nbytes for name, copy in self._hosts.items()}
 
     def resident(self, row: Hashable = 0) -> tuple[Hashable, ...]:
         """The sets that wait on a row's device, the least recently used first."""
@@ -90,37 +87,38 @@ class Shelf:
 
     def shapes(self, name: Hashable) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of each leaf of a set."""
-        return self._known(name).crate.shapes
+        return self._known(name).packing.shapes
 
     def stored(self, name: Hashable) -> tuple[Array, ...]:
         """The arrays in pinned memory that are the host copy of a set: vectors of small leaves, then the others; waits for them.
 
         Raises:
-            BankError: as ``host`` does.
+            BankError: there is no such set, or the write-back failed; the next call then gives what was there before.
         """
         self._known(name)
         while any(write.name == name for write in self._writes):
             self._finish()
         return self._hosts[name].arrays
 
-    def host(self, name: Hashable) -> tuple[Any, ...]:
-        """The host copy of a set, an array a leaf, never written to; waits for its write-back.
+    def read(self, name: Hashable) -> tuple[Leaf, ...]:
+        """The host copy of a set, an array for each leaf, never written to; waits for its write-back.
 
         Small leaves are NumPy arrays that cannot be written to: views of what is stored.
 
         Raises:
-            BankError: there is no such set, or the write-back failed; then the next call gives what was there before.
+            BankError: as ``stored`` does.
         """
         self.stored(name)
         return self._hosts[name].leaves
 
-    def put(self, name: Hashable, leaves: Sequence[Any], homes: Sequence[Any] | None = None) -> None:
+    def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> None:
         """Take a set in, or put another in the place of one that is not in use; waits until it is on the host.
 
         Args:
             name: what to call it.
             leaves: NumPy or device arrays; they are copied.
-            homes: the device sharding beside which each is kept; its own unless said, the first device for NumPy arrays.
+            homes: the device sharding beside which each leaf is kept. If not given, a device array stays beside its own, and NumPy
+                arrays beside the first device.
 
         Raises:
             BankError: the set of this name is in use.
@@ -131,11 +129,11 @@ class Shelf:
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
         new = jax.block_until_ready(to_host([private(leaf) for leaf in leaves], homes))
         shapes = shapes_of(new)
-        if shapes not in self._crates:
-            self._crates[shapes] = Crate(shapes, homes)
-        held = boxed(self._crates[shapes].at(homes), new)
+        if shapes not in self._packings:
+            self._packings[shapes] = SetPacking(shapes, homes)
+        held = self._packings[shapes].at(homes).on_host(new)
         self._drop(name)
-        self._hosts[name], self._sizes[name] = held, sum(leaf.nbytes for leaf in new)
+        self._hosts[name] = held
 
     def remove(self, name: Hashable) -> None:
         """Forget a set.
@@ -147,15 +145,15 @@ class Shelf:
         self._known(name)
         self.check_idle(name, "be removed")
         self._drop(name)
-        del self._hosts[name], self._sizes[name]
+        del self._hosts[name]
 
-    def fetch(self, name: Hashable, homes: Sequence[Any], row: Hashable = 0) -> tuple[Array, ...]:
+    def fetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> tuple[Array, ...]:
         """Lend a set on a row's device, until it is given back; waits for nothing.
 
-        But a set whose small leaves shared homes otherwise when it was written is first packed anew, on the host.
+        If the small leaves of the set shared homes otherwise when it was written, it is first packed anew, on the host.
 
         Args:
-            name: which.
+            name: which set.
             homes: the device sharding of each leaf.
             row: whose slots.
 
@@ -167,39 +165,37 @@ class Shelf:
         """
         self._settle()
         self._known(name)
-        slots = self._row(row)
-        if name in slots.lent:
+        cache = self._row(row)
+        if name in cache.lent:
             fix = "leave the block that uses it first"
             raise BankError(f"set {name!r}", "a set is in use once at a time", f"{name!r} is in use", fix)
-        crate = slots.prefetched.get(name)
-        leaves = slots.drop(name)
+        packing = cache.prefetched.get(name)
+        leaves = cache.drop(name)
         if leaves is None:
-            crate, leaves = self._load(name, homes, row)
+            packing, leaves = self._load(name, homes, row)
         else:
-            hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + (crate is not None)
+            hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + (packing is not None)
             self.traffic = self.traffic._replace(hits=hits, prefetch_hits=prefetch_hits)
-        if crate is not None:
-            leaves = self._with_room(name, partial(crate.unpack, leaves))
-        slots.lent.add(name)
+        if packing is not None:
+            leaves = self._with_room(name, partial(packing.unpack, leaves))
+        cache.lent.add(name)
         return leaves
 
-    def prefetch(self, name: Hashable, homes: Sequence[Any], row: Hashable = 0) -> None:
-        """Begin to bring a set that will be fetched, as ``fetch``. The least recently used one not in use makes room.
+    def prefetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> None:
+        """Begin to bring a set that will be fetched, as ``fetch``. The least recently used copy makes room.
 
         Raises:
             BankError: there is no such set, the sets in use take all slots, or the device has no room.
         """
         self._settle()
         self._known(name)
-        slots = self._row(row)
-        if name in slots.lent:
-            return
-        if name in slots.copies:
-            slots.copies[name] = slots.copies.pop(name)
-            return
-        slots.prefetched[name], slots.copies[name] = self._load(name, homes, row)
+        cache = self._row(row)
+        if name in cache.copies:
+            cache.copies[name] = cache.copies.pop(name)
+        elif name not in cache.lent:
+            cache.prefetched[name], cache.copies[name] = self._load(name, homes, row)
 
-    def store(
+    def write_back(
         self,
         name: Hashable,
         leaves: Sequence[Array],
@@ -208,35 +204,34 @@ class Shelf:
     ) -> None:
         """Give a set back, changed: begin its write-back, and keep it on the device.
 
-        The host copy is the old one or the new one, never some of both: it changes in one assignment, once all copies are under
-        way. The old one is kept until the new one has arrived, and put back if that fails. Copies on other rows are out of date,
-        and dropped.
+        The host copy is the old values or the new values, never some of both: it changes in one assignment, once all copies are
+        under way. The old copy is kept until the new copy has arrived, and put back if that fails. Copies on other rows are out of
+        date, and dropped.
 
         Args:
-            name: which.
+            name: which set.
             leaves: the new values, which may be given up (donated) at once.
-            rows: on which the set was lent.
-            resident: the copy that each of the rows keeps; ``leaves`` unless said.
+            rows: the rows on which the set was lent.
+            resident: the copy that each of the rows keeps; ``leaves`` if not given.
 
         Raises:
             BankError: there is no such set, it is in use on another row as well, or this write-back failed: then nothing was
-                changed. (Of an earlier one that failed the next call tells.)
+                changed. (If an earlier write-back failed, the next call says so.)
         """
         old = self._known(name)
-        assert len(leaves) == len(old.crate.shapes)
-        others = [row for row, slots in self._rows.items() if name in slots.lent and row not in rows]
-        if others:
+        assert len(leaves) == len(old.packing.shapes)
+        if any(name in cache.lent for row, cache in self._rows.items() if row not in rows):
             rule, got = "a set is written back once, for all that use it", f"{name!r} is in use elsewhere as well"
             raise BankError(f"set {name!r}", rule, got, "leave the block that uses it first")
         try:
-            crate = old.crate.at([leaf.sharding for leaf in leaves])
-            new = Packed(crate, to_host(self._again(lambda: crate.pack(leaves))))
+            packing = old.packing.at([leaf.sharding for leaf in leaves])
+            new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))))
         except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
             raise failed(name, error) from error
-        self._writes.append(Write(name, old, new))
+        self._writes.append(WriteBack(name, old, new))
         self._hosts[name] = new
-        self.traffic = self.traffic._replace(bytes_to_host=self.traffic.bytes_to_host + self._sizes[name])
+        self.traffic = self.traffic._replace(bytes_to_host=self.traffic.bytes_to_host + new.nbytes)
         self._drop(name)
         for row, copy in zip(rows, (leaves,) * len(rows) if resident is None else resident, strict=True):
             self.keep(name, copy, row)
@@ -247,17 +242,15 @@ class Shelf:
 
     def keep(self, name: Hashable, leaves: Sequence[Array], row: Hashable = 0) -> None:
         """Give a set back unchanged: it stays on the device while there is a slot, and nothing is written."""
-        slots = self._row(row)
-        slots.lent.discard(name)
-        if slots.make_room(self.slots):
-            slots.copies[name] = tuple(leaves)
+        cache = self._row(row)
+        cache.lent.discard(name)
+        if cache.make_room(self.slots):
+            cache.copies[name] = tuple(leaves)
 
     def release(self, name: Hashable, rows: Sequence[Hashable] = (0,)) -> None:
         """Give a set back as if it had not been lent: nothing is written, and its copy is dropped."""
         for row in rows:
-            slots = self._row(row)
-            slots.lent.discard(name)
-            slots.drop(name)
+            self._row(row).release(name)
 
     def tell_later(self, error: BankError) -> None:
         """Have the next call raise an error that must not cost its caller what it holds."""
@@ -272,9 +265,9 @@ class Shelf:
         """Refuse what cannot be done with a set in use.
 
         Raises:
-            BankError: some row has it.
+            BankError: the set is in use on some row.
         """
-        if any(name in slots.lent for slots in self._rows.values()):
+        if any(name in cache.lent for cache in self._rows.values()):
             got = f"{name!r} is in use"
             raise BankError(f"set {name!r}", f"a set in use cannot {what}", got, "leave the block that uses it first")
 
@@ -282,64 +275,63 @@ class Shelf:
         """Return once all write-backs have arrived.
 
         Raises:
-            BankError: one failed; its set has the values that it had before.
+            BankError: a write-back failed; its set has the values that it had before.
         """
         self._settle(0)
 
-    def _row(self, row: Hashable) -> Slots:
-        return self._rows.setdefault(row, Slots())
+    def _row(self, row: Hashable) -> DeviceCache:
+        return self._rows.setdefault(row, DeviceCache())
 
-    def _known(self, name: Hashable) -> Packed:
+    def _known(self, name: Hashable) -> HostCopy:
         if name not in self._hosts:
             got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
-            raise BankError(f"set {name!r}", "a set is put on the shelf before it is used", got, "put it there first")
+            raise BankError(f"set {name!r}", "a set is put into the store before it is used", got, "put it there first")
         return self._hosts[name]
 
     def _drop(self, name: Hashable) -> None:
-        for slots in self._rows.values():
-            slots.lent.discard(name)
-            slots.drop(name)
+        for cache in self._rows.values():
+            cache.release(name)
 
-    def _load(self, name: Hashable, homes: Sequence[Any], row: Hashable) -> tuple[Crate, tuple[Array, ...]]:
-        """What travels of a set, on its way to a row's device, and its crate there."""
-        slots, size = self._row(row), self._sizes[name]
-        if not slots.make_room(self.slots):
-            got = f"slots={self.slots}, in use: {', '.join(map(repr, slots.lent))}"
+    def _load(self, name: Hashable, homes: Sequence[Sharding], row: Hashable) -> tuple[SetPacking, tuple[Array, ...]]:
+        """The arrays of a set on their way to a row's device, and how they are packed there."""
+        cache = self._row(row)
+        if not cache.make_room(self.slots):
+            got = f"slots={self.slots}, in use: {', '.join(map(repr, cache.lent))}"
             fix = f"make the bank with slots={self.slots + 1}, or leave the block that uses one first"
             raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
-        crate = self._hosts[name].crate.at(homes)
-        if crate.groups != self._hosts[name].crate.groups:
-            self._hosts[name] = boxed(crate, self.host(name))
-        host = self._hosts[name].arrays
-        arrays = self._with_room(name, lambda: to_device(host, crate.places))
-        loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + size
+        packing = self._hosts[name].packing.at(homes)
+        if packing.groups != self._hosts[name].packing.groups:
+            self._hosts[name] = packing.on_host(self.read(name))
+        host = self._hosts[name]
+        arrays = self._with_room(name, lambda: to_device(host.arrays, packing.places))
+        loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + host.nbytes
         self.traffic = self.traffic._replace(loads=loads, bytes_to_device=moved)
-        return crate, arrays
+        return packing, arrays
 
     def _with_room(self, name: Hashable, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
         """Arrays on the device, if it has room for them."""
         try:
             return self._again(work)
         except JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not _is_full(error):
                 raise
             raise BankError(
                 f"set {name!r}",
                 "a set in use fits on the device beside what is there",
-                f"no room for its {self._sizes[name]:,} bytes ({self.slots} slots)",
+                f"no room for its {self._hosts[name].nbytes:,} bytes ({self.slots} slots)",
                 f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets",
             ) from error
 
-    def _again(self, work: Callable[[], Any]) -> Any:
+    def _again(self, work: Callable[[], R]) -> R:
         """The result of ``work``; if there is no room, again without the copies that wait and with no write-back under way."""
         try:
             return work()
         except JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or not (self._writes or any(row.copies for row in self._rows.values())):
+            if not _is_full(error) or not (self._writes or any(cache.copies for cache in self._rows.values())):
                 raise
-        for row in self._rows.values():
-            for name in tuple(row.copies):
-                row.drop(name)
+        for cache in self._rows.values():
+            for name in tuple(cache.copies):
+                cache.drop(name)
         self.wait()
         return work()
 
@@ -361,8 +353,12 @@ class Shelf:
             now, followed = self._hosts.get(write.name) is write.new, any(later.old is write.new for later in self._writes)
             if now:
                 self._hosts[write.name] = write.old
-                for slots in self._rows.values():
-                    slots.drop(write.name)
+                for cache in self._rows.values():
+                    cache.drop(write.name)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
             if now or followed:  # else the set was removed or replaced meanwhile
                 raise failed(write.name, error) from error
+
+
+def _is_full(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)

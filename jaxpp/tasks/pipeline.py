@@ -1,37 +1,43 @@
-"""theta[t] inside a pipeline: the sets that a step uses are brought to the stages that read them, and written back after it.
+"""theta[t] inside a pipeline: a step's sets are brought to the stages that read them, and are written back after the step.
 
-A pipeline with a ``Bank`` trains Theta and one theta[t] a replica. Its state holds Theta alone; before a step the leaves of a set
-are put among those of the state, each on the device of the stage that uses it, and afterwards they go back to the bank. Sets of
-other shapes are cut at the same places and compiled once a shape.
+A pipeline with a ``Bank`` trains Theta and one theta[t] for each replica. Its state holds Theta alone; before a step the leaves of
+a set join the leaves of the state, each on the device of the stage that uses it, and after the step they go back to the bank. Sets
+of other shapes are cut at the same places and compiled once for each shape.
+
+The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
 """
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 import jax
 
+from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.engine.outcome import Outcome
+from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
-from jaxpp.options import Settings
+from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.runtime.engine import Engine, Outcome
-from jaxpp.runtime.prepare import avals_of
+from jaxpp.plan.leaves import Leaves
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.joint import Joint, join_losses
 from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.own_params import Joint, join_losses
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.fitted import Fitted
-from jaxpp.tasks.set_layout import Layout
-from jaxpp.types import LossFn
+from jaxpp.tasks.replica_sets import ReplicaSets
+from jaxpp.tasks.set_layout import SetLayout
+from jaxpp.types import Array, Batch, Key, LossFn, Tree
 
-__all__ = ["Tasks", "check_bank", "check_scaling"]
+__all__ = ["NoBank", "Runner", "WithBank", "check_bank", "check_scaling", "waiting_names", "with_set"]
+
+T = TypeVar("T")
 
 
-def check_bank(bank: Any) -> None:
-    """Refuse what is no bank, or one without sets.
+def check_bank(bank: object) -> None:
+    """Refuse what is no bank, or a bank without sets.
 
     Raises:
         BankError: as said.
@@ -42,13 +48,13 @@ def check_bank(bank: Any) -> None:
         raise BankError("Pipeline(bank=...)", "a pipeline is cut at the shapes of a bank's first set", got, fix)
 
 
-def check_scaling(options: Settings) -> None:
+def check_scaling(options: Options) -> None:
     """Refuse a scaled loss where replicas have sets of their own.
 
     Raises:
         ArgumentError: as said.
     """
-    if options.scaling is not None and options.placement.num_replicas > 1:
+    if options.loss_scale is not None and options.placement.num_replicas > 1:
         raise ArgumentError(
             "loss_scale with a bank and data parallelism",
             "a gradient that is not finite skips the step for all, and each task has its own sum of gradients",
@@ -57,87 +63,193 @@ def check_scaling(options: Settings) -> None:
         )
 
 
-class Tasks:
-    """A pipeline's bank.
+def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:
+    """What the loss is traced with: the user's parameters and model state, and with a bank the shapes of a set.
+
+    Args:
+        bank: or None.
+        variables: the user's parameters, and the model state if the loss has any.
+        task: the name of the set; the bank's first unless given.
+    """
+    if bank is None:
+        return variables
+    check_bank(bank)
+    return Joint(variables[0], bank.shapes(bank.tasks[0] if task is None else task)[0]), *variables[1:]
+
+
+def waiting_names(bank: Bank | None, engine: Engine) -> list[Name]:
+    """The leaves of a set, once for each set that may wait on the devices beside the set in use."""
+    return [] if bank is None else engine.placed.names.own * (bank.host_store.slots - 1)
+
+
+class Runner(Protocol):
+    """Runs steps on the leaves of a state; with a bank, on the leaves of the step's sets too."""
+
+    def engine(self, task: Tree) -> Engine:
+        """The engine for these tasks."""
+        ...
+
+    def loss(self, loss_fn: LossFn | None) -> LossFn | None:
+        """Another loss over the user's parameters, as the engine takes it."""
+        ...
+
+    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+        """Of the leaves of a step those that the state holds."""
+        ...
+
+    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """Make the optimizer state of the parameters that the state holds."""
+        ...
+
+    def whole(self, task: Tree, leaves: Leaves[Array]) -> AbstractContextManager[tuple[Engine, Leaves[Array]]]:
+        """An engine, and all that its steps read; for what leaves everything as it is."""
+        ...
+
+    def step(
+        self,
+        task: Tree,
+        leaves: Leaves[Array],
+        batch: Batch,
+        key: Key | None,
+        *,
+        donate: bool,
+        hold: Callable[[], None] | None = None,
+    ) -> Outcome[Array]:
+        """A step on the leaves of a state."""
+        ...
+
+    def prefetch(self, task: Tree) -> None:
+        """Begin to bring what a later step will use; waits for nothing."""
+        ...
+
+    def other_bytes(self, task: Tree) -> int:
+        """Bytes of the parameters of all sets but that of the step."""
+        ...
+
+
+class NoBank:
+    """Runs steps whose parameters are all in the state."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def engine(self, task: Tree) -> Engine:
+        """The engine.
+
+        Raises:
+            ArgumentError: there is a task.
+        """
+        if task is not None:
+            raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
+        return self._engine
+
+    def loss(self, loss_fn: LossFn | None) -> LossFn | None:
+        """The loss, with its key by position."""
+        return positional_key(loss_fn, 2 + self._engine.options.has_state)
+
+    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+        """All of them."""
+        return leaves
+
+    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """With the optimizer state."""
+        made, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
+        return leaves._replace(opt=made[:shared], own_opt=made[shared:])
+
+    @contextmanager
+    def whole(self, task: Tree, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
+        """The engine and the leaves."""
+        yield self.engine(task), leaves
+
+    def step(
+        self,
+        task: Tree,
+        leaves: Leaves[Array],
+        batch: Batch,
+        key: Key | None,
+        *,
+        donate: bool,
+        hold: Callable[[], None] | None = None,
+    ) -> Outcome[Array]:
+        """A step on the leaves of the state."""
+        return self.engine(task).run("update", leaves, batch, key, donate=donate, hold=hold)
+
+    def prefetch(self, task: Tree) -> None:
+        """Nothing to bring; a task is refused."""
+        self.engine(task)
+
+    def other_bytes(self, task: Tree) -> int:
+        """None."""
+        self.engine(task)
+        return 0
+
+
+class WithBank:
+    """Runs steps of Theta and of sets of a bank.
 
     Args:
         bank: the sets.
+        engine: for the first set.
+        variables: Theta, and the model state if the loss has any; arrays or shapes.
+        batch: of which the engine was opened, or its shapes.
+        key: of which the engine was opened.
     """
 
-    def __init__(self, bank: Bank):
-        check_bank(bank)
+    def __init__(self, bank: Bank, engine: Engine, variables: tuple[Tree, ...], batch: Batch, key: Key | None):
         self.bank = bank
-        self._first: Fitted | None = None
-        self._fitted: dict[Layout, Fitted] = {}
-        self._settled: tuple[Any, ...] = ()
-        self._losses: dict[LossFn, LossFn] = {}
-        self._token, self._forget = object(), weakref.finalize(self, bank.shelf.forget, ())
+        layout = bank.layout(bank.tasks[0])
+        self._first = ReplicaSets(engine, layout)
+        self._known: dict[SetLayout, ReplicaSets] = {layout: self._first}
+        self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
+        self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
+        self._forget = weakref.finalize(self, bank.host_store.forget, [(token, r) for r in range(self._num_replicas)])
 
-    def variables(self, shared: tuple[Any, ...], task: Hashable | None = None) -> tuple[Any, ...]:
-        """What the joined loss is traced with: the user's parameters (and model state), and the shapes of a set."""
-        check_bank(self.bank)
-        task = self.bank.tasks[0] if task is None else task
-        return (Joint(shared[0], self.bank.shapes(task)[0]), *shared[1:])
+    @property
+    def _num_replicas(self) -> int:
+        return len(self._first.homes)
 
-    def open(self, engine: Engine, shared: tuple[Any, ...], batch: Any, key: Any) -> Fitted:
-        """Take the engine that was settled for the first set; forget those of before."""
-        layout = self.bank.layout(self.bank.tasks[0])
-        self._forget()
-        self._token = token = object()  # copies for other homes are on other rows
-        rows = [(token, r) for r in range(engine.placement.num_replicas)]
-        self._forget = weakref.finalize(self, self.bank.shelf.forget, rows)
-        self._settled = avals_of(shared), batch_avals(batch), None if key is None else avals_of(key)
-        self._first = Fitted.of(engine, layout)
-        self._fitted = {layout: self._first}
-        return self._first
+    def engine(self, task: Tree) -> Engine:
+        """The engine for these tasks, told which replica runs which.
 
-    def opt_birth(self, engine: Engine, params: Sequence[Any]) -> list[Any]:
-        """The optimizer leaves of the shared parameters."""
-        assert self._first is not None
-        names = [self.bank.tasks[0]] * len(self._first.homes)
-        with self._lend(names) as own:
-            made = engine.opt_birth([*params, *own[: self._first.counts[1]]])
-            self.keep(names, own)
-        return made[: self._first.counts[2]]
-
-    def engine(self, task: Any) -> Engine:
-        """The engine for these tasks, told which replica runs which."""
+        Raises:
+            BankError: as for a step.
+        """
         return self._told(self.names(task)).engine
 
-    def _told(self, names: Sequence[Hashable]) -> Fitted:
-        fit = self.fitted(names[0])
-        fit.engine.preparer.groups.set(names)
-        return fit
+    def _told(self, names: Sequence[Hashable]) -> ReplicaSets:
+        sets = self._sets(names[0])
+        sets.engine.preparer.groups.set(names)
+        return sets
 
-    def other_bytes(self, task: Any) -> int:
+    def loss(self, loss_fn: LossFn | None) -> LossFn | None:
+        """Another loss of (params, task_params, ...) as a loss of the joined parameters; the same for the same function."""
+        before = 2 + self._first.engine.options.has_state
+        return None if loss_fn is None else positional_key(join_losses(positional_key(loss_fn, before + 1)), before)
+
+    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+        """Those of Theta."""
+        return leaves.shared
+
+    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """With the optimizer state of Theta."""
+        names, engine = [self.bank.tasks[0]] * self._num_replicas, self._first.engine
+        with self._lend(names) as own:
+            made = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
+            self._keep(names, own)
+        return leaves._replace(opt=made[: len(engine.placed.names.opt)])
+
+    def other_bytes(self, task: Tree) -> int:
         """Bytes of the parameters of all sets but one of these."""
         sizes = [sum(map(count_bytes, jax.tree.leaves(self.bank.shapes(name)[0]))) for name in self.bank.tasks]
         return sum(sizes) - sizes[self.bank.tasks.index(self.names(task)[0])]
 
-    def waiting(self, engine: Engine) -> list[Name]:
-        """The leaves of a set, once for each that may wait on the devices beside the one in use."""
-        fit = Fitted.of(engine, self.bank.layout(self.bank.tasks[0]))
-        return fit.split([*engine.params, *engine.opts])[1] * (self.bank.shelf.slots - 1)
-
-    def joined(self, loss_fn: LossFn | None) -> LossFn | None:
-        """Another loss as one of the joined parameters; the same for the same function."""
-        if loss_fn is None:
-            return None
-        assert self._first is not None
-        before = 2 + self._first.engine.settings.has_state
-        found: LossFn = positional_key(loss_fn, before + 1)
-        if found not in self._losses:
-            self._losses[found] = positional_key(join_losses(found), before)
-        return self._losses[found]
-
-    def names(self, task: Any) -> list[Hashable]:
+    def names(self, task: Tree) -> list[Hashable]:
         """The set of each replica.
 
         Raises:
-            BankError: no task, one that the bank does not have, not one a replica, or of different shapes.
+            BankError: no task, a task that the bank does not have, not one for each replica, or tasks of different shapes.
         """
-        assert self._first is not None
-        count, some = len(self._first.homes), next(iter(self.bank.tasks), "name")
+        count, some = self._num_replicas, next(iter(self.bank.tasks), "name")
         if task is None:
             fix = f"pass task={some!r}, for example"
             raise BankError("task", "a step of a pipeline with a bank is of one task, or of one a replica", "none", fix)
@@ -146,7 +258,7 @@ class Tasks:
             fix = f"pass a name, or a list of {count}"
             raise BankError("task", "a list of tasks has one a replica", f"{len(names)} tasks for {count} replicas", fix)
         for name in names:
-            self.bank.check_name(name, f"task={task!r}")
+            self.bank.layout(name, f"task={task!r}")
         different = {self.bank.layout(name) for name in names}
         if len(different) > 1:
             params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
@@ -155,31 +267,33 @@ class Tasks:
             raise BankError("task", rule, got, "give the replicas of a step tasks of one shape")
         return names
 
-    def fitted(self, name: Hashable) -> Fitted:
+    def _sets(self, name: Hashable) -> ReplicaSets:
         """The engine for sets of the shape of this one."""
         layout = self.bank.layout(name)
-        if layout not in self._fitted:
-            assert self._first is not None
-            shared, batch, key = self._settled
-            engine = self._first.engine.like()
-            engine.settle(self.variables(shared, name), batch, key)
-            found = Fitted.of(engine, layout)
-            moved = self._first.engine.params[: found.counts[0]] != engine.params[: found.counts[0]]
-            if moved or self._first.counts[0] != found.counts[0]:
+        if layout not in self._known:
+            variables, batch, key = self._opened
+            first = self._first.engine
+            own = with_set(self.bank, variables, name)
+            engine = open_engine(first.options, first.optimizer, own, batch, key, like=first.layout)
+            found = ReplicaSets(engine, layout)
+            if engine.placed.names.params != first.placed.names.params:
                 raise CutError(
                     f"task {name!r}",
                     "the shared parameters stay on their stages whatever the task",
                     "with this set the loss is cut elsewhere",
                     "pass cuts=[...] to the Pipeline, so that it is cut where you say",
                 )
-            self._fitted[layout] = found
-        return self._fitted[layout]
+            self._known[layout] = found
+        return self._known[layout]
 
-    def _fetch(self, names: Sequence[Hashable]) -> list[Any]:
+    def _row(self, replica: int) -> Hashable:
+        return self._token, replica
+
+    def _fetch(self, names: Sequence[Hashable]) -> list[Array]:
         """The leaves of the replicas' sets, at their stages, until they are given back."""
-        fit = self.fitted(names[0])
+        sets = self._sets(names[0])
         try:
-            return fit.of_replicas([self.bank.shelf.fetch(name, fit.homes[r], self._row(r)) for r, name in enumerate(names)])
+            return sets.of_replicas([self.bank.host_store.fetch(name, sets.homes[r], self._row(r)) for r, name in enumerate(names)])
         except BaseException:
             self._release(names)
             raise
@@ -187,48 +301,36 @@ class Tasks:
     def _release(self, names: Sequence[Hashable]) -> None:
         """Give sets back as if they had not been fetched, those among them that were not too."""
         for r, name in enumerate(names):
-            self.bank.shelf.release(name, (self._row(r),))
+            self.bank.host_store.release(name, (self._row(r),))
 
-    def _row(self, replica: int) -> Hashable:
-        return self._token, replica
-
-    def give_back(self, names: Sequence[Hashable], leaves: Sequence[Any]) -> None:
+    def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Write the sets back that a step has changed: each from the first replica that ran it."""
-        rows = self.fitted(names[0]).of_rows(leaves)
+        rows = self._sets(names[0]).of_rows(leaves)
         for name in dict.fromkeys(names):
             mine = [r for r, other in enumerate(names) if other == name]
             try:
-                self.bank.shelf.store(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
+                self.bank.host_store.write_back(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
             except BankError as error:  # the state that the step has made must not be lost by it
-                self.bank.shelf.tell_later(error)
+                self.bank.host_store.tell_later(error)
 
-    def keep(self, names: Sequence[Hashable], leaves: Sequence[Any]) -> None:
+    def _keep(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Give sets back that nobody has changed."""
-        for r, (name, row) in enumerate(zip(names, self.fitted(names[0]).of_rows(leaves), strict=True)):
-            self.bank.shelf.keep(name, row, self._row(r))
+        for r, (name, row) in enumerate(zip(names, self._sets(names[0]).of_rows(leaves), strict=True)):
+            self.bank.host_store.keep(name, row, self._row(r))
 
-    def prefetch(self, task: Any) -> None:
-        """Begin to bring the sets of a step to come; waits for nothing.
+    def prefetch(self, task: Tree) -> None:
+        """Begin to bring the sets of a later step; waits for nothing.
 
         Raises:
             BankError: as for a step; or all slots are in use.
         """
         names = self.names(task)
-        homes = self.fitted(names[0]).homes
+        homes = self._sets(names[0]).homes
         for r, name in enumerate(names):
-            self.bank.shelf.prefetch(name, homes[r], self._row(r))
+            self.bank.host_store.prefetch(name, homes[r], self._row(r))
 
     @contextmanager
-    def whole(self, task: Any, leaves: Sequence[Any]) -> Iterator[tuple[Engine, list[Any]]]:
-        """An engine, and the leaves of a whole state; for what leaves it as it is."""
-        names = self.names(task)
-        fit = self._told(names)
-        with self._lend(names) as own:
-            yield fit.engine, fit.join(leaves, own)
-            self.keep(names, own)
-
-    @contextmanager
-    def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Any]]:
+    def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
         """The replicas' sets, to be given back; released if that does not happen."""
         own = self._fetch(names)
         try:
@@ -237,17 +339,34 @@ class Tasks:
             self._release(names)
             raise
 
-    def step(
-        self, task: Any, leaves: Sequence[Any], batch: Any, key: Any, *, donate: bool, hold: Callable[[], None] | None = None
-    ) -> Outcome:
-        """A step on the leaves of Theta, which changes the replicas' sets too; they are written back."""
+    @contextmanager
+    def whole(self, task: Tree, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
+        """An engine, and the leaves of a state joined by those of the sets."""
         names = self.names(task)
-        fit = self._told(names)
-        fit.engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
-        for name in names:
-            self.bank.shelf.check_idle(name, "be changed by a step")
+        sets = self._told(names)
         with self._lend(names) as own:
-            outcome = fit.engine.run("update", fit.join(leaves, own), batch, key, donate=donate, hold=hold)
-            shared, new = fit.split(outcome.leaves)
-            self.give_back(names, new)
-        return outcome._replace(leaves=shared)
+            yield sets.engine, leaves.with_own(own, sets.engine.placed.names)
+            self._keep(names, own)
+
+    def step(
+        self,
+        task: Tree,
+        leaves: Leaves[Array],
+        batch: Batch,
+        key: Key | None,
+        *,
+        donate: bool,
+        hold: Callable[[], None] | None = None,
+    ) -> Outcome[Array]:
+        """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
+        names = self.names(task)
+        sets = self._told(names)
+        engine = sets.engine
+        engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
+        for name in names:
+            self.bank.host_store.check_idle(name, "be changed by a step")
+        with self._lend(names) as own:
+            whole = leaves.with_own(own, engine.placed.names)
+            outcome = engine.run("update", whole, batch, key, donate=donate, hold=hold)
+            self._give_back(names, outcome.state.own)
+        return outcome._replace(state=outcome.state.shared)

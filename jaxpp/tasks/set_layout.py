@@ -1,7 +1,7 @@
-"""What a parameter set looks like: its trees, and the shapes of its leaves."""
+"""What a parameter set looks like: the structure of its trees, and the shapes of its leaves."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,13 @@ import numpy as np
 
 from jaxpp.errors import BankError
 from jaxpp.stages.jaxpr import describe
-from jaxpp.types import Params
+from jaxpp.types import Leaf, Params, Tree
 
-__all__ = ["Layout", "check_params"]
+__all__ = ["SetLayout", "check_params"]
 
 
-class Layout(NamedTuple):
-    """The trees of a set, and its leaves' shapes: those of the parameters, then those of the optimizer state.
+class SetLayout(NamedTuple):
+    """The structure of a set's trees, and the shapes of its leaves: the parameters, then the optimizer state.
 
     Attributes:
         params: structure of the parameters.
@@ -23,17 +23,17 @@ class Layout(NamedTuple):
         shapes: shape and dtype of each leaf.
     """
 
-    params: Any
-    opt_state: Any
+    params: Tree
+    opt_state: Tree
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
-    def fill(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+    def fill(self, leaves: Sequence[Leaf]) -> tuple[Params, Tree]:
         """Leaves as the two trees."""
         cut = self.params.num_leaves
         return self.params.unflatten(leaves[:cut]), self.opt_state.unflatten(leaves[cut:])
 
-    def differences(self, params: Any, opt_state: Any) -> list[str]:
-        """What is not as it should be in two trees, a line each."""
+    def differences(self, params: Params, opt_state: Tree) -> list[str]:
+        """How two trees differ from this layout: a line for each difference."""
         wrong = []
         for name, tree, expected in zip(("params", "opt_state"), (params, opt_state), self.fill(self.shapes), strict=True):
             if jax.tree.structure(tree) != jax.tree.structure(expected):
@@ -52,7 +52,7 @@ def check_params(where: str, params: Params) -> None:
     """Refuse what cannot be the parameters of a set.
 
     Raises:
-        BankError: there are no leaves, or some that are no floating arrays or NumPy scalars; all of them are named.
+        BankError: there are no leaves, or some are not floating arrays or NumPy scalars; the error names all of these.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
@@ -71,5 +71,5 @@ def check_params(where: str, params: Params) -> None:
         )
 
 
-def _describe(leaf: Any) -> str:
+def _describe(leaf: Leaf) -> str:
     return describe(leaf) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else f"a {type(leaf).__name__}"

@@ -1,34 +1,33 @@
-"""A module's parameters in two: what all tasks share, and the part that each task has its own of.
+"""A module's parameters in two: the parameters that all tasks share, and a subtree that each task has of its own.
 
-``take`` cuts a subtree out of a parameter tree, ``insert`` puts one in, and ``bind`` makes a loss over the two of a loss over the
-whole, so that one module definition serves any number of parameter sets.
+``take`` cuts a subtree out of a parameter tree, ``insert`` puts a subtree in, and ``bind`` turns a loss over the whole tree into a
+loss over the two parts, so that one module definition serves any number of parameter sets.
 """
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from jaxpp.errors import BankError
-from jaxpp.types import LossFn, Params
+from jaxpp.types import LossFn, Params, Tree
 
 __all__ = ["bind", "insert", "take"]
 
 
 Path = str | Sequence[str]
-"""The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several of these."""
+"""The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several such paths."""
 
 
 def take(params: Params, path: Path) -> tuple[Params, Params]:
     """Cut the subtree at ``path`` out of a parameter tree.
 
     Args:
-        params: the whole, of mappings down to the subtree.
-        path: the keys on the way; or several paths, for a task whose parameters are in several places.
+        params: the whole tree; all nodes on the way to the subtree are mappings.
+        path: the keys on the way; or several paths, if a task has parameters in several places.
 
     Returns:
-        the rest, and the subtree (for several paths a dictionary of them); ``insert(rest, subtree, path)`` is the whole again.
+        the rest, and the subtree (for several paths a dictionary of subtrees). ``insert(rest, subtree, path)`` is the whole tree.
 
     Raises:
         BankError: there is nothing at that path.
@@ -46,7 +45,7 @@ def take(params: Params, path: Path) -> tuple[Params, Params]:
         return params, subtrees
     found: list[Params] = []
 
-    def cut(node: Any, key: Hashable) -> Any:
+    def cut(node: Tree, key: Hashable) -> Tree:
         found.append(node[key])
         return type(node)({name: child for name, child in node.items() if name != key})
 
@@ -57,12 +56,12 @@ def insert(params: Params, task_params: Params, path: Path) -> Params:
     """A parameter tree with ``task_params`` at ``path``, in place of what is there, if anything is.
 
     Args:
-        params: the whole, or the whole without that subtree; it stays as it is.
-        task_params: the subtree; for several paths a dictionary of them.
-        path: the keys on the way, all but the last of which must be there; or several paths.
+        params: the whole tree, or the rest; it stays as it is.
+        task_params: the subtree; for several paths a dictionary of subtrees.
+        path: the keys on the way; or several paths. All keys but the last must be in ``params``.
 
     Raises:
-        BankError: they are not.
+        BankError: a key on the way is not there.
 
     Example:
         >>> insert({"body": 1, "block_1": {"dense": 3}}, 2, "block_1/adapter")
@@ -75,18 +74,18 @@ def insert(params: Params, task_params: Params, path: Path) -> Params:
     return _at(params, path, lambda node, key: type(node)({**node, key: task_params}), there=False)
 
 
-def bind(loss_fn: LossFn, path: Path) -> Callable[..., Any]:
-    """A loss over shared parameters and a task's own, of a loss over one module's whole parameters.
+def bind(loss_fn: LossFn, path: Path) -> LossFn:
+    """Turn a loss over a module's whole parameters into a loss over the shared parameters and a task's own.
 
     Args:
-        loss_fn: ``loss_fn(params, batch[, key])``, over the whole.
-        path: where the task's parameters belong in ``params``; several paths for parameters in several places.
+        loss_fn: ``loss_fn(params, batch[, key])``, over the whole tree.
+        path: where the task's parameters belong in ``params``; several paths, if they belong in several places.
 
     Returns:
-        ``loss_fn(params, task_params, batch[, key])``; whatever ``params`` has at the path is not read.
+        ``loss_fn(params, task_params, batch[, key])``; what ``params`` has at the path is not read.
 
     Raises:
-        BankError: ``path`` is no path; when the loss is called, that the parameters have no such place.
+        BankError: ``path`` is not a path. When the loss is called: the parameters have no such place.
 
     Example:
         >>> loss_fn = bind(lambda params, batch: params["body"] * batch + params["head"], "head")
@@ -97,19 +96,19 @@ def bind(loss_fn: LossFn, path: Path) -> Callable[..., Any]:
         _keys(one)
 
     @functools.wraps(loss_fn)
-    def bound(params: Params, task_params: Params, *rest: Any, **named: Any) -> Any:
+    def bound(params: Params, task_params: Params, *rest: Tree, **named: Tree) -> Tree:
         return loss_fn(insert(params, task_params, path), *rest, **named)
 
-    try:  # it takes one argument more than the loss that it wraps
+    try:  # the bound loss takes one more argument than the loss that it wraps
         first, *others = inspect.signature(loss_fn).parameters.values()
         task = inspect.Parameter("task_params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         bound.__signature__ = inspect.Signature([first, task, *others])  # pyright: ignore[reportAttributeAccessIssue]
-    except (TypeError, ValueError):  # a function that does not say, or one of keywords alone
+    except (TypeError, ValueError):  # a function without a signature, or with keyword arguments alone
         pass
     return bound
 
 
-def _paths(paths: Any) -> Sequence[str]:
+def _paths(paths: Sequence[str]) -> Sequence[str]:
     if not isinstance(paths, Sequence) or not paths:
         fix = 'write it like "head", or ["block_0/adapter", "block_1/adapter"]'
         raise BankError(f"path={paths!r}", "a path is a text, or several are a list of at least one", repr(paths), fix)
@@ -124,11 +123,11 @@ def _keys(path: str) -> list[str]:
     return keys
 
 
-def _at(tree: Any, path: str, change: Callable[[Any, Hashable], Any], *, there: bool) -> Any:
-    """The tree with the mapping that holds the last key changed, those above it rebuilt, and all else as it is."""
+def _at(tree: Tree, path: str, change: Callable[[Tree, Hashable], Tree], *, there: bool) -> Tree:
+    """The tree with a change to the mapping that holds the last key; the mappings above it are rebuilt, all else stays."""
     keys = _keys(path)
 
-    def walk(node: Any, depth: int) -> Any:
+    def walk(node: Tree, depth: int) -> Tree:
         last = depth == len(keys) - 1
         if not isinstance(node, Mapping):
             raise _missing(path, keys[:depth], type(node).__name__, ())
@@ -142,7 +141,7 @@ def _at(tree: Any, path: str, change: Callable[[Any, Hashable], Any], *, there: 
     return walk(tree, 0)
 
 
-def _missing(path: str, above: list[str], got: str, near: Any) -> BankError:
+def _missing(path: str, above: list[str], got: str, near: Iterable[str]) -> BankError:
     place = f"params[{'/'.join(above)}]" if above else "params"
     fix = f"one of {', '.join(map(repr, near))}, perhaps" if near else "print the parameters' keys, and name one of them"
     return BankError(f"path={path!r}", "a path leads through the parameters' mappings", f"{place} is or has {got}", fix)

@@ -1,12 +1,12 @@
 """What the compiled programs of a step communicate between devices, read from their optimized HLO.
 
-Within a program it is the compiler that decides what is communicated: from annotations of shardings it makes all-reduces and
-all-gathers that stand nowhere in the user's code, joins several into one, or moves one out of a loop. So nothing here is computed
-from the model: the text of what will run is read, and every collective in it is counted with its bytes, the mesh axes over which
-it runs and how often it does.
+Within a program the compiler decides what is communicated: from annotations of shardings it makes all-reduces and all-gathers that
+stand nowhere in the user's code, joins several collectives into one, or moves a collective out of a loop. So nothing here is
+computed from the model. The text of what will run is read, and every collective in it is counted with its bytes, the mesh axes
+over which it runs, and how often it runs.
 
-Bytes are those of a collective's operands on one device, whatever the algorithm sends over the wires for them. They are the bytes
-of what runs: XLA for CPUs has no bf16 collectives and reduces f32 in their place.
+Bytes are the bytes of a collective's operands on one device, whatever the algorithm sends over the wires for them. They are the
+bytes of what runs: XLA for CPUs has no bf16 collectives and reduces f32 instead.
 """
 
 import html
@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.collectives.hlo import Instruction, parse_groups, parse_hlo
-from jaxpp.schedule.draw.text import align
+from jaxpp.observe.collectives.hlo import HloInstruction, parse_groups, parse_hlo
+from jaxpp.schedule.draw.text import html_table, table_lines
 from jaxpp.stages.table import bytes_in_words
 
-__all__ = ["KINDS", "Collective", "Collectives", "Row", "read_collectives"]
+__all__ = ["COLLECTIVE_KINDS", "Collective", "Collectives", "ProgramCollective", "read_collectives"]
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -49,16 +49,16 @@ class Collective:
     """A collective of a compiled program.
 
     Attributes:
-        kind: one of ``KINDS``.
-        num_bytes: of its operands on one device.
+        kind: one of ``COLLECTIVE_KINDS``.
+        num_bytes: bytes of its operands on one device.
         groups: positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute
-            each pair of source and target. Groups of one device are among them: these do not communicate.
-        axes: of the mesh, over which it runs: those along which devices of one group differ.
+            each pair of source and target. A group of one device, which does not communicate, is among them.
+        axes: the mesh axes over which it runs: the axes along which devices of one group differ.
         shapes: of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives.
         on_host: whether an operand or result is in host memory.
         times: how often it runs in one run of the program.
         in_loop: whether it is in the body of a loop.
-        exact: whether ``times`` is known; if not (a loop without a trip count, a branch), every trip or branch counts as one.
+        exact: whether ``times`` is known. In a loop without a trip count, or in a branch, it is not, and counts as once.
     """
 
     kind: str
@@ -72,12 +72,12 @@ class Collective:
     exact: bool
 
 
-class Row(NamedTuple):
-    """A collective in a step.
+class ProgramCollective(NamedTuple):
+    """A collective of one of the programs of a step.
 
     Attributes:
-        program: what the step calls the program that runs it.
-        runs: how often the step runs that program.
+        program: what the step calls the program.
+        runs: how often the step runs the program.
         collective: of the program.
     """
 
@@ -91,12 +91,12 @@ class Collectives:
     """All collectives of a step. ``print`` it for a table.
 
     Attributes:
-        rows: of the table.
-        parameter_bytes: of all parameters, those of inactive tasks included; None if that is of no interest.
+        rows: the collectives of each program.
+        parameter_bytes: bytes of all parameters, those of inactive tasks included; None if that is of no interest.
 
     Example:
         >>> grads = Collective("all-reduce", 2048, ((0, 1),), ("data",), ("f32[512]",), False, 1, False, True)
-        >>> print(Collectives((Row("gradients", 3, grads),), parameter_bytes=12288))
+        >>> print(Collectives((ProgramCollective("gradients", 3, grads),), parameter_bytes=12288))
           program        kind  axes  bytes  times  total
         gradients  all-reduce  data  2 KiB      3  6 KiB
         <BLANKLINE>
@@ -106,16 +106,17 @@ class Collectives:
         communicated 6 KiB of 12 KiB: all-reduced over data in a step, of all parameters
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProgramCollective, ...]
     parameter_bytes: int | None = None
 
     def num_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None, program: str | None = None) -> int:
         """Bytes of operands in a step.
 
         Args:
-            kind: of these collectives only.
-            axes: a name: of those that run over this axis, whatever others they run over; names: over exactly these.
-            program: of this program only.
+            kind: count only collectives of this kind.
+            axes: count only collectives that run over this axis, whatever others they run over; or, given a sequence of names, over
+                exactly these axes.
+            program: count only collectives of this program.
         """
         return sum(times * collective.num_bytes for times, collective in self._select(kind, axes, program))
 
@@ -123,9 +124,9 @@ class Collectives:
         """How many collectives run in a step.
 
         Args:
-            kind: likewise.
-            axes: likewise.
-            program: likewise.
+            kind: as for ``num_bytes``.
+            axes: as for ``num_bytes``.
+            program: as for ``num_bytes``.
         """
         return sum(times for times, _ in self._select(kind, axes, program))
 
@@ -175,38 +176,28 @@ class Collectives:
         return found
 
     def __str__(self) -> str:
-        tables = [align(table) for table in self._tables()] if self.rows else [["no collectives"]]
+        tables = [table_lines(table) for table in self._tables()] if self.rows else [["no collectives"]]
         return "\n\n".join("\n".join(lines) for lines in [*tables, self.remarks()] if lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        tables = "".join(map(_html, self._tables())) if self.rows else "<p>no collectives</p>"
+        tables = "".join(map(html_table, self._tables())) if self.rows else "<p>no collectives</p>"
         return tables + f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in self.remarks())}</ul>"
-
-
-def _html(rows: Sequence[Sequence[str]]) -> str:
-    cells = [[html.escape(cell) for cell in row] for row in rows]
-    lines = [f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in row)}</tr>" for row, tag in zip(cells, _tags(cells), strict=True)]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _tags(rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["th"] + ["td"] * (len(rows) - 1)
 
 
 def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
     """The collectives that a compiled program runs.
 
-    A collective without communication (every group of one device) is left out. One that is split in two, a start and a done,
-    counts once.
+    A collective without communication, where every group is one device, is left out. A collective that is split into a start and
+    a done counts once.
 
     Args:
         hlo_text: ``compiled.as_text()`` of ``compiled = jax.jit(f).lower(...).compile()``.
         mesh_shape: the size of each axis of the mesh on which it runs, in the order of the mesh: ``mesh.shape``.
 
     Returns:
-        them, in the order of the program, those of a loop where the loop is.
+        the collectives in the order of the program, those of a loop where the loop is.
 
     Raises:
         ArgumentError: the text is not the HLO of a compiled program, or not of one for this mesh.
@@ -219,11 +210,8 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
         raise ArgumentError(where, rule, f"a text without ENTRY that begins with {hlo_text[:60]!r}", fix)
     stated = [int(number) for number in _STATED.findall(hlo_text.split("\n", 1)[0])]
     if stated and math.prod(stated) != num_devices:
-        rule, got = (
-            "the program must be compiled for the mesh",
-            f"a program for {math.prod(stated)} devices and a mesh of {num_devices}",
-        )
-        raise ArgumentError(where, rule, got, "pass mesh.shape of the program's mesh")
+        got = f"a program for {math.prod(stated)} devices and a mesh of {num_devices}"
+        raise ArgumentError(where, "the program must be compiled for the mesh", got, "pass mesh.shape of the program's mesh")
     found = [
         _collective(instruction, kind, run, mesh_shape, where)
         for instruction, kind, run in _walk(computations, entry, _Run(1, in_loop=False, exact=True))
@@ -239,11 +227,11 @@ class _Run(NamedTuple):
     exact: bool
 
 
-def _walk(computations: Mapping[str, Sequence[Instruction]], name: str, run: _Run) -> Iterator[tuple[Instruction, str, _Run]]:
+def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, run: _Run) -> Iterator[tuple[HloInstruction, str, _Run]]:
     """The collectives of a computation and of all that it runs."""
     for instruction in computations.get(name, ()):
         kind = instruction.opcode.removesuffix("-start")
-        if kind in KINDS:
+        if kind in COLLECTIVE_KINDS:
             yield instruction, kind, run
             continue
         for called, times, in_loop in instruction.calls:
@@ -251,7 +239,7 @@ def _walk(computations: Mapping[str, Sequence[Instruction]], name: str, run: _Ru
             yield from _walk(computations, called, inside)
 
 
-def _collective(instruction: Instruction, kind: str, run: _Run, mesh_shape: Mapping[str, int], where: str) -> Collective:
+def _collective(instruction: HloInstruction, kind: str, run: _Run, mesh_shape: Mapping[str, int], where: str) -> Collective:
     num_devices = math.prod(mesh_shape.values())
     groups = parse_groups(instruction.attributes, num_devices)
     if groups is None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Call", "Instruction", "Shape", "parse_groups", "parse_hlo", "parse_shape"]
+__all__ = ["Call", "HloInstruction", "Shape", "parse_groups", "parse_hlo", "parse_shape"]
 
 _ARRAY = re.compile(r"(?P<type>[a-z]\w*)\[(?P<sizes>[^\]]*)\](?P<layout>\{[^}]*\})?")
 _HEADER = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     in_loop: bool
 
 
-class Instruction(NamedTuple):
+class HloInstruction(NamedTuple):
     """A line of a computation.
 
     Attributes:
@@ -96,7 +96,7 @@ class Instruction(NamedTuple):
     calls: tuple[Call, ...]
 
 
-def parse_hlo(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
+def parse_hlo(text: str) -> tuple[dict[str, list[HloInstruction]], str | None]:
     """The computations of a module.
 
     Args:
@@ -105,7 +105,7 @@ def parse_hlo(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
     Returns:
         the instructions of each computation by its name, and the name of the one that is run; None if the text has none.
     """
-    computations: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[HloInstruction]] = {}
     known: dict[str, Shape] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -163,18 +163,18 @@ def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ..
     return groups if any(groups) else (tuple(range(num_devices)),)
 
 
-def _instruction(name: str, rest: str, known: dict[str, Shape]) -> Instruction:
+def _instruction(name: str, rest: str, known: dict[str, Shape]) -> HloInstruction:
     result = known[name] = parse_shape(rest)
     behind = rest[len(_until(rest, 0)) :] if rest.startswith("(") else rest[len(rest.split(" ", 1)[0]) :]
     found = _OPCODE.match(behind)
     if found is None:
-        return Instruction(name, result, "", (), "", ())
+        return HloInstruction(name, result, "", (), "", ())
     inside = _until(behind, found.end() - 1)
     attributes = behind[found.end() - 1 + len(inside) :]
     opcode = found["opcode"]
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', attributes)
     operands = tuple(_operand(operand, known) for operand in _split(inside[1:-1])) if opcode != "constant" else ()
-    return Instruction(name, result, opcode, operands, bare, tuple(_calls(opcode, bare, attributes)))
+    return HloInstruction(name, result, opcode, operands, bare, tuple(_calls(opcode, bare, attributes)))
 
 
 def _operand(text: str, known: Mapping[str, Shape]) -> Shape:

@@ -1,6 +1,6 @@
 """What to change when a step does not fit: other pipelines tried on paper.
 
-Each is lowered and its account kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
+Each is lowered and its liveness kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
 virtual clock with equal stages. Nothing is run, and compiled only where by the estimates nothing fits but something nearly does.
 """
 
@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.errors import JaxppError
-from jaxpp.observe.memory.liveness import account, temporaries
-from jaxpp.options import Settings
-from jaxpp.runtime.engine import Engine
+from jaxpp.observe.memory.liveness import step_liveness, temporaries
+from jaxpp.options import Options
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
@@ -55,88 +55,84 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
             program that recomputes them.
         room: bytes that each device has.
     """
-    now = engine.settings
+    now = engine.options
     fitting: dict[str, Change] = {}
     missed: list[tuple[int, str, Engine]] = []
     with progress(list(_candidates(now, batch)), desc="looking for what fits", after=_PATIENCE) as bar:
-        for family, what, settings in bar:
+        for family, what, options in bar:
             if family in fitting:
                 continue
             try:
-                other = _tried(engine, settings, batch, key)
-                book = account(other, other.draft("update", batch, key))
+                other = _tried(engine, options, batch, key)
+                liveness = step_liveness(other, other.draft("update", batch, key))
             except JaxppError:
                 continue  # too many stages for this model, say
-            share = now.schedule.num_microbatches / settings.schedule.num_microbatches
-            share *= now.schedule.num_stages / settings.schedule.num_stages
-            again = settings.remat != now.remat
+            share = now.schedule.num_microbatches / options.schedule.num_microbatches
+            share *= now.schedule.num_stages / options.schedule.num_stages
+            again = options.remat != now.remat
             wants = {device: round(share * (extra + again * residuals)) for device, (extra, residuals) in needs.items()}
-            peak = max(book.most(device) + wants.get(device, max(wants.values())) for device in book.devices)
+            peak = max(liveness.most(device) + wants.get(device, max(wants.values())) for device in liveness.devices)
             if peak <= room:
-                fitting[family] = Change(what, peak, _time(settings) / _time(now))
+                fitting[family] = Change(what, peak, _time(options) / _time(now))
             else:
                 missed.append((peak, what, other))
     for peak, what, other in [] if fitting else sorted(missed, key=lambda miss: miss[0])[:_COMPILED]:
         exact = _compiled_peak(other, batch, key) if peak <= 2 * room else peak
         if exact <= room:
-            fitting[what] = Change(what, exact, _time(other.settings) / _time(now))
+            fitting[what] = Change(what, exact, _time(other.options) / _time(now))
     return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
 
 
 def _compiled_peak(engine: Engine, batch: Any, key: Any) -> int:
     """What ``forecast`` would say."""
     _, drafted = engine.plan("update", batch, key)
-    book, extra = account(engine, drafted), temporaries(drafted.draft, engine.preparer.programs)
-    return max(book.most(device, extra) for device in book.devices)
+    liveness, extra = step_liveness(engine, drafted), temporaries(drafted.draft, engine.programs)
+    return max(liveness.most(device, extra) for device in liveness.devices)
 
 
-def _tried(engine: Engine, settings: Settings, batch: Any, key: Any) -> Engine:
-    now, new = engine.settings.schedule, settings.schedule
+def _tried(engine: Engine, options: Options, batch: Any, key: Any) -> Engine:
+    now, new = engine.options.schedule, options.schedule
     same = (now.stage_to_rank, now.num_microbatches) == (new.stage_to_rank, new.num_microbatches)
-    if same and settings.remat == engine.settings.remat:
+    if same and options.remat == engine.options.remat:
         return engine.with_schedule(new)  # no need to trace and cut again
-    layout = engine.preparer.layout
-    assert layout is not None
-    other = Engine(settings, engine.optimizer)
-    other.settle(layout.given, batch, key)
-    return other
+    return open_engine(options, engine.optimizer, engine.layout.given, batch, key)
 
 
-def _candidates(now: Settings, batch: Any) -> Iterator[tuple[str, str, Settings]]:
-    """Changes to try: the family, of which the first that fits is enough; how to write it; the settings."""
+def _candidates(now: Options, batch: Any) -> Iterator[tuple[str, str, Options]]:
+    """Changes to try: the family, of which the first that fits is enough; how to write it; the options."""
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
     platform = now.devices[0].platform
     for other in SCHEDULES:
-        for settings in _made(now, other, stages, microbatches):
-            if other != name and settings.schedule.num_ranks == now.schedule.num_ranks:
-                yield f"schedule {other}", f'schedule="{other}"', settings
+        for options in _made(now, other, stages, microbatches):
+            if other != name and options.schedule.num_ranks == now.schedule.num_ranks:
+                yield f"schedule {other}", f'schedule="{other}"', options
     for way in ("least", "recompute") if now.remat is None else ("recompute",):
         yield "remat", f'remat="{way}"', dataclasses.replace(now, remat=kept_of(way, stages, platform))
     if name not in SCHEDULES:
         return
     count = microbatches * 2
     while count <= check_batch(batch, 1, shared=now.shared):
-        for settings in _made(now, name, stages, count):
-            yield "microbatches", f"num_microbatches={count}", settings
-        for settings in _made(now, name, stages, count, remat=kept_of("recompute", stages, platform)):
-            yield "both", f'num_microbatches={count}, remat="recompute"', settings
+        for options in _made(now, name, stages, count):
+            yield "microbatches", f"num_microbatches={count}", options
+        for options in _made(now, name, stages, count, remat=kept_of("recompute", stages, platform)):
+            yield "both", f'num_microbatches={count}, remat="recompute"', options
         count *= 2
     kept = kept_of("keep" if now.remat is None else "least", 2 * stages, platform)
-    for settings in _made(now, name, 2 * stages, microbatches, cuts=None, remat=kept):
-        if settings.schedule.num_ranks <= len(now.devices):
-            yield "stages", f"num_stages={2 * stages}", settings
+    for options in _made(now, name, 2 * stages, microbatches, cuts=None, remat=kept):
+        if options.schedule.num_ranks <= len(now.devices):
+            yield "stages", f"num_stages={2 * stages}", options
 
 
-def _made(now: Settings, name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Settings]:
-    """The settings with another schedule, if it exists at these sizes."""
+def _made(now: Options, name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Options]:
+    """The options with another schedule, if it exists at these sizes."""
     with contextlib.suppress(JaxppError):
         schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)
         yield dataclasses.replace(now, schedule=schedule, **more)
 
 
-def _time(settings: Settings) -> float:
+def _time(options: Options) -> float:
     """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
-    schedule: Schedule = settings.schedule
-    again = [1 + callable(kept) for kept in settings.remat or (None,) * schedule.num_stages]
+    schedule: Schedule = options.schedule
+    again = [1 + callable(kept) for kept in options.remat or (None,) * schedule.num_stages]
     makespan = simulate(schedule, forward=1, input_grad=again, weight_grad=1).makespan
     return float(makespan) / (schedule.num_stages * schedule.num_microbatches)

@@ -1,6 +1,6 @@
 """Memory before the first step: what each device will hold when it holds most, from shapes alone.
 
-The step is lowered and compiled, not run. The account of its lines says which arrays are alive at each moment; the compiler says
+The step is lowered and compiled, not run. The liveness of its lines says which arrays are alive at each moment; the compiler says
 what each program needs besides. Their sum at its highest is a device's peak. If that is too much, ``advice`` says what to change.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.advice import Change, changes
-from jaxpp.observe.memory.liveness import KINDS, Account, account, temporaries
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, step_liveness, temporaries
 from jaxpp.plan.builder import Name
-from jaxpp.runtime.engine import Engine
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.types import Device
 
@@ -33,7 +33,7 @@ class StageMemory(NamedTuple):
     Attributes:
         stage: which.
         device: where it lives.
-        kinds: bytes of arrays, one for each of ``KINDS``.
+        kinds: bytes of arrays, one for each of ``MEMORY_KINDS``.
         num_residuals: microbatches of which residuals are held.
         temporaries: bytes that the program running then needs besides.
     """
@@ -52,7 +52,7 @@ class StageMemory(NamedTuple):
     @property
     def residuals(self) -> int:
         """Bytes of the residuals of one microbatch."""
-        return self.kinds[KINDS.index("residuals")] // max(1, self.num_residuals)
+        return self.kinds[MEMORY_KINDS.index("residuals")] // max(1, self.num_residuals)
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Forecast:
     """Memory of a step. ``print`` it for a table and, if it does not fit, for what to change.
 
     Attributes:
-        account: the lives of all arrays of the step.
+        liveness: the lives of all arrays of the step.
         stages: what each stage takes at the peak of its device.
         moments: the line that runs at the peak of each device.
         hbm: bytes that each device has; None if that is not known.
         changes: what would make it fit, the least slowdown first; empty if it fits, or nothing tried does.
     """
 
-    account: Account
+    liveness: Liveness
     stages: tuple[StageMemory, ...]
     moments: Mapping[Device, str]
     hbm: int | None
@@ -76,7 +76,7 @@ class Forecast:
     @property
     def peaks(self) -> dict[Device, int]:
         """Bytes of each device at its peak, temporaries included."""
-        return {device: sum(row.num_bytes for row in self.stages if row.device == device) for device in self.account.devices}
+        return {device: sum(row.num_bytes for row in self.stages if row.device == device) for device in self.liveness.devices}
 
     @property
     def fits(self) -> bool:
@@ -84,14 +84,15 @@ class Forecast:
         return self.hbm is None or max(self.peaks.values()) <= self.hbm
 
     def __str__(self) -> str:
-        shown = [k for k in range(len(KINDS)) if any(row.kinds[k] for row in self.stages)]
-        rows = [["stage", "device", *(KINDS[k] for k in shown), "temporaries", "sum", "at"]]
+        shown = [k for k in range(len(MEMORY_KINDS)) if any(row.kinds[k] for row in self.stages)]
+        rows = [["stage", "device", *(MEMORY_KINDS[k] for k in shown), "temporaries", "sum", "at"]]
         for row in self.stages:
-            sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (KINDS[k] == "residuals") for k in shown]
+            sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
             rows.append(
                 [str(row.stage), str(row.device), *sizes, _size(row.temporaries), _size(row.num_bytes), self.moments[row.device]]
             )
-        lines = [*align(rows), "", "in brackets: microbatches whose residuals are held; at: what runs when the device holds most"]
+        legend = "in brackets: microbatches whose residuals are held; at: what runs when the device holds most"
+        lines = [*table_lines(rows), "", legend]
         if len(self.stages) > len(self.peaks):
             lines.append("peak: " + ", ".join(f"{device} {_size(peak)}" for device, peak in self.peaks.items()))
         return "\n".join([*lines, *self._verdict()])
@@ -105,15 +106,15 @@ class Forecast:
         need = f"{worst} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
         if self.fits:
             return [f"it fits: {need}"]
-        kinds = [sum(row.kinds[k] for row in self.stages if row.device == worst) for k in range(len(KINDS))]
+        kinds = [sum(row.kinds[k] for row in self.stages if row.device == worst) for k in range(len(MEMORY_KINDS))]
         kinds.append(sum(row.temporaries for row in self.stages if row.device == worst))
         most = max(range(len(kinds)), key=kinds.__getitem__)
-        lines = [f"it does not fit: {need}, most of that {(*KINDS, 'temporaries')[most]} ({_size(kinds[most])})"]
+        lines = [f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})"]
         if not self.changes:
             return [*lines, "nothing that was looked at fits (microbatches, schedules, remat, twice the stages): use more devices"]
         rows = [["what should fit (estimates), the quickest first", "peak", "step"]]
         rows += [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
-        return [*lines, *align(rows)]
+        return [*lines, *table_lines(rows)]
 
 
 def _size(num_bytes: int) -> str:
@@ -130,18 +131,21 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, wait
         room: bytes that each device has; what the devices say themselves unless given.
         waiting: leaves of which a second one waits for the next step (the prefetched set of a bank), for each set that may wait.
     """
-    limits = [stats["bytes_limit"] for d in engine.settings.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
+    limits = [stats["bytes_limit"] for d in engine.options.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room
     _, drafted = engine.plan("update", batch, key)
-    book = account(engine, drafted)
+    liveness = step_liveness(engine, drafted)
     if waiting:
-        held = {life.name: life for life in book.lives if life.begins == 0}
-        book = dataclasses.replace(book, lives=(*book.lives, *(held[n]._replace(ends=len(book.lines) + 1) for n in waiting)))
-    extra = temporaries(drafted.draft, engine.preparer.programs)
-    peaks = {device: book.peak(device, extra) for device in book.devices}
-    stages = tuple(_stage_memory(book, stage, device, peaks[device], extra) for stage, device in enumerate(engine.placement.places))
-    moments = {device: book.lines[moment - 1].label for device, moment in peaks.items()}
-    found = Forecast(book, stages, moments, room, ())
+        held = {life.name: life for life in liveness.lives if life.begins == 0}
+        liveness = dataclasses.replace(
+            liveness, lives=(*liveness.lives, *(held[n]._replace(ends=len(liveness.lines) + 1) for n in waiting))
+        )
+    extra = temporaries(drafted.draft, engine.programs)
+    peaks = {device: liveness.peak(device, extra) for device in liveness.devices}
+    devices = [place.shown for place in engine.placement.places]
+    stages = tuple(_stage_memory(liveness, stage, device, peaks[device], extra) for stage, device in enumerate(devices))
+    moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}
+    found = Forecast(liveness, stages, moments, room, ())
     if found.fits or room is None:
         return found
     needs = {
@@ -151,11 +155,11 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, wait
     return dataclasses.replace(found, changes=changes(engine, batch, key, needs, room))
 
 
-def _stage_memory(book: Account, stage: int, device: Device, moment: int, extra: tuple[int, ...]) -> StageMemory:
-    alive = [life for life in book.alive(device, moment) if life.name.stage == stage]
-    kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in KINDS)
+def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int, extra: tuple[int, ...]) -> StageMemory:
+    alive = [life for life in liveness.alive(device, moment) if life.name.stage == stage]
+    kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
     held = {life.name.microbatch for life in alive if life.kind == "residuals"}
-    line = book.lines[moment - 1]
+    line = liveness.lines[moment - 1]
     runs = line.device == device and line.stage == stage
     return StageMemory(stage, device, kinds, len(held), extra[moment - 1] * runs)
 

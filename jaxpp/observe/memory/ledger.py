@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpp.observe.memory.liveness import KINDS, Account, account, kind_of, temporaries
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Drafted
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness, temporaries
 from jaxpp.plan.builder import HOST, Name
+from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
-from jaxpp.runtime.engine import Drafted, Engine
 from jaxpp.runtime.place import devices_of
-from jaxpp.schedule.draw.text import align
+from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.program import Role
 from jaxpp.stages.table import bytes_in_words
-from jaxpp.types import Device
+from jaxpp.types import Array, Device
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
 
@@ -32,9 +34,9 @@ class Sample(NamedTuple):
 
     Attributes:
         when: ``begins``, the label of the line that had been handed over, or ``ends``.
-        moment: of the account.
+        moment: of the liveness.
         device: which.
-        kinds: bytes of the step's arrays, one for each of ``KINDS``.
+        kinds: bytes of the step's arrays, one for each of ``MEMORY_KINDS``.
         total: bytes of all arrays there.
         temporaries: bytes that the program running then needs besides.
     """
@@ -49,7 +51,7 @@ class Sample(NamedTuple):
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of each kind."""
-        return dict(zip(KINDS, self.kinds, strict=True))
+        return dict(zip(MEMORY_KINDS, self.kinds, strict=True))
 
     @property
     def elsewhere(self) -> int:
@@ -62,12 +64,12 @@ class Ledger:
     """Live bytes of a step, by device and kind. ``print`` it for a table.
 
     Attributes:
-        account: what the shapes say.
+        liveness: what the shapes say.
         samples: what was there: of each device at the beginning, at its peak, at the end.
         stats: what the backend counts for itself, of each device; empty where it does not.
     """
 
-    account: Account
+    liveness: Liveness
     samples: tuple[Sample, ...]
     stats: Mapping[Device, Mapping[str, int]]
 
@@ -77,12 +79,12 @@ class Ledger:
         return {sample.device: sample for sample in self.samples if sample.when not in ("begins", "ends")}
 
     def __str__(self) -> str:
-        shown = [k for k in range(len(KINDS)) if any(sample.kinds[k] for sample in self.samples)]
-        rows = [["device", "at", *(KINDS[k] for k in shown), "the step's", "temporaries", "other arrays"]]
-        for sample in sorted(self.samples, key=lambda sample: (self.account.devices.index(sample.device), sample.moment)):
+        shown = [k for k in range(len(MEMORY_KINDS)) if any(sample.kinds[k] for sample in self.samples)]
+        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), "the step's", "temporaries", "other arrays"]]
+        for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
             rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
-        return "\n".join([*align(rows), *self._remarks()])
+        return "\n".join([*table_lines(rows), *self._remarks()])
 
     __repr__ = __str__
 
@@ -120,7 +122,7 @@ def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
     return {data.block_until_ready().unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
 
 
-def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> tuple[Ledger, list[Any]]:
+def sample_step(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any) -> tuple[Ledger, Leaves[Array]]:
     """Run one step and look at what is alive; it waits at each look.
 
     Args:
@@ -133,19 +135,18 @@ def sample_step(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any) -> 
         the ledger, and the leaves of the new state.
     """
     plan, drafted = engine.plan("update", batch, key)
-    book = account(engine, drafted, homes_of(drafted, batch, key))
-    extra = temporaries(drafted.draft, engine.preparer.programs)
+    liveness = step_liveness(engine, drafted, homes_of(drafted, batch, key))
+    extra = temporaries(drafted.draft, engine.programs)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
-    state = dict(zip(drafted.inputs, leaves, strict=False))
+    state = dict(zip(drafted.inputs, leaves.flat(), strict=False))
     kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
-    sampler = _Sampler(plan, drafted, book, extra, foreign, kept)
-    sampler.look(0, state, book.devices)
+    sampler = _Sampler(plan, drafted, liveness, extra, foreign, kept)
+    sampler.look(0, state, liveness.devices)
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
-    finite = [] if outcome.finite is None else [outcome.finite]
-    values = [outcome.loss, *jax.tree.leaves(outcome.aux), *outcome.leaves, *finite, outcome.grad_norm, *outcome.squares]
-    sampler.look(len(book.lines) + 1, state | dict(zip(drafted.outputs, values, strict=True)), book.devices)
-    stats = {device: found for device in book.devices if (found := devices_of(device)[0].memory_stats())}
-    return Ledger(book, tuple(sampler.samples), stats), outcome.leaves
+    values = dict(zip(drafted.outputs, jax.tree.leaves(outcome), strict=True))
+    sampler.look(len(liveness.lines) + 1, state | values, liveness.devices)
+    stats = {device: found for device in liveness.devices if (found := devices_of(device)[0].memory_stats())}
+    return Ledger(liveness, tuple(sampler.samples), stats), outcome.state
 
 
 def homes_of(drafted: Drafted, batch: Any, key: Any) -> dict[Name, Device]:
@@ -163,14 +164,14 @@ class _Sampler:
         self,
         plan: Plan,
         drafted: Drafted,
-        book: Account,
+        liveness: Liveness,
         extra: Sequence[int],
         foreign: Sequence[Any],
         kept: Mapping[Name, Any],
     ):
         self.samples: list[Sample] = []
-        self._lines, self._book, self._extra, self._foreign = drafted.draft.lines, book, extra, foreign
-        self._peaks = {device: book.peak(device, extra) for device in book.devices}
+        self._lines, self._book, self._extra, self._foreign = drafted.draft.lines, liveness, extra, foreign
+        self._peaks = {device: liveness.peak(device, extra) for device in liveness.devices}
         self._moment = 0
         self._always = [*drafted.draft.constants.items(), *kept.items()]  # the old model state is the caller's until the step ends
         self._holds = dict(zip(plan.inputs, map(drafted.draft.resolve, drafted.inputs), strict=True))
@@ -192,10 +193,10 @@ class _Sampler:
         kinds = {life.name: life.kind for life in self._book.lives if life.begins <= moment <= life.ends}
         for device in devices:
             seen = _buffers(self._foreign, device)
-            sums: dict[str, int] = dict.fromkeys(KINDS, 0)
+            sums: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
             for name, value in (*self._always, *values.items()):
                 fresh = {at: size for at, size in _buffers([value], device).items() if at not in seen}
-                sums[kinds.get(name) or kind_of(name)] += sum(fresh.values())
+                sums[kinds.get(name) or memory_kind(name)] += sum(fresh.values())
                 seen |= fresh
             extra = self._extra[moment - 1] * (self._lines[moment - 1].device == device) if inside else 0
             self.samples.append(Sample(label, moment, device, tuple(sums.values()), live_bytes(device), extra))

@@ -16,19 +16,18 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Drafted
 from jaxpp.plan.builder import HOST, Draft, Line, Name
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.engine import Drafted, Engine
-from jaxpp.runtime.place import Submesh, bytes_on, leading
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.program import Role
 from jaxpp.types import Device
 
-__all__ = ["KINDS", "Account", "Life", "account", "kind_of", "temporaries"]
+__all__ = ["MEMORY_KINDS", "Life", "Liveness", "memory_kind", "step_liveness", "temporaries"]
 
-KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
+MEMORY_KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
 """What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over."""
 
 _KIND_OF = {
@@ -55,7 +54,7 @@ class Life(NamedTuple):
         name: of the value.
         device: where it is.
         num_bytes: how large.
-        kind: one of ``KINDS``.
+        kind: one of ``MEMORY_KINDS``.
         begins: the first moment at which it is alive.
         ends: the last.
         taken: whether its buffer is then taken over by a result of the next line.
@@ -71,7 +70,7 @@ class Life(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Account:
+class Liveness:
     """The lives of all values of a step.
 
     Attributes:
@@ -87,18 +86,18 @@ class Account:
     @cached_property
     def levels(self) -> Mapping[Device, np.ndarray]:
         """Bytes on each device: a row a moment, a column a kind."""
-        changes = {device: np.zeros((len(self.lines) + 3, len(KINDS)), np.int64) for device in self.devices}
+        changes = {device: np.zeros((len(self.lines) + 3, len(MEMORY_KINDS)), np.int64) for device in self.devices}
         for _, device, num_bytes, kind, begins, ends, _ in self.lives:
-            changes[device][begins, KINDS.index(kind)] += num_bytes
-            changes[device][ends + 1, KINDS.index(kind)] -= num_bytes
+            changes[device][begins, MEMORY_KINDS.index(kind)] += num_bytes
+            changes[device][ends + 1, MEMORY_KINDS.index(kind)] -= num_bytes
         return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
 
     @cached_property
     def freed(self) -> Mapping[Device, np.ndarray]:
         """Bytes that each device lets go after each moment, not those that are taken over: a row a moment, a column a kind."""
-        found = {device: np.zeros((len(self.lines) + 2, len(KINDS)), np.int64) for device in self.devices}
+        found = {device: np.zeros((len(self.lines) + 2, len(MEMORY_KINDS)), np.int64) for device in self.devices}
         for _, device, num_bytes, kind, _, ends, taken in self.lives:
-            found[device][ends, KINDS.index(kind)] += num_bytes * (not taken)
+            found[device][ends, MEMORY_KINDS.index(kind)] += num_bytes * (not taken)
         return found
 
     def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
@@ -125,7 +124,7 @@ class Account:
         return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
 
 
-def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Account:
+def step_liveness(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Liveness:
     """Keep the account of a step that takes over the buffers of its state.
 
     Args:
@@ -134,13 +133,13 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
         homes: the devices on which the caller's batch leaves and key are, by name, if on any; they are not copied to these.
 
     Returns:
-        the account. Arrays of the caller are not in it, except the state.
+        the liveness. Arrays of the caller are not in it, except the state.
     """
     draft = drafted.draft
     first, last = _forwards(draft), draft.last_uses()
     end = len(draft.lines) + 1
     sizes = _given(engine, drafted)
-    where: dict[Name, Device] = {name: home for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
+    where: dict[Name, Device] = {name: home.shown for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
     taken: set[Name] = set()
@@ -159,10 +158,10 @@ def account(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | Non
             begins.setdefault(name, number + 1)
     lives: list[Life] = []
     for name, begin in begins.items():
-        life = Life(name, where[name], sizes[name], kind_of(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
+        life = Life(name, where[name], sizes[name], memory_kind(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
-    devices = tuple(dict.fromkeys(engine.placement.by_rank))
-    return Account(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
+    devices = tuple(dict.fromkeys(engine.placement.ranks_shown))
+    return Liveness(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
 
 
 def _made(draft: Draft, line: Line) -> list[int]:
@@ -170,16 +169,16 @@ def _made(draft: Draft, line: Line) -> list[int]:
     assert line.job is not None
     program, place, _ = line.job
     results = program.results
-    if isinstance(place, Submesh) and program.spans:  # as one replica has them
+    if program.spans:  # as one replica has them
         results = [
-            jax.ShapeDtypeStruct(aval.shape[len(leading(place, ref)) :], aval.dtype)
+            jax.ShapeDtypeStruct(aval.shape[len(place.leading(ref)) :], aval.dtype)
             for ref, aval in zip(program.outputs, results, strict=True)
         ]
     triples = zip(program.outputs, results, line.outputs, strict=True)
-    return [bytes_on(place, ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
+    return [place.num_bytes(ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
 
 
-def kind_of(name: Name) -> str:
+def memory_kind(name: Name) -> str:
     """What a value is for. An activation is in flight until the stage that holds it has run; from then on it is a residual."""
     return _KIND_OF.get(name.ref.role, "rest")
 
@@ -201,13 +200,12 @@ def temporaries(draft: Draft, programs: Programs) -> tuple[int, ...]:
 
 def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
-    job, update = drafted.job, engine.update
-    opt = () if update is None else [aval_of(atom) for atom in update.birth.outputs]
+    job = drafted.job
     key = [] if job.key is None else [job.key]
-    avals = [*job.params, *opt, *job.state, *engine.scale_shapes, *job.batch, *key]
+    avals = [*engine.placed.shapes.flat(), *job.batch, *key]
     places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
     triples = zip(drafted.inputs, avals, places, strict=True)
-    return {name: count_bytes(aval) if place is None else bytes_on(place, name.ref, aval) for name, aval, place in triples}
+    return {name: count_bytes(aval) if place is None else place.num_bytes(name.ref, aval) for name, aval, place in triples}
 
 
 def _constants(engine: Engine, draft: Draft) -> list[Life]:
@@ -216,7 +214,7 @@ def _constants(engine: Engine, draft: Draft) -> list[Life]:
     unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
     places = [engine.placement[name.stage] for name, _ in unique.values()]
     return [
-        Life(name, place, value.addressable_shards[0].data.nbytes, kind_of(name), 0, end)
+        Life(name, place.shown, value.addressable_shards[0].data.nbytes, memory_kind(name), 0, end)
         for (name, value), place in zip(unique.values(), places, strict=True)
     ]
 

@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from jaxpp.observe.memory.liveness import KINDS
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.profile import Profile
-from jaxpp.observe.profile.span import Span
+from jaxpp.observe.profile.spans import Span
 
 __all__ = ["to_html", "to_json", "to_perfetto"]
 
@@ -36,7 +36,7 @@ def to_perfetto(profile: Profile) -> str:
         events.append(_slice(span.label, "host", ranks, _HOST, span.begun, span.handed))
     for rank, curve in enumerate(profile.memory):
         for time, level in zip(curve.times, curve.levels, strict=True):
-            bytes_of = dict(zip(KINDS, level, strict=True))
+            bytes_of = dict(zip(MEMORY_KINDS, level, strict=True))
             events.append({"ph": "C", "name": f"bytes on {curve.label}", "pid": rank, "tid": 0, "ts": 1e3 * time, "args": bytes_of})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -71,7 +71,7 @@ def to_json(profile: Profile) -> str:
             "spans": _spans(profile.spans),
             "isolated": _spans(profile.isolated),
             "memory": [
-                sample._asdict() | {"device": str(sample.device), "kinds": dict(zip(KINDS, sample.kinds, strict=True))}
+                sample._asdict() | {"device": str(sample.device), "kinds": dict(zip(MEMORY_KINDS, sample.kinds, strict=True))}
                 for sample in ledger.samples
             ],
         }

@@ -5,12 +5,11 @@ from typing import Any
 
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.memory.liveness import account
+from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Profile
-from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
+from jaxpp.observe.profile.spans import durations_of, isolated_spans, traced_spans
 from jaxpp.observe.profile.trace import read_runs
-from jaxpp.observe.profile.watch import Stamp
 
 __all__ = ["from_trace"]
 
@@ -39,7 +38,7 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
         In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
         ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
     """
-    engine = pipe._engine
+    engine = pipe.engine
     plan, drafted = engine.plan("update", batch, key)
     try:
         runs = read_runs(Path(folder))
@@ -51,12 +50,11 @@ def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
         rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
         fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
         raise ArgumentError(_WHERE, rule, str(error), fix) from None
-    schedule = engine.settings.schedule
-    unknown = [Stamp(0.0, 0.0, 0.0)] * len(plan.instructions)
+    schedule = engine.options.schedule
     alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
-    steps = [traced(plan, step, unknown, alone, schedule) for step in found]
+    steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
     lengths = [max(span.end for span in spans) for spans in steps]
     median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
-    spans = steps[median], laid_out(plan, alone, schedule)
-    ledger = Ledger(account(engine, drafted), (), {})
-    return Profile(schedule, engine.placement.by_rank, *spans, "trace", tuple(lengths), 1.0, ledger)
+    spans = steps[median], isolated_spans(plan, alone, schedule)
+    ledger = Ledger(step_liveness(engine, drafted), (), {})
+    return Profile(schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger)

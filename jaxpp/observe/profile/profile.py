@@ -15,23 +15,44 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
-from jaxpp.observe.memory.curves import curves
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.profile.causes import Causes, Measured, causes, simulated
-from jaxpp.observe.profile.figure import Curve, Timeline, pebble_pair, profile_figure
-from jaxpp.observe.profile.span import Span, covered
+from jaxpp.observe.profile.figure import profile_figure
+from jaxpp.observe.profile.memory_curves import Curve, curves
+from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.text import Drawing, Drawn, align
+from jaxpp.schedule.clock import Bar, Timing, bars, replay
+from jaxpp.schedule.draw.panel import Figure
+from jaxpp.schedule.draw.pebbles import pebble_pair
+from jaxpp.schedule.draw.text import Drawing, Drawn, html_table, table_lines
+from jaxpp.schedule.draw.timeline import Timeline
+from jaxpp.schedule.idle import bubble_fraction, idle_causes
 from jaxpp.types import Device
 
-__all__ = ["Clock", "Profile"]
+__all__ = ["Causes", "Clock", "Profile"]
 
 Clock = Literal["trace", "isolated"]
 """Which times the numbers are of."""
+
+
+class Causes(NamedTuple):
+    """Where a rank's idle time comes from, in seconds; the parts sum to it.
+
+    Attributes:
+        fill_drain: what the schedule costs even with equal stages.
+        imbalance: what stages that differ add.
+        transfer: what transfers add that nothing hides.
+        dispatch: what waiting for the host adds.
+        optimizer: the rest of the step: splitting the batch before, summing tied gradients and the optimizer after.
+    """
+
+    fill_drain: float
+    imbalance: float
+    transfer: float
+    dispatch: float
+    optimizer: float
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,7 @@ class Profile(Drawn):
     @property
     def bubble_fraction(self) -> float:
         """Idle time over ranks x step."""
-        return sum(self.idle) / (self.schedule.num_ranks * self.seconds)
+        return bubble_fraction(self.busy, self.seconds)
 
     @cached_property
     def beside(self) -> int:
@@ -122,7 +143,7 @@ class Profile(Drawn):
         return tuple(max(s.end for s in spans) - min(s.start for s in spans) for spans in mine)
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> Timing:
         """What the virtual clock is told. Time in which two actions of a rank ran side by side counts for the first only."""
         durations, until = {}, [0.0] * self.schedule.num_ranks
         for action, span in sorted(self.actions.items(), key=lambda item: item[1].start):
@@ -130,11 +151,11 @@ class Profile(Drawn):
             until[span.rank] = max(until[span.rank], span.end)
         found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
         for span in self.transfers:
-            assert span.action is not None
-            found[span.action.stage - (span.action.kind != Kind.F)].append(span.end - span.start)
+            if span.action is not None:
+                found[span.action.stage - (span.action.kind != Kind.F)].append(span.end - span.start)
         hops = tuple(statistics.median(times) if times else 0.0 for times in found[:-1])
         handed = {action: self.actions[action].begun if action in self.actions else 0.0 for action in self.schedule.order}
-        return Measured(durations, hops, handed)
+        return Timing(durations, hops, handed)
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
@@ -144,7 +165,8 @@ class Profile(Drawn):
     @cached_property
     def simulated(self) -> tuple[Bar, ...]:
         """The actions on the virtual clock, with these durations of actions and transfers, in seconds; nothing else of a step."""
-        return simulated(self.schedule, self.measured)
+        schedule, timing = self.schedule, self.measured._replace(dispatched=None)
+        return tuple(bars(schedule.rows, replay(schedule.rows, schedule.stage_to_rank, timing)))
 
     @property
     def simulated_seconds(self) -> float:
@@ -154,18 +176,24 @@ class Profile(Drawn):
     @property
     def simulated_bubble_fraction(self) -> float:
         """Their idle time over ranks x makespan: the bubble of the actions, without the optimizer's part of the step."""
-        whole = self.schedule.num_ranks * self.simulated_seconds
-        return 1 - sum(float(bar.end - bar.start) for bar in self.simulated) / whole
+        durations = self.measured.durations
+        busy = [sum(durations.get(action, 0) for action in row) for row in self.schedule.rows]
+        return bubble_fraction(busy, self.simulated_seconds)
 
     @cached_property
     def causes(self) -> tuple[Causes, ...]:
         """Where each rank's idle time comes from."""
-        return causes(self.schedule, self.measured, self.busy, self.seconds)
+        durations, busy = self.measured.durations, self.busy
+        mean = {kind: _mean([float(time) for action, time in durations.items() if action.kind == kind]) for kind in Kind}
+        equal = {action: mean[action.kind] for action in durations}
+        found = idle_causes(self.schedule.rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds)
+        rests = (self.seconds - time - sum(idle) for idle, time in zip(found, busy, strict=True))
+        return tuple(Causes._make(map(float, (*idle, rest))) for idle, rest in zip(found, rests, strict=True))
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
         """Live bytes of each device over the step."""
-        return curves(self.ledger.account, self.spans, self.devices)
+        return curves(self.ledger.liveness, self.spans, self.devices)
 
     @property
     def heading(self) -> str:
@@ -182,7 +210,7 @@ class Profile(Drawn):
         """The actions of the timeline that the numbers are of, in milliseconds."""
         return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, _in_milliseconds(self.bars))
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
         Raises:
@@ -190,7 +218,7 @@ class Profile(Drawn):
         """
         return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank)
 
-    def pebble_figure(self) -> Any:
+    def pebble_figure(self) -> Figure:
         """The pebble graph of the step as it was traced, above that of each program alone.
 
         Raises:
@@ -235,10 +263,9 @@ class Profile(Drawn):
             f"{self.trace_cost:.2f} of one that is not",
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
-        durations, hops, _ = self.measured
         slow = False
-        for boundary, hop in enumerate(hops):
-            hidden = [t for a, t in durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
+        for boundary, hop in enumerate(map(float, self.measured.hops)):
+            hidden = [float(t) for a, t in self.measured.durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
             if hop > _mean(hidden):
                 slow = True
                 where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
@@ -259,16 +286,14 @@ class Profile(Drawn):
         return [f"{self.titles[other]}: {_milli(found.seconds)} ms, bubble {found.bubble_fraction:.1%}"]
 
     def __str__(self) -> str:
-        return "\n".join([self.overview(), "", *align(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])
+        return "\n".join([self.overview(), "", *table_lines(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *rows = self.causes_table()
-        tables = "".join(_row(row, "td") for row in rows)
         notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
         ledger = f"<details><summary>memory</summary><pre>{html.escape(str(self.ledger))}</pre></details>"
-        return f"{super()._repr_html_()}<table>{_row(head, 'th')}{tables}</table><ul>{notes}</ul>{ledger}"
+        return f"{super()._repr_html_()}{html_table(self.causes_table())}<ul>{notes}</ul>{ledger}"
 
 
 def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
@@ -277,10 +302,6 @@ def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
 
 def _bars(spans: Sequence[Span]) -> tuple[Bar, ...]:
     return tuple(Bar(span.rank, action, span.start, span.end) for action, span in _actions(spans).items())
-
-
-def _row(cells: Sequence[str], tag: str) -> str:
-    return "<tr>" + "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
 
 
 def _in_milliseconds(bars: Sequence[Bar]) -> tuple[Bar, ...]:

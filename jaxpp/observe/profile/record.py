@@ -17,17 +17,18 @@ from typing import Any
 
 import jax
 
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.span import Span
-from jaxpp.observe.profile.timeline import durations_of, laid_out, traced
+from jaxpp.observe.profile.spans import Span, Stamp, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, Run, read_runs
-from jaxpp.observe.profile.watch import Stamp, Watch, inferred
+from jaxpp.observe.profile.watch import Watch
+from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.transfer import put
+from jaxpp.schedule.validate import is_count
+from jaxpp.types import Array
 
 __all__ = ["record"]
 
@@ -60,9 +61,9 @@ class _Stamps:
 class _Steps:
     """Runs one step after the other on a state of its own."""
 
-    def __init__(self, engine: Engine, leaves: Sequence[Any], batch: Any, key: Any):
+    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Any, key: Any):
         self.engine, self.batch, self.key = engine, batch, key
-        self.leaves = [put(leaf, device) for leaf, device in zip(leaves, engine.homes, strict=True)]
+        self.leaves = engine.copy(leaves)
 
     def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> float:
         """Run a step to its end; returns its seconds."""
@@ -71,14 +72,34 @@ class _Steps:
             if isinstance(observer, _Stamps):
                 observer.begin()
             outcome = self.engine.run("update", self.leaves, self.batch, self.key, observer=observer, watched=watched)
-            self.leaves = outcome.leaves
+            self.leaves = outcome.state
             if isinstance(observer, Watch):
                 observer.stamps()  # it looks while the results arrive, not when all are there
             jax.block_until_ready(outcome)  # the norm of the gradients too, or its program would run in the next step
         return time.perf_counter() - begun
 
 
-def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_steps: int, clock: Clock) -> Profile:
+def check_profile(num_steps: int, clock: str | None) -> None:
+    """Refuse what cannot be profiled.
+
+    Raises:
+        ArgumentError: fewer than one step, or an unknown clock.
+    """
+    if not is_count(num_steps, least=1):
+        raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
+    if clock not in (None, "trace", "isolated"):
+        rule = 'the times are those of the trace ("trace"), or of each program alone ("isolated")'
+        raise ArgumentError("pipe.profile", rule, f"clock={clock!r}", 'pass clock="trace", or leave it out')
+
+
+def _clock_for(engine: Engine) -> Clock:
+    """The isolated clock where devices share what they compute with."""
+    places = engine.placement.by_rank
+    shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
+    return "isolated" if shared else "trace"
+
+
+def record(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any, num_steps: int, clock: Clock | None) -> Profile:
     """Run steps under the profiler, then one whose memory is looked at.
 
     Args:
@@ -87,7 +108,8 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
         batch: for every step.
         key: likewise.
         num_steps: how many to trace, after some that do not count.
-        clock: which times the numbers of the profile are of.
+        clock: which times the numbers of the profile are of; the isolated clock where devices share what they compute with, unless
+            given.
 
     Returns:
         the profile of the traced step of median length.
@@ -96,7 +118,7 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
         ArgumentError: somebody else is taking a trace.
     """
     plan, _ = engine.plan("update", batch, key)
-    schedule, steps = engine.settings.schedule, _Steps(engine, leaves, batch, key)
+    schedule, steps = engine.options.schedule, _Steps(engine, leaves, batch, key)
     plain = [steps.run() for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
     together, apart = [_Stamps(waits=False) for _ in range(num_steps)], [_Stamps(waits=True) for _ in range(_ALONE)]
     with tempfile.TemporaryDirectory() as folder:
@@ -110,14 +132,15 @@ def record(engine: Engine, leaves: Sequence[Any], batch: Any, key: Any, num_step
             runs, missing = [], str(error)
     alone = durations_of(plan, [_seconds(stamps.stamps, runs[num_steps + k :][:1]) for k, stamps in enumerate(apart)])
     if runs:
-        found = [traced(plan, runs[k], stamps.stamps, alone, schedule) for k, stamps in enumerate(together)]
+        found = [traced_spans(plan, runs[k], stamps.stamps, alone, schedule) for k, stamps in enumerate(together)]
     else:
         found, lengths = _watched(steps, num_steps)
     cost = statistics.median(lengths) / statistics.median(plain)
     ledger, _ = sample_step(engine, steps.leaves, batch, key)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
-    spans = found[median], laid_out(plan, alone, schedule)
-    return Profile(schedule, engine.placement.by_rank, *spans, clock, tuple(lengths), cost, ledger, missing)
+    spans = found[median], isolated_spans(plan, alone, schedule)
+    shown = engine.placement.ranks_shown
+    return Profile(schedule, shown, *spans, clock or _clock_for(engine), tuple(lengths), cost, ledger, missing)
 
 
 @contextlib.contextmanager
@@ -159,6 +182,6 @@ def _watched(steps: _Steps, num_steps: int) -> tuple[list[tuple[Span, ...]], lis
         watch = Watch(plan)
         steps.run(watch, watched=True)
         stamps = watch.stamps()
-        found.append(inferred(plan, stamps, engine.settings.schedule))
+        found.append(watched_spans(plan, stamps, engine.options.schedule))
         lengths.append(max(stamp.done for stamp in stamps) - stamps[0].begun)
     return found[_WARM_UP:], lengths[_WARM_UP:]

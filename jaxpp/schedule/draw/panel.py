@@ -24,14 +24,15 @@ __all__ = [
     "LEFT",
     "Cell",
     "Entry",
+    "Figure",
     "Panel",
     "Part",
-    "available",
+    "bar_legend",
     "cell_of",
+    "has_matplotlib",
     "inside",
-    "key_of",
-    "key_of_bars",
-    "module_of",
+    "legend",
+    "matplotlib_module",
     "page",
     "several_stages",
     "shade",
@@ -71,11 +72,13 @@ class Part(NamedTuple):
     above: float = 0
 
 
+Figure = Any
+"""A ``matplotlib.figure.Figure``; matplotlib is optional, so its classes cannot be imported here."""
 Entry = tuple[str, Kind | str, int]
-"""Words of a key, what they explain (a kind, a colour, or ``DOT``), and for a kind which stage of its rank."""
+"""Words of a legend, what they explain (a kind, a colour, or ``DOT``), and for a kind which stage of its rank."""
 
 
-def available() -> bool:
+def has_matplotlib() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
@@ -90,7 +93,7 @@ class Panel:
         down: the extent of y, from the top.
     """
 
-    def __init__(self, figure: Any, box: tuple[float, float, float, float], across: Number, down: float):
+    def __init__(self, figure: Figure, box: tuple[float, float, float, float], across: Number, down: float):
         width, height = figure.get_size_inches()
         self.box = box
         self.axes = figure.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height))
@@ -112,7 +115,7 @@ class Panel:
         self, corners: Sequence[Sequence[tuple[Number, float]]], colour: str, label: str, edge: float | Sequence[float], line: str
     ) -> None:
         """Draw polygons of one colour, as one collection, with lines of ``edge`` points around them."""
-        made = module_of("collections").PolyCollection(corners, facecolors=[colour], edgecolors=line, linewidths=edge)
+        made = matplotlib_module("collections").PolyCollection(corners, facecolors=[colour], edgecolors=line, linewidths=edge)
         made.set_label(label)
         self.axes.add_collection(made, autolim=False)
 
@@ -163,7 +166,7 @@ class Panel:
 
     def dots(self, radius: float, at: Sequence[tuple[float, float]]) -> None:
         """Draw pebbles."""
-        self.stamp(module_of("path").Path.unit_circle(), radius, at, INK, "pebbles")
+        self.stamp(matplotlib_module("path").Path.unit_circle(), radius, at, INK, "pebbles")
 
     def margin(self, texts: Sequence[str], y: float) -> None:
         """Write to the right of the axes."""
@@ -171,18 +174,23 @@ class Panel:
             x, size = self.across + 72 * inches / self.points[0], min(8, self.points[1])
             self.axes.text(x, y, text, size=size, va="center", color=INK)
 
+    def title(self, text: str, above: float = 0.07) -> None:
+        """Write a title, that many inches above the axes."""
+        if text:
+            self.axes.text(0, -72 * above / self.points[1], text, size=9, weight="bold", va="bottom", color=INK)
+
     def write(self, text: str, size: float, at: Sequence[tuple[float, float]], colour: str) -> None:
         """Stamp a text, centred, at each place; not at all if its size is 0."""
         if text and size:
-            path = module_of("textpath").TextPath((0, 0), text, size=size)
+            path = matplotlib_module("textpath").TextPath((0, 0), text, size=size)
             middle = path.get_extents().get_points().mean(axis=0)
-            self.stamp(module_of("path").Path(path.vertices - middle, path.codes), 1, at, colour, "text")
+            self.stamp(matplotlib_module("path").Path(path.vertices - middle, path.codes), 1, at, colour, "text")
 
     def stamp(self, path: Any, scale: float, at: Sequence[tuple[float, float]], colour: str, label: str) -> None:
         """Draw the same path, its units ``scale`` points, at each place."""
         where = {"sizes": [scale**2], "offsets": at, "offset_transform": self.axes.transData}
-        made = module_of("collections").PathCollection([path], facecolors=[colour], linewidths=0, label=label, **where)
-        made.set_transform(module_of("transforms").IdentityTransform())
+        made = matplotlib_module("collections").PathCollection([path], facecolors=[colour], linewidths=0, label=label, **where)
+        made.set_transform(matplotlib_module("transforms").IdentityTransform())
         self.axes.add_collection(made, autolim=False)
 
     def _size(self, letters: int, width: Number, height: float) -> float:
@@ -209,8 +217,8 @@ def page(
         the panels, one a part.
     """
     wide, tall = left + width + margin, _TOP + sum(part.above + part.height for part in parts) + _BOTTOM
-    figure = module_of("figure").Figure((wide, tall), dpi=120, facecolor="white", layout="none")
-    module_of("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = matplotlib_module("figure").Figure((wide, tall), dpi=120, facecolor="white", layout="none")
+    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
     figure.text(left / wide, 1 - 0.1 / tall, heading, va="top", size=10, color=INK)
     panels, bottom = [], tall - _TOP
     for part in parts:
@@ -224,7 +232,7 @@ def page(
     return tuple(panels)
 
 
-def key_of(panel: Panel, entries: Iterable[Entry], above: float) -> None:
+def legend(panel: Panel, entries: Iterable[Entry], above: float) -> None:
     """What colours mean, in a line that many inches above the panel."""
     figure, (left, bottom, _, tall) = panel.axes.figure, panel.box
     width = figure.get_figwidth() - left
@@ -244,7 +252,7 @@ def key_of(panel: Panel, entries: Iterable[Entry], above: float) -> None:
         key.bars(cells)
 
 
-def key_of_bars(
+def bar_legend(
     panel: Panel,
     bars: Sequence[Bar],
     stage_to_rank: Sequence[int],
@@ -256,7 +264,7 @@ def key_of_bars(
     entries: list[Entry] = [(_WORDS[k], k, 0) for k in Kind if any(b.action.kind == k for b in bars)]
     entries += [("later stage of its rank", Kind.F, 1)] * several_stages(stage_to_rank)
     entries += [*more, *[("idle", IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]]
-    key_of(panel, entries, 0.1 + above)
+    legend(panel, entries, 0.1 + above)
 
 
 def cell_of(bar: Bar, top: float, stage_to_rank: Sequence[int]) -> Cell:
@@ -286,7 +294,7 @@ def shade(part: float) -> str:
     return _mix("#FFFFFF", INK, 0.08 + 0.35 * part)
 
 
-def module_of(module: str) -> Any:
+def matplotlib_module(module: str) -> Any:
     """A module of matplotlib.
 
     Raises:

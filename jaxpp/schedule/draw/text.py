@@ -1,6 +1,6 @@
-"""How schedules show themselves: as text that fits a terminal here, as figures by way of ``figure``.
+"""How bars in time show themselves: as text that fits a terminal, and as figures; and tables as text and as HTML.
 
-``Drawn`` is what a ``Schedule`` (on the unit clock) and a ``Simulation`` (under costs) have in common: bars in time.
+``Drawn`` is what a ``Schedule`` (on the unit clock), a ``Simulation`` (under costs) and a ``Profile`` (measured) have in common.
 """
 
 import base64
@@ -9,13 +9,14 @@ import io
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.figure import pebble_gif, pebbles, timeline
-from jaxpp.schedule.draw.panel import available
+from jaxpp.schedule.draw.panel import Figure, has_matplotlib
+from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
+from jaxpp.schedule.draw.timeline import timeline
 
-__all__ = ["Drawing", "Drawn", "align"]
+__all__ = ["Drawing", "Drawn", "html_table", "table_lines"]
 
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
@@ -38,20 +39,20 @@ class Drawing(NamedTuple):
 
 
 class Drawn:
-    """Bars in time, with the pictures of them."""
+    """Bars in time, and the pictures of them."""
 
     def drawing(self) -> Drawing:
         """What to draw."""
         raise NotImplementedError
 
     def table(self, width: int | None = None) -> str:
-        """The bars as text, one column a slot of whole time, wrapped into panels.
+        """The bars as text, a column for each slot, wrapped into panels.
 
         Args:
-            width: characters a line; those of the terminal unless given.
+            width: characters in a line; the width of the terminal unless given.
 
         Returns:
-            the heading and the panels; if those would be more than a screen or two, or times are not whole, ``overview``.
+            the heading and the panels; or ``overview`` if the panels would fill more than a screen or two, or times are not whole.
         """
         width = width or shutil.get_terminal_size((120, 24)).columns
         heading, num_ranks, _, bars = self.drawing()
@@ -75,10 +76,10 @@ class Drawn:
         return "\n".join([heading, *(line.rstrip() for line in lines)])
 
     def overview(self, width: int | None = None) -> str:
-        """The whole of it in one line a rank: the kind that runs, ``·`` where the rank idles.
+        """All bars in one line for each rank: the kind that runs, ``·`` where the rank idles.
 
         Args:
-            width: characters a line; those of the terminal unless given.
+            width: characters in a line; the width of the terminal unless given.
         """
         width = width or shutil.get_terminal_size((120, 24)).columns
         heading, num_ranks, _, bars = self.drawing()
@@ -92,10 +93,10 @@ class Drawn:
             lines[rank][first:last] = [str(action.kind)] * (last - first)
         return "\n".join([heading, *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
 
-    def figure(self) -> Any:
-        """The timeline as a matplotlib ``Figure``: a row a rank, colours by kind, microbatch numbers, idle time light grey.
+    def figure(self) -> Figure:
+        """The timeline as a matplotlib ``Figure``: a row for each rank, a colour for each kind, microbatch numbers, idle time grey.
 
-        In a notebook the schedule draws itself; a bare figure shows after ``%matplotlib inline``.
+        In a notebook the schedule draws itself; a figure alone shows after ``%matplotlib inline``.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
@@ -103,8 +104,9 @@ class Drawn:
         heading, _, stage_to_rank, bars = self.drawing()
         return timeline(bars, stage_to_rank, heading)
 
-    def pebble_figure(self) -> Any:
-        """The pebble graph as a matplotlib ``Figure``: a row a computation along the pipeline, a pebble a live residual.
+    def pebble_figure(self) -> Figure:
+        """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each
+        live residual.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
@@ -122,7 +124,7 @@ class Drawn:
         pebble_gif(bars, stage_to_rank, heading, path)
 
     def _repr_html_(self) -> str:
-        if not available():
+        if not has_matplotlib():
             return f"<pre>{html.escape(str(self))}</pre>"
         out = io.BytesIO()
         small = len(self.drawing().bars) <= _MOST_VECTORS
@@ -134,10 +136,19 @@ class Drawn:
         return f'<div style="overflow-x:auto">{picture}</div>'
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table of cells, every column as wide as its widest, flush right."""
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, every column as wide as its widest cell and flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table for a notebook; the first row is the head."""
+    lines = [
+        "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in row)
+        for tag, row in zip(["th"] + ["td"] * (len(rows) - 1), rows, strict=True)
+    ]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _column(time: Number, makespan: Number, columns: int) -> int:

@@ -30,9 +30,9 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.graph import Graph, descendants
 from jaxpp.stages.jaxpr import Atom, aval_of, is_cheap, kind_of, variables
-from jaxpp.stages.joint import without_joint
 from jaxpp.stages.loops.rows import Read, first_reads
 from jaxpp.stages.loops.split_scan import Layers
+from jaxpp.stages.own_params import without_joint
 
 __all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "path_name"]
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from jaxpp.observe.collectives.collectives import Collective, Collectives, Row, read_collectives
+from jaxpp.engine.engine import Engine
+from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
 from jaxpp.plan.builder import Line
-from jaxpp.runtime.engine import Engine
-from jaxpp.runtime.place import DATA, MODEL, Submesh, bytes_on
+from jaxpp.runtime.place import DATA
+from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.joint import Joint
-from jaxpp.tasks.replica_groups import Mean
+from jaxpp.stages.own_params import Joint
 
 __all__ = ["collectives_of"]
 
@@ -39,29 +39,29 @@ def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> 
             runs[name] += 1
             if name not in found:
                 found[name] = read_collectives(program.as_text(), shape)
-    rows = tuple(Row(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives)
-    assert engine.preparer.layout is not None
-    params = engine.preparer.layout.params
-    pairs = zip(engine.params, jax.tree.leaves(params), strict=True)
-    sizes = [bytes_on(engine.placement[name.stage], name.ref, aval) for name, aval in pairs]
+    rows = tuple(
+        ProgramCollective(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives
+    )
+    params = engine.layout.params
+    pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
+    sizes = [engine.placement[name.stage].num_bytes(name.ref, aval) for name, aval in pairs]
     own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
-    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.task))) if own else 1.0
+    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.own))) if own else 1.0
     return Collectives(rows, sum(sizes) + round(share * num_other))
 
 
 def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
     """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
-    place = line.device
-    if not isinstance(place, Submesh):
+    sizes = dict(line.place.axis_sizes)
+    if not sizes:
         return []
     if isinstance(call, Mean):
         groups = call.groups.current
-        shards = place.mesh.shape[MODEL]
-        return [(f"{line.label}, replicas {_and(g)}", call.program(g), {DATA: len(g), MODEL: shards}) for g in groups]
+        return [(f"{line.label}, replicas {_and(g)}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
     if line.job is None:
         return []
     label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
-    return [(label, call, dict(place.mesh.shape))]
+    return [(label, call, sizes)]
 
 
 def _and(group: tuple[int, ...]) -> str:

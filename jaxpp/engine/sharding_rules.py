@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.place import MODEL
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.joint import Joint
 from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.own_params import Joint
 
 __all__ = ["RULES", "opt_specs_of", "specs_of"]
 

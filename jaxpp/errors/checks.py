@@ -8,10 +8,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.runtime.place import MODEL
 from jaxpp.types import Device
 
-__all__ = ["check_devices", "check_function", "check_optimizer", "check_shardings", "cuts_of", "refuse_tracers"]
+__all__ = ["check_devices", "check_function", "check_optimizer", "refuse_tracers"]
 
 
 def check_function(where: str, rule: str, value: Any, fix: str = "pass the function itself") -> None:
@@ -84,46 +83,6 @@ def _those_devices(devices: Any, found: Sequence[Any]) -> str:
     if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):
         return f"pass devices=[jax.devices()[k] for k in {shown(list(found))}]"
     return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
-
-
-def check_shardings(shardings: Any, mesh: Mesh | None) -> None:
-    """Refuse shardings where there is no axis over which parameters could be sharded.
-
-    Raises:
-        ArgumentError: there is no mesh, or none with the axis.
-    """
-    if shardings is None or (mesh is not None and MODEL in mesh.axis_names):
-        return
-    got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
-    raise ArgumentError(
-        "shardings",
-        'parameters are sharded over the "model" axis of a mesh',
-        got,
-        'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out',
-    )
-
-
-def cuts_of(cuts: Any, num_stages: int) -> tuple[str, ...] | None:
-    """The names at which stages begin; a string is one name.
-
-    Raises:
-        ArgumentError: not one name a boundary.
-    """
-    if cuts is None:
-        return None
-    names = (cuts,) if isinstance(cuts, str) or not isinstance(cuts, Iterable) else tuple(cuts)
-    wrong = [shown(name) for name in names if not isinstance(name, str)]
-    if wrong:
-        rule = "a cut is the name of a module or parameter at which a stage begins"
-        raise ArgumentError("cuts", rule, wrong, 'pass a list of names, such as cuts=["h_2", "h_4"]')
-    if len(names) != num_stages - 1:
-        raise ArgumentError(
-            f"cuts={list(names)!r}",
-            "n stages have n - 1 cuts between them",
-            f"{len(names)} cut{'s' * (len(names) != 1)} and num_stages={num_stages}",
-            f"pass num_stages={len(names) + 1}, or {num_stages - 1} cut{'s' * (num_stages != 2)}",
-        )
-    return names
 
 
 def refuse_tracers(where: str, *trees: Any) -> None:

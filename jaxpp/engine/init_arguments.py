@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError
-from jaxpp.options import Settings
+from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.trace import check_floating
@@ -77,23 +77,23 @@ def read_given(init_or_params: Any, args: Sequence[Any]) -> Given:
     return Given(made, batch, key)
 
 
-def are_swapped(settings: Settings, given: Given, joined: Any) -> bool:
+def are_swapped(options: Options, given: Given, joined: Any) -> bool:
     """Whether the loss takes the batch for the parameters and the parameters for the batch, where it fails as they were given.
 
     Args:
-        settings: of the pipeline.
+        options: of the pipeline.
         given: to ``init``; no function.
         joined: makes of parameters (and model state) what the loss is called with.
     """
     try:
-        variables = joined(variables_of(settings, given.batch))
+        variables = joined(variables_of(options, given.batch))
         check_floating(jax.tree_util.tree_leaves_with_path(variables[0]))
     except Exception:  # noqa: BLE001  (they are not)
         return False
     key = jax.random.key(0)
     for keys in ((), (key,)):
         try:
-            loss = jax.tree.leaves(jax.eval_shape(settings.loss_fn, *variables, given.made, *keys))[0]
+            loss = jax.tree.leaves(jax.eval_shape(options.loss_fn, *variables, given.made, *keys))[0]
         except Exception:  # noqa: BLE001, S112  (they are not)
             continue
         return loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
@@ -107,13 +107,13 @@ def swapped(given: Given) -> ArgumentError:
     )
 
 
-def variables_of(settings: Settings, made: Any) -> tuple[Any, ...]:
+def variables_of(options: Options, made: Any) -> tuple[Any, ...]:
     """The parameters, and with ``has_state`` the model state, of what init was given or made.
 
     Raises:
         ArgumentError: not a pair, with ``has_state``.
     """
-    if not settings.has_state:
+    if not options.has_state:
         return (made,)
     if not isinstance(made, tuple) or len(made) != 2:
         raise _wrong_init(f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxpp.runtime.place import DATA, MODEL, Submesh
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Device
 
@@ -38,16 +38,14 @@ class Groups:
             found.setdefault(task, []).append(replica)
         self.current = tuple(map(tuple, found.values()))
 
-    def mean(self, place: Submesh, avals: Sequence[Any], specs: Sequence[PartitionSpec], num_weights: int) -> "Mean":
+    def mean(self, homes: Sequence[Sharding], avals: Sequence[Any]) -> "Mean":
         """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
 
         Args:
-            place: of the stage.
-            avals: shape and dtype of each gradient.
-            specs: how each is sharded over ``model``.
-            num_weights: how many weights of microbatches follow the gradients; 0 where all replicas weigh the same.
+            homes: how each gradient is sharded, and after them the weights of microbatches; none where all replicas weigh the same.
+            avals: shape and dtype of each gradient, as one replica has it.
         """
-        return Mean(self, place, tuple(avals), tuple(specs), num_weights)
+        return Mean(self, tuple(home for home in homes if isinstance(home, NamedSharding)), tuple(avals))
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,14 @@ class Mean:
     """Runs one program a group, compiled when it is first needed."""
 
     groups: Groups
-    place: Submesh
+    homes: tuple[NamedSharding, ...]
     avals: tuple[Any, ...]
-    specs: tuple[PartitionSpec, ...]
-    num_weights: int
     _known: dict[tuple[int, ...], "_Known"] = field(default_factory=dict)
 
     def __call__(self, *values: Any) -> list[Any]:
         """The means, each replica with its group's."""
         parts = [shards_of(value) for value in values]
-        found: list[dict[Any, Any]] = [{} for _ in self.specs]
+        found: list[dict[Any, Any]] = [{} for _ in self.avals]
         for group in self.groups.current:
             program, homes, devices = self._of(group)
             mine = [
@@ -73,11 +69,16 @@ class Mean:
             ]
             for shards, result in zip(found, program(*mine), strict=True):
                 shards.update(shards_of(result))
-        order = tuple(self.place.mesh.devices.flat)
+        order = tuple(self._devices.flat)
         return [
             jax.make_array_from_single_device_arrays(value.shape, value.sharding, [shards[device] for device in order])
             for shards, value in zip(found, values, strict=False)
         ]
+
+    @property
+    def _devices(self) -> np.ndarray:
+        """A row of devices for each replica."""
+        return np.asarray(self.homes[0].mesh.devices)
 
     def program(self, group: tuple[int, ...]) -> Any:
         """The compiled program of a group of replicas; of one alone it communicates nothing."""
@@ -86,22 +87,21 @@ class Mean:
     def _of(self, group: tuple[int, ...]) -> "_Known":
         """What is known of a group, found out when it is first met."""
         if group not in self._known:
-            mesh = Mesh(self.place.mesh.devices[list(group)], (DATA, MODEL))
-            specs = (*self.specs, *[()] * self.num_weights)
-            homes = [NamedSharding(mesh, PartitionSpec(DATA, *spec)) for spec in specs]
-            self._known[group] = _Known(self._compiled(group, mesh, homes), homes, tuple(mesh.devices.flat))
+            mesh = Mesh(self._devices[list(group)], self.homes[0].mesh.axis_names)
+            homes = [NamedSharding(mesh, home.spec) for home in self.homes]
+            self._known[group] = _Known(self._compiled(group, homes), homes, tuple(self._devices[list(group)].flat))
         return self._known[group]
 
-    def _compiled(self, group: tuple[int, ...], mesh: Mesh, homes: list[NamedSharding]) -> Any:
-        key = mesh, tuple((aval.shape, aval.dtype) for aval in self.avals), self.specs, self.num_weights
+    def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Any:
+        key = tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
         if key not in self.groups.compiled:
-            count, share = len(self.specs), len(group) / self.place.num_replicas
+            count, share = len(self.avals), len(group) / len(self._devices)
 
             def mean(*args: Any) -> list[Any]:
                 whole = sum(_total(weight) for weight in args[count:]) if args[count:] else share
                 return [jnp.broadcast_to(_mean(_total(g), jnp.asarray(whole, g.dtype)), g.shape) for g in args[:count]]
 
-            shapes = [*self.avals, *[jax.ShapeDtypeStruct((), scale_dtype())] * self.num_weights]
+            shapes = [*self.avals, *[jax.ShapeDtypeStruct((), scale_dtype())] * (len(homes) - count)]
             avals = [
                 jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
                 for aval, home in zip(shapes, homes, strict=True)

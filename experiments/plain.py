@@ -1,0 +1,76 @@
+"""What a pipeline is compared with: the same step on one device, in one ``jax.jit``; and the clock for both."""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpp.types import Batch, LossFn, Tree
+
+__all__ = ["Runner", "plain_step"]
+
+
+def plain_step(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, num_microbatches: int, *, scan: bool = True
+) -> Callable[..., tuple[Tree, tuple[jax.Array, jax.Array]]]:
+    """Gradient accumulation on one device: ``step((params, opt_state), batch[, key]) -> state, (loss, grad_norm)``.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch[, key])``; microbatch i gets ``jax.random.fold_in(key, i)``.
+        optimizer: any.
+        num_microbatches: parts of the batch, all of one size.
+        scan: whether the loop over microbatches is a ``lax.scan``, or unrolled.
+    """
+    grad = jax.value_and_grad(loss_fn)
+
+    def step(state: Tree, batch: Batch, *key: jax.Array) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+        params, opt_state = state
+        pieces = jax.tree.map(lambda leaf: leaf.reshape(num_microbatches, -1, *leaf.shape[1:]), batch)
+        loss_like = jax.eval_shape(loss_fn, params, jax.tree.map(lambda leaf: leaf[0], pieces), *key)
+
+        def add(total: Tree, i: int | jax.Array, piece: Batch) -> Tree:
+            found = grad(params, piece, *(jax.random.fold_in(each, i) for each in key))
+            return jax.tree.map(lambda a, b: a + b / num_microbatches, total, found)
+
+        total = jnp.zeros((), loss_like.dtype), jax.tree.map(jnp.zeros_like, params)
+        if scan:
+            numbered = jnp.arange(num_microbatches), pieces
+            total, _ = jax.lax.scan(lambda total, piece: (add(total, *piece), None), total, numbered)
+        else:
+            for i in range(num_microbatches):
+                total = add(total, i, jax.tree.map(lambda leaf, i=i: leaf[i], pieces))
+        loss, grads = total
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), (loss, optax.tree.norm(grads))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+class Runner:
+    """A kind of step and its state; ``time`` runs some steps and says how long one took.
+
+    Args:
+        step: ``step(state) -> state, reported``.
+        state: consumed.
+
+    Attributes:
+        compile_seconds: of the first step.
+    """
+
+    def __init__(self, step: Callable[[Tree], tuple[Tree, Tree]], state: Tree):
+        self._step, self._state = step, state
+        self.compile_seconds = self.time(1)[0] / 1e6
+
+    def time(self, steps: int, warm_up: int = 0) -> tuple[float, float]:
+        """Microseconds of a step, and of the host's part of it; ``warm_up`` steps before are not timed."""
+        if warm_up:
+            self.time(warm_up)
+        host, start = 0.0, time.perf_counter()
+        for _ in range(steps):
+            begun = time.perf_counter()
+            self._state, reported = self._step(self._state)
+            host += time.perf_counter() - begun
+            jax.block_until_ready((self._state, reported))
+        return (time.perf_counter() - start) / steps * 1e6, host / steps * 1e6

@@ -1,0 +1,350 @@
+"""One pipeline at work: a placed loss and optimizer, and a plan for each batch shape that it has met.
+
+``Pipeline`` and ``value_and_grad`` are two faces of an engine. An engine speaks in ``Leaves``; the faces speak in the user's trees.
+An engine exists from the moment when shapes are known (``open_engine``), so nothing in it is missing at first.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
+import optax
+
+from jaxpp.engine.layout import Layout, lay_out
+from jaxpp.engine.outcome import Drafted, Outcome
+from jaxpp.engine.placed import Placed, place_leaves
+from jaxpp.engine.prepare import Preparer
+from jaxpp.engine.tracing import check_key, raw_key, same_shapes
+from jaxpp.optim.emit import draft_birth, draft_update
+from jaxpp.optim.place import Update
+from jaxpp.options import Options
+from jaxpp.plan.builder import HOST, Draft, Name
+from jaxpp.plan.init_params import INIT_KEY, draft_params
+from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.lower import draft_wait, draft_zeros, forward_actions, lower
+from jaxpp.plan.plan import Plan
+from jaxpp.plan.step import Job, state_name, total_name
+from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.debug_nans import Checked, flags
+from jaxpp.runtime.execute import Observer, execute
+from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.transfer import bring, divided, private, put, put_at
+from jaxpp.schedule.base import Schedule
+from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import calls_host
+from jaxpp.stages.loops.stacked import Slicing, is_slices
+from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.program import Ref, Role
+from jaxpp.types import Array, Batch, Key, LossFn, Tree
+
+__all__ = ["Engine", "open_engine"]
+
+Purpose = Literal["update", "grads", "forward"]
+T = TypeVar("T")
+
+
+class Engine:
+    """Runs the steps of one pipeline.
+
+    Args:
+        options: of the pipeline.
+        optimizer: or None, for gradients only.
+        placed: the loss and the optimizer, cut and placed.
+        preparer: keeps the cut losses.
+        programs: keeps the compiled programs.
+        opened_at: the shapes of the batch and the key of which the layout was made.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        optimizer: optax.GradientTransformation | None,
+        placed: Placed,
+        preparer: Preparer,
+        programs: Programs,
+        opened_at: Hashable,
+    ):
+        self.options, self.optimizer, self.placed, self.preparer, self.programs = options, optimizer, placed, preparer, programs
+        self.opened_at = opened_at
+        self._drafts: dict[tuple[Hashable, ...], tuple[Job, Draft]] = {}
+        self._plans: dict[tuple[Hashable, ...], tuple[Plan, Drafted]] = {}
+        self._recent: dict[Hashable, None] = {}
+
+    def with_schedule(self, schedule: Schedule) -> "Engine":
+        """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
+        options = dataclasses.replace(self.options, schedule=schedule)
+        placed = dataclasses.replace(self.placed, base=options.placement)
+        preparer = self.preparer.for_schedule(options, placed.placement)
+        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
+    @property
+    def layout(self) -> Layout:
+        """What the first batch decided."""
+        return self.placed.layout
+
+    @property
+    def placement(self) -> Placement:
+        """Where each stage lives."""
+        return self.placed.placement
+
+    @property
+    def owner(self) -> tuple[int, ...]:
+        """The stage of each parameter leaf."""
+        return self.layout.owner
+
+    @property
+    def update(self) -> Update:
+        """The optimizer, placed."""
+        assert self.placed.update is not None, "value_and_grad has no optimizer, and no updates"
+        return self.placed.update
+
+    @property
+    def slicing(self) -> Slicing:
+        """Which parameter leaves are held as slices."""
+        return self.layout.slicing
+
+    def leaves(self, state: Tree) -> Leaves[Array]:
+        """The leaves of a state whose arrays live where this engine's do, by what they are."""
+        names = self.placed.names
+        leaves = jax.tree.leaves(state)
+        return (names if len(leaves) == len(names.flat()) else names.shared).fill(leaves)
+
+    def bring(self, variables: Tree) -> Leaves[Array]:
+        """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
+        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=())
+        return homes.fill(bring(jax.tree.leaves(variables), homes.flat()))
+
+    def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """Copies of the leaves of a state, each on its owner."""
+        return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
+
+    def sliced(self, made: Tree) -> Tree:
+        """What init was given or made, as it is held."""
+        params, *state = made if self.options.has_state else (made,)
+        sizes = self.slicing.sizes[: len(jax.tree.leaves(params, is_leaf=is_slices))]  # those of the shared part alone
+        sliced = Slicing(sizes).of(params)
+        return (sliced, *state) if self.options.has_state else sliced
+
+    def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:
+        """The loss cut at the shapes of a microbatch.
+
+        Raises:
+            ArgumentError: no key for a loss that needs one, or a key for a loss that takes none.
+        """
+        self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
+        return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=True)
+
+    def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
+        """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
+        names = wanted.flat()
+        draft = draft_params(graph, names, self.placement)
+        return wanted.fill(execute(draft.finish(self.programs, [INIT_KEY], names), [key]))
+
+    def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
+        """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
+        names, draft = self.placed.names, draft_birth(self.update, self.placement)
+        return execute(draft.finish(self.programs, names.all_params, names.all_opt), params)
+
+    def make_loss_scale(self) -> list[Array]:
+        """Make the loss scale, on its owner."""
+        leaves = [] if self.options.loss_scale is None else self.options.loss_scale.birth()
+        names = self.placed.names.loss_scale
+        return [put_at(place, name.ref, x) for x, name, place in zip(leaves, names, self.placed.places(names), strict=True)]
+
+    def plan(
+        self,
+        purpose: Purpose,
+        batch: Batch,
+        key: Key | None,
+        *,
+        loss_fn: LossFn | None = None,
+        donate: bool = True,
+        watched: bool = False,
+    ) -> tuple[Plan, Drafted]:
+        """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
+        shape = loss_fn, _shapes(batch, key)
+        cache_key = (purpose, donate, watched, flags(), *shape)
+        found = self._plans.get(cache_key)
+        if found is None:
+            drafted = self.draft(purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            draft = drafted.draft.copy()
+            what = f"for a batch of {drafted.job.split.num_examples(self.placement.num_replicas)}"
+            checked = Checked(drafted.job, scaled=self.options.loss_scale is not None) if any(flags()) else None
+            options = {"watched": watched, "checked": checked, "what": what}
+            plan = draft.finish(self.programs, drafted.inputs, drafted.outputs, **options)
+            drafted.draft.chosen.update(draft.chosen)
+            found = self._plans[cache_key] = plan, drafted
+        self._use(shape)
+        return found
+
+    @property
+    def kept(self) -> tuple[tuple[Plan, Drafted], ...]:
+        """The plans that are kept, and what they were made of."""
+        return tuple(self._plans.values())
+
+    def _use(self, shape: Hashable) -> None:
+        """Note that a loss is used at a batch shape; the least recently used ones beyond ``max_shapes`` are forgotten."""
+        self._recent.pop(shape, None)
+        self._recent[shape] = None
+        if len(self._recent) > self.options.max_shapes:
+            del self._recent[next(iter(self._recent))]
+            for known in (self._drafts, self._plans):
+                for name in [name for name in known if name[-2:] not in self._recent]:
+                    del known[name]
+            self.preparer.forget({id(cut) for job, _ in self._drafts.values() for cut in job.cuts})
+
+    def draft(
+        self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, donate: bool = True
+    ) -> Drafted:
+        """The lines of a step for a batch of these shapes; nothing is compiled for it."""
+        check_key(key)
+        train = purpose != "forward"
+        shape = loss_fn, _shapes(batch, key)
+        cache_key = (train, *shape)
+        if cache_key not in self._drafts:
+            schedule = self.options.schedule
+            job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
+            actions = schedule.order if train else forward_actions(schedule.num_stages, len(job.sizes))
+            self._drafts[cache_key] = job, lower(job, actions)
+        self._use(shape)
+        job, lines = self._drafts[cache_key]
+        draft = lines.copy()
+        names = self.placed.names
+        found = Outcome(total_name(job.loss_stage, Role.LOSS), _aux_names(job))
+        states = [state_name(name.stage, leaf, len(job.sizes)) for leaf, name in enumerate(names.model_state)]
+        if purpose == "update":
+            found = self._draft_update(draft, job, found, states, donate=donate)
+        elif purpose == "grads":
+            draft_zeros(draft, job, range(len(self.owner)))
+            grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
+            found = found._replace(grads=grads, model_state=states)
+        else:
+            found = found._replace(model_state=states)
+        inputs = _read_by(purpose, names).flat()
+        inputs += [Name(HOST, job.batch_ref(k)) for k in range(len(job.batch))]
+        inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
+        return Drafted(draft, job, inputs, found)
+
+    def _draft_update(self, draft: Draft, job: Job, found: Outcome[Name], states: Sequence[Name], *, donate: bool) -> Outcome[Name]:
+        """Add the update to the lines of a step, after what its host callbacks may refuse."""
+        update, names = self.update, self.placed.names
+        draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
+        if job.calls_host:
+            grads = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in job.trained]
+            draft_wait(draft, "the loss", [found.loss, *found.aux, *grads, *states])
+        calls = calls_host(update.graph.eqns)
+        made = draft_update(draft, update, self.placement, found.loss, states, donate=donate and not calls)
+        if calls:
+            draft_wait(draft, "the optimizer", made)
+        supply, scaled = iter(made), self.options.loss_scale is not None
+        params, opts = ([next(supply) for _ in group] for group in (names.all_params, names.all_opt))
+        states = [next(supply) for _ in states] if scaled else states
+        new = names.fill([*params, *opts, *states, *(next(supply) for _ in names.loss_scale)])
+        finite = next(supply) if scaled else None
+        return found._replace(state=new, finite=finite, grad_norm=next(supply), squares=list(supply))
+
+    def run(
+        self,
+        purpose: Purpose,
+        leaves: Leaves[Array],
+        batch: Batch,
+        key: Key | None,
+        *,
+        loss_fn: LossFn | None = None,
+        donate: bool = True,
+        observer: Observer | None = None,
+        watched: bool = False,
+        hold: Callable[[], None] | None = None,
+    ) -> Outcome[Array]:
+        """Run one step.
+
+        Args:
+            purpose: ``update``, ``grads`` or ``forward``.
+            leaves: of the state, on their owners.
+            batch: the whole batch.
+            key: or None.
+            loss_fn: another loss, for ``forward``.
+            donate: whether ``update`` takes over the buffers of ``leaves``.
+            observer: sees every instruction.
+            watched: whether the observer asks the instructions whether they are done.
+            hold: called before the first buffer of ``leaves`` is taken over.
+        """
+        plan, drafted = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        job = drafted.job
+        keys = [] if key is None else [raw_key(private(key))]
+        given = [*map(private, jax.tree.leaves(batch))]
+        if self.placement.num_replicas > 1:
+            given, keys = divided(given, keys, self.placement.num_replicas, job.shared)
+        if job.weights is not None and not job.weights.looked:
+            job.weights.look(given)
+        return drafted.outcome(execute(plan, [*_read_by(purpose, leaves).flat(), *given, *keys], observer, hold))
+
+
+def open_engine(
+    options: Options,
+    optimizer: optax.GradientTransformation | None,
+    variables: tuple[Tree, ...],
+    batch: Batch,
+    key: Key | None,
+    *,
+    known: Engine | None = None,
+    like: Layout | None = None,
+) -> Engine:
+    """The engine for parameters and a batch of these shapes: the loss cut, the optimizer placed.
+
+    Args:
+        options: of the pipeline.
+        optimizer: or None, for gradients only.
+        variables: the parameters, and after them the model state if the loss has any; arrays or shapes.
+        batch: the whole batch, or its shapes.
+        key: or None.
+        known: an engine of the same options. It is returned if it is for these shapes, and lends its programs otherwise; it stays
+            as it is, should anything be refused.
+        like: a layout to cut at the same places as.
+
+    Raises:
+        JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
+    """
+    shapes = _shapes(batch, key)
+    if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
+        return known
+    programs = Programs() if known is None else known.programs
+    layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
+    placed = place_leaves(options, optimizer, layout, first)
+    preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
+    return Engine(options, optimizer, placed, preparer, programs, shapes)
+
+
+def _read_by(purpose: Purpose, leaves: Leaves[T]) -> Leaves[T]:
+    """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
+    if purpose == "update":
+        return leaves
+    read = leaves._replace(opt=(), own_opt=())
+    return read if purpose == "grads" else read._replace(loss_scale=())
+
+
+def _shapes(batch: Batch, key: object) -> Hashable:
+    """What a step is lowered for."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple(map(_shape, leaves)), None if key is None else _shape(key)
+
+
+def _shape(leaf: Any) -> Hashable:
+    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        return None
+    aval = batch_avals(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
+
+
+def _aux_names(job: Job) -> list[Name]:
+    found: dict[int, Name] = {}
+    for stage in range(job.num_stages):
+        for ref in job.codes(stage)[0].forward.outputs:
+            if ref.role in (Role.AUX, Role.ROWS):
+                found[ref.index] = total_name(stage, Role.AUX, ref.index)
+    return [found[k] for k in sorted(found)]

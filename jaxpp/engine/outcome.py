@@ -1,0 +1,76 @@
+"""A step as lines, and what it returns: the same structure of names while it is lowered, of arrays once it has run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+
+from jaxpp.plan.builder import Draft, Name
+from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Job
+from jaxpp.types import Array, Tree
+
+__all__ = ["Drafted", "Outcome"]
+
+T = TypeVar("T")
+
+
+class Outcome(NamedTuple, Generic[T]):
+    """What a step returns; or, while the step is lowered, what its results are called.
+
+    Attributes:
+        loss: float scalar, on the last stage.
+        aux: the aux leaves; as the user's tree, once the step has run.
+        grads: for ``grads``, the gradients of the parameters as they are held, shared and own.
+        state: for ``update``, the leaves of the new state.
+        model_state: for ``grads`` and ``forward``, the new model state.
+        grad_norm: for ``update``.
+        finite: for ``update`` with a scaled loss, whether all gradients were; if not, only the scale has changed.
+        squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
+    """
+
+    loss: T
+    aux: Any
+    grads: Sequence[T] = ()
+    state: Leaves[T] = Leaves()
+    model_state: Sequence[T] = ()
+    grad_norm: T | None = None
+    finite: T | None = None
+    squares: Sequence[T] = ()
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A step as lines.
+
+    Attributes:
+        draft: the lines.
+        job: what was lowered.
+        inputs: the names of the arguments: leaves of the state, batch leaves, the key.
+        results: the names of the results.
+    """
+
+    draft: Draft
+    job: Job
+    inputs: list[Name]
+    results: Outcome[Name]
+
+    @cached_property
+    def outputs(self) -> list[Name]:
+        """The names of the results, in the order in which the plan returns them."""
+        return jax.tree.leaves(self.results, is_leaf=_is_name)
+
+    @cached_property
+    def _tree(self) -> Tree:
+        return jax.tree.structure(self.results, is_leaf=_is_name)
+
+    def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
+        """The results of a plan, each in its place."""
+        found = self._tree.unflatten(values)
+        return found._replace(aux=self.job.cuts[0].loss.aux_tree.unflatten(found.aux))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, Name)

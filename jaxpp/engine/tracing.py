@@ -1,0 +1,181 @@
+"""The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp.errors import ArgumentError
+from jaxpp.options import Options
+from jaxpp.stages.cuts.balance import Cuts
+from jaxpp.stages.cuts.cut import CutLoss, cut
+from jaxpp.stages.jaxpr import aval_of
+from jaxpp.stages.loops.stacked import concatenated, joined
+from jaxpp.stages.loss.aux import Reducer, reducers_of
+from jaxpp.stages.loss.key import KeyArgument, key_argument, name_of
+from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
+from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
+
+__all__ = ["Tracing", "avals_of", "check_key", "raw_key", "same_shapes"]
+
+
+def avals_of(tree: Tree) -> Tree:
+    """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), tree)
+
+
+def same_shapes(known: Tree, tree: Tree) -> bool:
+    """Whether a tree has the structure, shapes and dtypes of a known one."""
+    try:
+        return jax.tree.structure(known) == jax.tree.structure(tree) and jax.tree.leaves(known) == jax.tree.leaves(avals_of(tree))
+    except AttributeError:  # a leaf that is no array
+        return False
+
+
+def _canonical(dtype: DType) -> DType:
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def check_key(key: object) -> None:
+    """Refuse what is no PRNG key.
+
+    Raises:
+        ArgumentError: a key that is not an array.
+    """
+    if key is not None and not hasattr(key, "dtype"):
+        got = f"{type(key).__name__} {key!r}"
+        raise ArgumentError("key", "a key is an array made by jax.random.key", got, "pass jax.random.key(seed)")
+
+
+def raw_key(key: Key) -> jax.Array:
+    """A key as the array of integers that programs take."""
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+class Tracing:
+    """Traces losses, and cuts them, as the options say.
+
+    Args:
+        options: of the pipeline.
+        frozen: the parameter leaves whose gradient nobody wants.
+    """
+
+    def __init__(self, options: Options, frozen: frozenset[int] = frozenset()):
+        self.options, self.frozen = options, frozen
+
+    def _key_argument(self, loss_fn: LossFn) -> KeyArgument:
+        return key_argument(loss_fn, 2 + self.options.has_state)
+
+    def takes_key(self, variables: Sequence[Tree], batch: Batch) -> bool:
+        """Whether the loss takes a key. A loss with ``*args`` is tried.
+
+        Args:
+            variables: the parameters, and the model state if the loss has any; arrays or shapes.
+            batch: the batch; arrays or shapes.
+        """
+        found = self._key_argument(self.options.loss_fn)
+        if found.sure or found.name:
+            return found.sure and found.name is not None
+        try:
+            jax.eval_shape(self.options.loss_fn, *variables, batch, jax.random.key(0))
+        except TypeError:
+            return False
+        except Exception:  # noqa: BLE001  (whatever is wrong is said when it is traced)
+            return True
+        return True
+
+    def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
+        """Refuse a key for a loss that takes none, and no key for a loss that needs one.
+
+        Raises:
+            ArgumentError: as said.
+        """
+        found = self._key_argument(loss_fn)
+        if key is not None and found.sure and found.name is None:
+            raise ArgumentError(
+                "key",
+                "a key is for a loss that takes one",
+                f"a key, and {name_of(loss_fn)}",
+                "leave it out, or give the loss one more parameter",
+            )
+        if key is None and found.needed:
+            raise ArgumentError(
+                "key",
+                "a loss that takes a key is given one at each call",
+                f"no key, and {name_of(loss_fn)}",
+                f"pass one, such as jax.random.key(0); or write {found.name}=None in the loss, where it can do without",
+            )
+
+    def shared(self, batch: Batch) -> frozenset[int]:
+        """The batch leaves that every microbatch gets whole."""
+        return shared_leaves(batch, self.options.shared)
+
+    def trace(
+        self,
+        loss_fn: LossFn,
+        variables: Sequence[Tree],
+        microbatch: Batch,
+        key: Key | None,
+        *,
+        train: bool = True,
+        per_layer: bool = False,
+    ) -> TracedLoss:
+        """A loss traced at one microbatch's shapes.
+
+        Args:
+            loss_fn: the pipeline's, or another over the same parameters.
+            variables: the parameters as they are held, and the model state if the loss has any.
+            microbatch: shapes.
+            key: or None.
+            train: whether it will be differentiated.
+            per_layer: whether every layer of a loop becomes an equation of its own.
+        """
+        params, *state = variables
+        has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
+        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
+        options |= {"shared": self.shared(microbatch)}
+        return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
+
+    def cut(
+        self,
+        loss: TracedLoss,
+        cuts: Cuts,
+        owner: Sequence[int],
+        reducers: Mapping[int, Reducer],
+        *,
+        train: bool = True,
+        **known: Any,
+    ) -> CutLoss:
+        """A traced loss as the programs of its stages."""
+        options = self.options
+        scaled_by = None if options.loss_scale is None else options.loss_scale.scale
+        given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
+        given |= {"pack": options.placement.num_shards == 1, "train": train}
+        return cut(loss, cuts, owner, reducers=reducers, **given, **known)
+
+    def reducers(
+        self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None
+    ) -> Mapping[int, Reducer]:
+        """How the aux leaves of a loss that are not averaged are reduced over the microbatches."""
+        own = loss_fn == self.options.loss_fn
+        return reducers_of(loss, self.options.reduce_aux, lambda: _rows(loss, loss_fn, variables, microbatch, key), strict=own)
+
+
+def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> frozenset[int]:
+    """The aux leaves whose first axis follows the size of the microbatch."""
+    size = num_examples(jax.tree.leaves(microbatch), loss.shared)
+    shapes = [aval_of(atom).shape for atom in loss.aux]
+    rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
+    if not rows:
+        return frozenset()
+    whole = jax.eval_shape(lambda params: joined(params, concatenated), variables[0])
+    args = (whole, *variables[1:], resized(microbatch, 2 * size, loss.shared), *([] if key is None else [key]))
+    try:
+        _, aux = jax.eval_shape(loss_fn, *args)
+    except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
+        return frozenset(rows)
+    doubled: list[Aval] = jax.tree.leaves(aux[1] if len(variables) > 1 else aux)
+    return frozenset(k for k in rows if doubled[k].shape[:1] == (2 * size,))

@@ -1,0 +1,64 @@
+"""The live bytes of a step along its measured time: what each device holds from moment to moment."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxpp.observe.memory.liveness import Liveness
+from jaxpp.observe.profile.spans import Span
+from jaxpp.types import Device
+
+__all__ = ["Curve", "curves"]
+
+
+class Curve(NamedTuple):
+    """Live bytes of one device over a step, by kind.
+
+    Attributes:
+        label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
+        times: milliseconds from the start of the step, in ascending order.
+        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on; the last ones stay to the end
+            of the step.
+    """
+
+    label: str
+    times: tuple[float, ...]
+    levels: tuple[tuple[int, ...], ...]
+
+
+def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
+    """One curve a device, in milliseconds.
+
+    What a program makes is there from its start, what it reads last is let go at its end; what arrives is there once
+    what the device was given before has begun: so a curve goes through the moments of the liveness in their order, and has
+    its peak.
+
+    Args:
+        liveness: of the step.
+        spans: its instructions in time, one a line of the liveness.
+        by_rank: the device of each rank.
+    """
+    end = 1e3 * max(span.end for span in spans)
+    return tuple(_curve(liveness, spans, device, _label(device, by_rank), end) for device in liveness.devices)
+
+
+def _label(device: Device, by_rank: Sequence[Device]) -> str:
+    ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
+    return f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+
+
+def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, label: str, end: float) -> Curve:
+    levels, freed = liveness.levels[device].tolist(), liveness.freed[device].tolist()
+    times, found, now = [0.0], [tuple(levels[0])], 0.0
+
+    def note(time: float, level: Sequence[int]) -> None:
+        if tuple(level) != found[-1]:
+            times.append(time)
+            found.append(tuple(level))
+
+    for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True)):
+        here = line.device == device and line.job is not None
+        now = max(now, 1e3 * span.start) if here else now
+        note(now, levels[number + 1])
+        now = max(now, 1e3 * span.end) if here else now
+        note(now, [a - b for a, b in zip(levels[number + 1], freed[number + 1], strict=True)])
+    return Curve(label, (*times, max(now, end)), (*found, tuple(levels[-1])))

@@ -1,0 +1,186 @@
+"""The instructions of a step in time: as a trace has them, as watching saw them, and as they would be on devices of their own.
+
+The last is the virtual clock for instructions instead of actions: each device runs its programs in the order of the plan. Each
+program takes as long as when it ran alone, and begins when its operands are there. Neither the host nor the links are waited for.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, cast
+
+from jaxpp.observe.profile.trace import Run
+from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.schedule.action import Action
+from jaxpp.schedule.base import Schedule
+from jaxpp.types import Device
+
+__all__ = ["Span", "Stamp", "covered", "durations_of", "isolated_spans", "traced_spans", "watched_spans"]
+
+
+class Span(NamedTuple):
+    """One instruction of a step in time, in seconds from the start of the step.
+
+    Attributes:
+        label: ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
+        action: the action that it runs, or whose result it sends; None for the rest of a step.
+        rank: where it ran, or arrived.
+        sends: whether it is a transfer.
+        start: its beginning.
+        end: when its result was there.
+        begun: when the host began to hand it over.
+        handed: when the host went on.
+    """
+
+    label: str
+    action: Action | None
+    rank: int
+    sends: bool
+    start: float
+    end: float
+    begun: float
+    handed: float
+
+
+class Stamp(NamedTuple):
+    """When one instruction was handed over and done, in seconds on the host's clock.
+
+    Attributes:
+        begun: the host began to hand it over.
+        handed: the host went on.
+        done: its result was there.
+    """
+
+    begun: float
+    handed: float
+    done: float
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Seconds that at least one of the spans covers."""
+    total = until = 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(until, span.start))
+        until = max(until, span.end)
+    return total
+
+
+def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
+    """The seconds that each instruction takes alone: the median over steps, and over all that run the same program.
+
+    Args:
+        plan: the instructions.
+        steps: for each step the seconds of each instruction.
+    """
+    pools: defaultdict[Hashable, list[float]] = defaultdict(list)
+    keys = [id(line.call) if line.about.program else (line.label, k) for k, line in enumerate(plan.instructions)]
+    for step in steps:
+        for key, taken in zip(keys, step, strict=True):
+            pools[key].append(taken)
+    medians = {key: statistics.median(taken) for key, taken in pools.items()}
+    return [medians[key] for key in keys]
+
+
+def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
+    """The instructions of a step on devices of their own.
+
+    Args:
+        plan: the instructions.
+        durations: seconds of each instruction, alone.
+        schedule: tells the rank of a stage.
+    """
+    free: defaultdict[int, float] = defaultdict(float)
+
+    def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
+        if line.about.sends:
+            return ready, ready + durations[number]
+        rank = schedule.stage_to_rank[line.about.stage]
+        start = max(ready, free[rank])
+        free[rank] = start + durations[number]
+        return start, free[rank]
+
+    return _spans(plan, schedule, (), times_of)
+
+
+def traced_spans(
+    plan: Plan, runs: Sequence[Run | None], stamps: Sequence[Stamp], durations: Sequence[float], schedule: Schedule
+) -> tuple[Span, ...]:
+    """The instructions of a step as a trace has them.
+
+    A send is no program: it begins when it was handed over and its source is there, and takes as long as alone, but no longer than
+    until a program begins that reads what it sends.
+
+    Args:
+        plan: the instructions.
+        runs: of each instruction, from the beginning of the step.
+        stamps: when the host handed each instruction over; none if that is not known.
+        durations: seconds of each instruction, alone.
+        schedule: tells the rank of a stage.
+    """
+    readers = _readers(plan)
+
+    def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
+        del line
+        run = runs[number]
+        if run is not None:
+            return run
+        start = max(ready, stamps[number].begun - stamps[0].begun) if stamps else ready
+        reads = [found.start for k in readers[number] if (found := runs[k]) is not None]
+        return start, max(start, min([start + durations[number], *reads]))
+
+    return _spans(plan, schedule, stamps, times_of)
+
+
+def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tuple[Span, ...]:
+    """When each instruction ran, if only its end is known: from the latest of what it had to wait for, to its stamp.
+
+    An instruction waits until it is handed over, for its inputs, and for what the device ran before. If one program overtook
+    another on its device, the latter begins too early here.
+
+    Args:
+        plan: the instructions.
+        stamps: when the host handed each instruction over, and when its result was there.
+        schedule: tells the rank of a stage.
+    """
+    last: defaultdict[Device, float] = defaultdict(float)
+
+    def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
+        begun, _, done = (at - stamps[0].begun for at in stamps[number])
+        start = max(begun, ready)
+        if not line.about.sends:
+            before = last[line.about.device]
+            start = max(start, before) if before <= done else start
+            last[line.about.device] = max(before, done, start)
+        return start, max(start, done)
+
+    return _spans(plan, schedule, stamps, times_of)
+
+
+def _spans(
+    plan: Plan,
+    schedule: Schedule,
+    stamps: Sequence[Stamp],
+    times_of: Callable[[int, Instruction, float], tuple[float, float]],
+) -> tuple[Span, ...]:
+    """The instructions in time; ``times_of`` is told the number of each, the instruction, and when its inputs are there."""
+    there: defaultdict[int, float] = defaultdict(float)
+    spans = []
+    for number, line in enumerate(plan.instructions):
+        start, end = times_of(number, line, max((there[slot] for slot in line.inputs), default=0.0))
+        there.update((slot, end) for slot in line.outputs)
+        begun, handed = (at - stamps[0].begun for at in stamps[number][:2]) if stamps else (0.0, 0.0)
+        about, action = line.about, cast("Action | None", line.about.action)
+        spans.append(Span(line.label, action, schedule.stage_to_rank[about.stage], about.sends, start, end, begun, handed))
+    return tuple(spans)
+
+
+def _readers(plan: Plan) -> list[list[int]]:
+    """The instructions that read what each instruction writes."""
+    writer: dict[int, int] = {}
+    found: list[list[int]] = [[] for _ in plan.instructions]
+    for number, line in enumerate(plan.instructions):
+        for slot in line.inputs:
+            if slot in writer:
+                found[writer[slot]].append(number)
+        writer.update((slot, number) for slot in line.outputs)
+    return found

@@ -1,0 +1,66 @@
+"""The leaves of a state by what they are, instead of by their place in one flat list."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["Leaves"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Leaves(NamedTuple, Generic[T]):
+    """Something for each leaf of a state: an array, a name, a shape, a home.
+
+    A plan takes and gives the groups one after another, in this order.
+
+    Attributes:
+        params: the parameters that all replicas share.
+        own_params: the parameters of which each replica has its own (those of a task).
+        opt: the optimizer state of ``params``.
+        own_opt: the optimizer state of ``own_params``.
+        model_state: what the loss hands on from microbatch to microbatch.
+        loss_scale: the loss scale.
+    """
+
+    params: Sequence[T] = ()
+    own_params: Sequence[T] = ()
+    opt: Sequence[T] = ()
+    own_opt: Sequence[T] = ()
+    model_state: Sequence[T] = ()
+    loss_scale: Sequence[T] = ()
+
+    @property
+    def all_params(self) -> list[T]:
+        """The parameters, shared and own, in the order in which they are numbered."""
+        return [*self.params, *self.own_params]
+
+    @property
+    def all_opt(self) -> list[T]:
+        """The optimizer state, shared and own, in the order in which its leaves are numbered."""
+        return [*self.opt, *self.own_opt]
+
+    @property
+    def own(self) -> list[T]:
+        """What each replica has of its own."""
+        return [*self.own_params, *self.own_opt]
+
+    @property
+    def shared(self) -> "Leaves[T]":
+        """Without what each replica has of its own."""
+        return self._replace(own_params=(), own_opt=())
+
+    def flat(self) -> list[T]:
+        """All groups, one after another."""
+        return list(itertools.chain.from_iterable(self))
+
+    def fill(self, values: Sequence[S]) -> "Leaves[S]":
+        """The same groups with other values, given one after another."""
+        supply: Iterator[S] = iter(values)
+        return Leaves(*(list(itertools.islice(supply, len(group))) for group in self))
+
+    def with_own(self, values: Sequence[T], like: "Leaves[S]") -> "Leaves[T]":
+        """The same with ``values`` as what each replica has of its own, divided as in ``like``."""
+        count = len(like.own_params)
+        return self._replace(own_params=values[:count], own_opt=values[count:])

@@ -1,0 +1,192 @@
+"""The pebble graph: time and memory in one picture, a row for each computation along the pipeline.
+
+Rows follow the data: the forwards of stages 0 to S - 1, the backwards from S - 1 to 0, the weight parts from S - 1 to 0. Under each
+forward row lie its pebbles, one for each residual that is alive: from the start of its F to the end of its B, or of its I and W. A
+pebble keeps its place as long as it lives, as a buffer would. Where there are more pebbles than can be counted by eye, their number
+stands there instead, on a ground that is darker for larger numbers.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from jaxpp.schedule.action import Kind
+from jaxpp.schedule.clock import Bar
+from jaxpp.schedule.draw.panel import (
+    DOT,
+    IDLE,
+    Figure,
+    Panel,
+    Part,
+    bar_legend,
+    cell_of,
+    inside,
+    matplotlib_module,
+    page,
+    several_stages,
+    shade,
+    width_of,
+)
+from jaxpp.schedule.draw.timeline import TITLE, Timeline, shortest
+from jaxpp.schedule.residuals import lifetimes, peaks
+
+__all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
+
+_MOST_PEBBLES, _NARROWEST = 9, 5.0  # that are drawn one by one, and the points of a column that has room for them
+_COLUMN = 6.0  # points that a column of pebbles has at least, in a pair
+_MOST_FRAMES, _FRAMES_A_SECOND = 120, 6
+
+
+class Lane(NamedTuple):
+    """A row of the pebble graph: the kinds of action that it holds, of one stage."""
+
+    kinds: tuple[Kind, ...]
+    stage: int
+
+
+def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
+    """The rows of the pebble graph in the order that data flows, each with its top: F upwards, then B and I downwards, then W.
+
+    Forward rows are two high, with the pebbles in the lower half; between the blocks is half a row.
+    """
+    present = {(action.stage, action.kind) for _, action, _, _ in bars}
+    stages = sorted({stage for stage, _ in present})
+    found: dict[Lane, float] = {}
+    top = 0.0
+    for gap, height, block, order in (
+        (0, 2, (Kind.F,), stages),
+        (0.5, 1, (Kind.B, Kind.I), stages[::-1]),
+        (0.5, 1, (Kind.W,), stages[::-1]),
+    ):
+        top += gap
+        for stage in order:
+            kinds = tuple(kind for kind in block if (stage, kind) in present)
+            if kinds:
+                found[Lane(kinds, stage)] = top
+                top += height
+    return found
+
+
+def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: float | None = None) -> Figure:
+    """The pebble graph: what runs when along the pipeline, and every residual that is alive meanwhile.
+
+    Args:
+        bars: what ran.
+        stage_to_rank: the rank of each stage.
+        heading: the line above.
+        until: the end of what is shown; everything is shown unless given.
+
+    Returns:
+        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``. In the margin on the right: the most residuals alive at once
+        on each stage, and on its rank if ranks have several stages.
+
+    Raises:
+        ImportError: without matplotlib, saying how to install it.
+    """
+    makespan, step = max(bar.end for bar in bars) or 1, _column_width(bars)
+    figure = _figure(heading, [Timeline("", bars)], stage_to_rank, width_of(makespan / step, stage_to_rank), step)
+    if until is not None:
+        rows = _room(bars, 0).rows
+        curtain = matplotlib_module("patches").Rectangle((until, -0.1), makespan, rows + 0.2, facecolor="white", zorder=5)
+        figure.axes[0].add_patch(curtain)
+    return figure
+
+
+def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> Figure:
+    """The pebble graphs of a step, one below the other.
+
+    Args:
+        heading: the line above.
+        timelines: the step as it ran, and as it would run on devices of its own, in milliseconds.
+        stage_to_rank: the rank of each stage.
+
+    Returns:
+        a matplotlib ``Figure``, as from ``pebbles``. There are two columns of pebbles to a short action, or fewer where columns
+        would be too narrow.
+    """
+    both = [bar for line in timelines for bar in line.bars]
+    across, short = max(bar.end for bar in both) or 1, shortest(both)
+    width = width_of(across / short, stage_to_rank)
+    return _figure(heading, timelines, stage_to_rank, width, max(short / 2, _COLUMN / (72 * width) * across), "ms")
+
+
+def _figure(
+    heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int], width: float, step: float, unit: str = ""
+) -> Figure:
+    both = [bar for line in timelines for bar in line.bars]
+    above, margin = TITLE if timelines[0].title else 0, 1.4 if several_stages(stage_to_rank) else 0.6
+    across = max(bar.end for bar in both) or 1
+    panels = page(heading, across, [_room(line.bars, above) for line in timelines], width, margin, unit=unit)
+    signs = [_draw(panel, line.bars, stage_to_rank, step) for panel, line in zip(panels, timelines, strict=True)]
+    for panel, line in zip(panels, timelines, strict=True):
+        panel.title(line.title)
+    bar_legend(panels[0], both, stage_to_rank, DOT if DOT in signs else signs[0], above=above)
+    return panels[0].axes.figure
+
+
+def _room(bars: Sequence[Bar], above: float) -> Part:
+    rows = max(top + 1 + (Kind.F in lane.kinds) for lane, top in lanes(bars).items())
+    return Part(rows, min(0.24 * rows, 18), above)
+
+
+def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float) -> str:
+    """Draw a pebble graph onto a panel that has room for it, with a column every ``step``.
+
+    Returns:
+        what stands for the residuals in the legend: a pebble, or a colour where there are too many.
+    """
+    makespan, several, tops = max(bar.end for bar in bars) or 1, several_stages(stage_to_rank), lanes(bars)
+    panel.rectangles([(0, makespan, *inside(top)) for top in tops.values()], IDLE, "idle")
+    top_of = {(lane.stage, kind): top for lane, top in tops.items() for kind in lane.kinds}
+    panel.bars([cell_of(bar, top_of[bar.action[:2]], stage_to_rank) for bar in bars])
+    residuals = lifetimes(bars)
+    of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
+    most = max(of_stage)
+    countable = most <= _MOST_PEBBLES and panel.points[0] * step >= _NARROWEST
+    for stage, rank in enumerate(stage_to_rank):
+        lane, own = top_of[stage, Kind.F] + 1, [residual for residual in residuals if residual.stage == stage]
+        if countable:
+            panel.pebbles(own, lane, step, most)
+        else:
+            panel.numbers(own, lane, most)
+        panel.margin([str(of_stage[stage]), f"rank {rank}: {of_rank[rank]}"][: 1 + several], lane + 0.5)
+    panel.margin(["peak", "of its rank"][: 1 + several], -0.7)
+    panel.axes.set_yticks([top + 0.5 for top in tops.values()], ["/".join(lane.kinds) + str(lane.stage) for lane in tops])
+    return DOT if countable else shade(1)
+
+
+def pebble_gif(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, path: str | os.PathLike[str]) -> None:
+    """Write the pebble graph as a GIF in which time passes: a frame for each column, or 120 frames if there are more columns.
+
+    Args:
+        bars: what ran.
+        stage_to_rank: the rank of each stage.
+        heading: the line above.
+        path: the file to write.
+    """
+    makespan = max(bar.end for bar in bars)
+    num_frames = min(_MOST_FRAMES, round(makespan / _column_width(bars))) or 1
+    figure = pebbles(bars, stage_to_rank, heading, until=0)
+    curtain = figure.axes[0].patches[-1]
+    writer = matplotlib_module("animation").PillowWriter(fps=_FRAMES_A_SECOND)
+    with writer.saving(figure, os.fspath(path), dpi=min(100, 1200 / figure.get_figwidth())):
+        for frame in range(1, num_frames + 1):
+            curtain.set_x(makespan * frame / num_frames)
+            writer.grab_frame()
+        for _ in range(2 * _FRAMES_A_SECOND):  # the end stays for a while
+            writer.grab_frame()
+
+
+def _column_width(bars: Sequence[Bar]) -> float:
+    """The longest time that all starts and ends are multiples of; where that would be very short, a part of the makespan."""
+    times = {time for bar in bars for time in (bar.start, bar.end)}
+    makespan = max(times)
+    if not makespan:
+        return 1.0
+    fractions = [Fraction(time).limit_denominator(64) for time in times]
+    scale = math.lcm(*(f.denominator for f in fractions))
+    step = math.gcd(*(int(f * scale) for f in fractions)) / scale
+    exact = all(abs(f - time) < 1e-6 * makespan for f, time in zip(fractions, times, strict=True))
+    return step if exact and step and makespan / step <= 2000 else float(makespan / 400)

@@ -1,0 +1,99 @@
+"""Parameters in two parts: those that all replicas share, and those of which each replica has its own (a task's).
+
+The loss and the optimizer of the two parts are made into a loss and an optimizer of one tree, so that everything else in jaxpp sees
+one loss of one tree. Each part keeps its own optimizer: the step count of one part is not that of the other, and a clipped norm is
+the norm of one part.
+"""
+
+import inspect
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import jax
+import optax
+
+from jaxpp.types import LossFn, Params, Tree
+
+__all__ = ["Joint", "join_losses", "join_optimizers", "num_own", "num_shared", "without_joint"]
+
+_KEYS = (jax.tree_util.GetAttrKey("shared"), jax.tree_util.GetAttrKey("task"))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Joint:
+    """Two parameter trees.
+
+    Attributes:
+        shared: what all replicas share: Theta.
+        own: what each replica has of its own: theta[t].
+    """
+
+    def __init__(self, shared: Params, own: Params):
+        self.shared, self.own = shared, own
+
+    def tree_flatten_with_keys(self) -> tuple[Tree, None]:
+        """For JAX."""
+        return tuple(zip(_KEYS, (self.shared, self.own), strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: tuple[Params, Params]) -> "Joint":
+        """For JAX."""
+        return cls(*parts)
+
+
+def num_own(params: Params) -> int:
+    """How many leaves of a parameter tree belong to the part of which each replica has its own; they are the last."""
+    return len(jax.tree.leaves(params.own)) if isinstance(params, Joint) else 0
+
+
+def num_shared(params: Params) -> int:
+    """How many leaves of a parameter tree all replicas share; they are the first."""
+    return len(jax.tree.leaves(params)) - num_own(params)
+
+
+def without_joint(path: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """A path in the user's own tree: the shared part has no name of its own there."""
+    return path[1:] if path[:1] == _KEYS[:1] else path
+
+
+def join_losses(loss_fn: LossFn) -> LossFn:
+    """``loss_fn(params, task_params, ...)`` as a loss of a ``Joint``; equal to the joint loss of an equal ``loss_fn``."""
+    return _JointLoss(loss_fn)
+
+
+@dataclass(frozen=True)
+class _JointLoss:
+    """A loss of a ``Joint``, with the name and the signature of the loss that it calls."""
+
+    function: LossFn
+
+    def __call__(self, params: Joint, *rest: Tree, **named: Tree) -> Tree:
+        return self.function(params.shared, params.own, *rest, **named)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "loss_fn")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.function)
+        parameters = list(signature.parameters.values())
+        return signature.replace(parameters=parameters[:1] + parameters[2:])
+
+
+def join_optimizers(shared: optax.GradientTransformation, own: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Each part of a ``Joint`` updated by its own optimizer; the state is a pair."""
+    parts = tuple(map(optax.with_extra_args_support, (shared, own)))
+
+    def init(params: Params) -> Tree:
+        return parts[0].init(params.shared), parts[1].init(params.own)
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Tree) -> tuple[Tree, Tree]:
+        given = (None, None) if params is None else (params.shared, params.own)
+        made = [
+            part.update(grad, old, mine, **extra)
+            for part, grad, old, mine in zip(parts, (updates.shared, updates.own), state, given, strict=True)
+        ]
+        return Joint(made[0][0], made[1][0]), (made[0][1], made[1][1])
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,242 @@
+"""Training: what ``Pipeline`` does, apart from its options and the questions that it answers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import optax
+
+from jaxpp.compiled import Compiled, compile_step
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.init_arguments import are_swapped, read_given, swapped
+from jaxpp.errors import StateError
+from jaxpp.errors.checks import check_function, refuse_tracers
+from jaxpp.errors.tracebacks import entries
+from jaxpp.observe.profile.trace import STEP
+from jaxpp.options import Options
+from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.transfer import check_alive
+from jaxpp.schedule.base import Schedule
+from jaxpp.stages.table import Stages
+from jaxpp.state import Metrics, State, check_kept
+from jaxpp.tasks.bank import Bank
+from jaxpp.tasks.pipeline import with_set
+from jaxpp.types import Array, Batch, Key, LossFn, Task, Tree
+
+__all__ = ["Training"]
+
+
+@entries
+class Training:
+    """Makes a first state and steps it; ``Pipeline`` is a training that is made from options and that can be asked about itself.
+
+    Args:
+        options: of the pipeline.
+        optimizer: of all parameters.
+        bank: parameter sets of tasks, or None.
+        functions: the stages, if they were written by hand.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        optimizer: optax.GradientTransformation,
+        bank: Bank | None = None,
+        functions: Sequence[Callable[..., Tree]] = (),
+    ):
+        self._options, self._optimizer, self._bank, self._functions = options, optimizer, bank, tuple(functions)
+        self._compiled: Compiled | None = None
+        self._kept: State | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which rank does which action, in which order."""
+        return self._options.schedule
+
+    @property
+    def stages(self) -> Stages:
+        """The table of stages; after ``init``.
+
+        Raises:
+            StateError: before ``init``, when nothing is cut yet.
+        """
+        return self._opened("stages").stages
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the steps, for tools: plans as lists of instructions, compiled programs, where every leaf lives.
+
+        Its methods take the leaves of a state instead of the state, and may change from one version of jaxpp to the next.
+
+        Raises:
+            StateError: before ``init``.
+        """
+        return self._opened("engine").engine
+
+    @property
+    def state(self) -> State:
+        """The newest state: what ``init`` made or the last step returned, also if the caller never received it.
+
+        After a step that was interrupted (Ctrl-C) or raised, this is the new state if the update had begun, and otherwise the state
+        that the step was given; never half of each. The pipeline alone holds this state and drops it at the next step; ``del
+        pipe.state`` drops it at once, to make room for a checkpoint.
+
+        Raises:
+            StateError: there is none; or it is gone, consumed by an update that failed in part (because the device had no room for
+                it, say) or by another pipeline's step.
+        """
+        self._opened("state")
+        return check_kept(self._kept)
+
+    @state.deleter
+    def state(self) -> None:
+        self._kept = None
+
+    def _opened(self, where: str) -> Compiled:
+        """What init has compiled.
+
+        Raises:
+            StateError: before ``init``.
+        """
+        if self._compiled is None:
+            rule = "a pipeline is cut by init, when it first sees shapes"
+            raise StateError(f"pipe.{where}", rule, "no call of init yet", "call state = pipe.init(...) first")
+        return self._compiled
+
+    def _open(self, made: Tree, batch: Batch, key: Key | None) -> Compiled:
+        known = None if self._compiled is None else self._compiled.engine
+        given = {"functions": self._functions, "bank": self._bank, "known": known}
+        self._compiled = found = compile_step(self._options, self._optimizer, made, batch, key, **given)
+        return found
+
+    @contextmanager
+    def _whole(self, where: str, state: State, batch: Batch, key: Key | None, task: Task) -> Iterator[tuple[Engine, Leaves[Array]]]:
+        """The engine, and the leaves of a state and of the task's set; for what changes neither."""
+        refuse_tracers(f"pipe.{where}(state, batch, key)", batch, key)
+        found = self._opened(where)
+        with found.runner.whole(task, found.states.unwrap(state, where)) as whole:
+            yield whole
+
+    def init(self, init_or_params: Any, *args: Any) -> State:
+        """Cut the loss, place the stages, compile the step, and make the first state.
+
+        ``init(init_fn, key, batch)`` makes the parameters: every leaf is made on its owner, with the bits of
+        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies existing parameters (a
+        checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``. The
+        number of arguments decides which form is meant, so parameters may be callable (the arrays of an Equinox module).
+
+        Programs are compiled side by side, under a progress bar if that takes long. They are for this batch's shapes and, if the
+        loss takes a key, for keys of the kind given or of ``jax.random.key``'s; a step with another kind of key is compiled at its
+        first call. The pipeline keeps the newest state as ``pipe.state``.
+
+        Args:
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+
+        Raises:
+            ArgumentError: other arguments, or in another order.
+            CutError: too many stages, or cuts that the model does not have.
+            InitError: ``init_fn`` cannot be traced.
+            JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
+        """
+        refuse_tracers("pipe.init(...)", init_or_params, args)
+        given = read_given(init_or_params, args)
+        check_alive("pipe.init", (init_or_params, args))
+        try:
+            found = self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0))
+        except Exception as error:
+            if not given.makes and are_swapped(self._options, given, lambda variables: with_set(self._bank, variables)):
+                raise swapped(given) from error
+            raise
+        self._kept = None  # there may be no room for two
+        self._kept = state = found.states.wrap(found.first_leaves(given))
+        return state
+
+    def step(
+        self, state: State, batch: Batch, key: Key | None = None, *, task: Task = None, donate: bool = True
+    ) -> tuple[State, Metrics]:
+        """One training step.
+
+        Args:
+            state: from ``init`` or the previous step, from a checkpoint, or from another pipeline of the same shapes. Its buffers
+                are reused, so it is consumed, but only if the step succeeds up to the optimizer. If some of its arrays live
+                elsewhere than this pipeline's do, all are copied and none is consumed.
+            batch: a tree of arrays with one leading axis, the examples, of any size that gives each microbatch one example. Leaves
+                without an axis (``{"x": ..., "beta": 0.5}``) go to every microbatch; changing their values compiles nothing.
+            key: for the loss; required if the loss takes a key, unless it says ``key=None``. Microbatch i gets
+                ``jax.random.fold_in(key, i)``.
+            task: with a bank, the set that the step uses and changes, or a list with one for each replica. The bank holds the
+                changed set afterwards, whatever ``donate`` is.
+            donate: False keeps the old state alive, at the price of a second copy.
+
+        Returns:
+            the new state, which is ``pipe.state`` from now on, and the metrics. The call does not wait for the devices; reading a
+            metric does. Only a loss or an optimizer with host callbacks is waited for, the loss before the update: a callback that
+            raises then changes nothing.
+
+        Raises:
+            StateError: the state was consumed before, or has other trees or shapes than this pipeline's.
+            BatchError: the batch cannot be split.
+            Exception: what the user's loss raises at a new batch shape, or in a host callback, unchanged, with a note.
+            FloatingPointError: with ``jax_debug_nans``, naming the action, stage, microbatch and line of the model that made the
+                first NaN; each program is then waited for, and no buffer is reused.
+            KeyboardInterrupt: on Ctrl-C, once the step has changed nothing or everything: continue with ``pipe.state``.
+
+        Warns:
+            DeadStageWarning: the gradients of a stage were zero in several earlier steps; names the boundary that carries none.
+        """
+        found = self._opened("step")
+        refuse_tracers("pipe.step(state, batch, key)", batch, key)
+        leaves = found.states.unwrap(state, consumed=donate)
+        found.detector.look()  # before anything is consumed: a warning may be an error
+        self._kept = state
+        with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
+            try:
+                outcome = found.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
+            except BaseException as error:
+                if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state)):  # not the copies of one elsewhere
+                    error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
+                raise
+            self._kept = new = found.states.wrap(outcome.state)
+        found.detector.add(outcome.squares)
+        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
+
+    def evaluate(
+        self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: Task = None
+    ) -> Metrics:
+        """The loss and aux of a batch, forward only; the state is left as it is.
+
+        Args:
+            state: from ``init`` or ``step``.
+            batch: as for ``step``, but of any number of examples: if there are fewer examples than microbatches, each microbatch
+                holds one example, and examples that cannot be divided evenly among replicas count evenly.
+            key: as for ``step``.
+            loss_fn: another loss over the same parameters (one without dropout, say); it may return ``(loss, aux)`` or a loss
+                alone, whatever the pipeline's loss does. Keep one function and pass it again: each new function object is traced
+                and compiled.
+            task: as for ``step``; the set is left as it is.
+
+        Raises:
+            StateError: the state was consumed.
+            BatchError: the batch cannot be split.
+        """
+        if loss_fn is not None:
+            check_function("pipe.evaluate(..., loss_fn=...)", "the loss is a function of (params, batch[, key])", loss_fn)
+        with self._whole("evaluate", state, batch, key, task) as (engine, leaves):
+            chosen = self._opened("evaluate").runner.loss(loss_fn)
+            outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
+        return Metrics(loss=outcome.loss, aux=outcome.aux)
+
+    def prefetch(self, task: Task) -> None:
+        """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.
+
+        Args:
+            task: as for ``step``.
+
+        Raises:
+            BankError: there is no such set, or no slot for it (``Bank(slots=1)``).
+            StateError: before ``init``, which decides where the sets go.
+        """
+        self._opened("prefetch").runner.prefetch(task)
