@@ -244,7 +244,7 @@ def test_variables_and_numbers_are_told_apart():
     assert isinstance(variable, Var)
     assert isinstance(number, Literal)
     assert inside.variables([variable, number, variable]) == [variable]
-    assert (inside.number_in(variable), inside.number_in(number), inside.value_in(number)) == (None, 0.0, 0.0)
+    assert (inside.number_in(variable), inside.number_in(number), number.val) == (None, 0.0, 0.0)
     made = inside.new_variable(variable, (2, 3))
     assert (made.aval.shape, made.aval.dtype) == ((2, 3), X.dtype)
     assert made is not variable

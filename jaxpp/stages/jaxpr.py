@@ -17,14 +17,18 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from jaxpp.types import Aval, Leaf
+from jaxpp.types import Aval, Leaf, Tree
 
 __all__ = [
     "CALLS",
+    "CHEAP",
     "CHECKPOINTS",
     "CUSTOM_RULES",
+    "ELEMENTWISE",
+    "FREE",
     "LAYOUT",
     "Atom",
+    "Checkpoint",
     "Scan",
     "Window",
     "aval_of",
@@ -38,9 +42,6 @@ __all__ = [
     "function_of",
     "inner_jaxprs",
     "is_cast",
-    "is_cheap",
-    "is_elementwise",
-    "is_free",
     "is_ordered",
     "kind_of",
     "length_of",
@@ -54,7 +55,6 @@ __all__ = [
     "source_frames",
     "split_rows",
     "terms",
-    "value_in",
     "variables",
     "window_of",
     "with_body",
@@ -62,6 +62,9 @@ __all__ = [
 
 Atom = Var | Literal
 """What an equation reads: a variable or a number."""
+
+Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]
+"""Puts a function under ``jax.checkpoint``."""
 
 _RENAMED = {
     "pjit": "jit",
@@ -88,21 +91,24 @@ CHECKPOINTS = frozenset({"checkpoint"})
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Kinds that only say how a value is laid out; the compiler folds them away."""
-_CHEAP = LAYOUT | frozenset(
+CHEAP = LAYOUT | frozenset(
     "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
     "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
     "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
     "random_clone square".split()
 )
-_FREE = LAYOUT | frozenset(
+"""Kinds that cost less to run again than their result costs to send."""
+FREE = LAYOUT | frozenset(
     "transpose slice dynamic_slice concatenate convert_element_type pad rev gather random_wrap random_unwrap split "
     "bitcast_convert_type".split()
 )
-_ELEMENTWISE = frozenset(
+"""Kinds that compute nothing: they move, lay out or convert."""
+ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
     "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
     "sqrt square stop_gradient sub tanh xor".split()
 )
+"""Kinds that compute each element of the result from the elements at its own place alone."""
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
@@ -127,20 +133,15 @@ def describe(aval: Aval) -> str:
     return f"{short.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, aval.shape))}]"
 
 
-def shapes_of(atoms: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def shapes_of(atoms: Iterable[Atom | Aval]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of each variable, abstract value or array."""
-    avals = (getattr(atom, "aval", atom) for atom in atoms)
+    avals = (aval_of(atom) if isinstance(atom, (Var, Literal)) else atom for atom in atoms)
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
 
 
 def new_variable(like: Atom, shape: tuple[int, ...] | None = None) -> Var:
     """A variable like another, with another shape if one is given."""
     return Var(aval_of(like) if shape is None else aval_of(like).update(shape=shape))
-
-
-def value_in(literal: Literal) -> Leaf:
-    """The number that stands in an equation."""
-    return literal.val
 
 
 def number_in(atom: Atom) -> Leaf | None:
@@ -155,7 +156,7 @@ def function_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequen
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
 
-def equations_of(function: Callable[..., Any], atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+def equations_of(function: Callable[..., Tree], atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
     """The equations that compute ``function`` of these atoms, with variables of their own; and its results."""
     jaxpr = jax.make_jaxpr(function)(*shapes_of(atoms)).jaxpr
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
@@ -182,13 +183,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [body for body in bodies if isinstance(body, Jaxpr)]
 
 
-def checkpoint_like(eqn: JaxprEqn) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
     """A wrapper that checkpoints a function in the way that this ``jax.checkpoint`` does."""
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[Any]]] | None:
+def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
     """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
     return [jaxpr_as_fun(branch) for branch in eqn.params["branches"]] if kind_of(eqn) == "cond" else None
 
@@ -264,21 +265,6 @@ def source_frames(eqn: JaxprEqn) -> list[Any]:
 def is_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation converts a value to another dtype."""
     return kind_of(eqn) == "convert_element_type"
-
-
-def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether it costs less to run an equation again than to send its result."""
-    return kind_of(eqn) in _CHEAP
-
-
-def is_free(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes nothing: it moves, lays out or converts."""
-    return kind_of(eqn) in _FREE
-
-
-def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether each element of the result is computed from the elements at its own place alone."""
-    return kind_of(eqn) in _ELEMENTWISE
 
 
 def multiplies(eqn: JaxprEqn) -> bool:

@@ -9,11 +9,10 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role", "shapes_of"]
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role"]
 
 
 class Role(enum.StrEnum):
@@ -79,7 +78,7 @@ class Program:
         name: what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., list[jax.Array]]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
@@ -87,7 +86,7 @@ class Program:
     name: str = "program"
 
     @cached_property
-    def results(self) -> list[Any]:
+    def results(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each result."""
         return jax.eval_shape(self.function, *self.avals)
 
@@ -113,9 +112,3 @@ class Backward:
     def made(self) -> frozenset[Ref]:
         """The sums it makes or adds to."""
         return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
-
-
-def shapes_of(atoms: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of each variable, abstract value or array."""
-    avals = (getattr(atom, "aval", atom) for atom in atoms)
-    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

@@ -6,7 +6,6 @@ goes into which program is decided in ``stage_programs.py``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.extend.core import Var
@@ -54,7 +53,7 @@ class StageCode:
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     kept: int
     keepable: int
-    constants: tuple[Any, ...]
+    constants: tuple[jax.Array, ...]
     params: tuple[int, ...]
     flops: float
     modules: tuple[str, ...]

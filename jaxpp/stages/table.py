@@ -18,7 +18,7 @@ from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.types import Activation, Cotangent, Device, Grads, Params
+from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params
 
 __all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
 
@@ -29,9 +29,9 @@ class Pullback:
     It holds the stage's residuals; calling it lets them go.
     """
 
-    def __init__(self, stage: int, vjp: Callable[[Any], Any]):
+    def __init__(self, stage: int, vjp: Callable[[Cotangent], tuple[Grads, Cotangent]]):
         self._stage = stage
-        self._vjp: Callable[[Any], Any] | None = vjp
+        self._vjp: Callable[[Cotangent], tuple[Grads, Cotangent]] | None = vjp
 
     def __call__(self, cotangent: Cotangent) -> tuple[Grads, Cotangent]:
         """Run the backward.
@@ -71,7 +71,7 @@ class Stage:
     """
 
     index: int
-    device: Any
+    device: object
     home: Device
     modules: str
     params: tuple[str, ...]
@@ -82,7 +82,7 @@ class Stage:
     kept: int
     keepable: int
     sends: tuple[str, ...]
-    function: Callable[..., Any]
+    function: Callable[..., Activation]
 
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback]:
         """Run the stage by hand, on its device (of several, the first).
@@ -173,7 +173,7 @@ def _units(value: float, base: int, names: Sequence[str]) -> str:
 
 
 def tabulate(
-    cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[Any, Device]], functions: Sequence[Callable[..., Any]]
+    cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[object, Device]], functions: Sequence[Callable[..., Activation]]
 ) -> Stages:
     """The table of a cut loss.
 
@@ -213,7 +213,7 @@ def tabulate(
     return Stages(stages)
 
 
-def _own(leaf: Any) -> Any:
+def _own(leaf: Leaf) -> Leaf:
     """A leaf, copied if it is a NumPy array: the pullback reads it later, and the caller may change it before."""
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 

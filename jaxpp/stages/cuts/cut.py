@@ -3,8 +3,8 @@
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 from jax.extend.core import Var
 
 from jaxpp.stages.cuts.balance import Cuts
@@ -38,7 +38,7 @@ class CutLoss:
     loss: TracedLoss
     cuts: Cuts
     stages: tuple[StageCode, ...]
-    activations: tuple[Any, ...]
+    activations: tuple[jax.ShapeDtypeStruct, ...]
     producer: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     state_home: tuple[int, ...]

@@ -10,7 +10,7 @@ import bisect
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,14 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, Rewriter
 from jaxpp.stages.jaxpr import (
+    ELEMENTWISE,
     Atom,
     aval_of,
     concatenated_rows,
-    is_elementwise,
     kind_of,
     new_variable,
     sliced_like,
     split_rows,
-    value_in,
     variables,
     window_of,
 )
@@ -56,7 +55,7 @@ class _Taken(NamedTuple):
 
     start: int
     stop: int
-    finish: Callable[[Any], Any] | None = None
+    finish: Callable[[jax.Array], jax.Array] | None = None
 
 
 def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
@@ -65,12 +64,15 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
     A loss that reads such a parameter whole as well reads all of its rows there.
     """
     numbers = _Integers()
-    views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
+    views: dict[Var | None, tuple[int, int, int]] = {
+        var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape
+    }
     taken: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
     passing: set[int] = set()
     for i, eqn in enumerate(graph.eqns):
         numbers.add(eqn)
-        view = views.get(_operand(eqn))
+        operand = _operand(eqn)
+        view = None if operand is None else views.get(operand)
         results = None if view is None else _follow(eqn, numbers)
         if view is not None and results is not None:
             passing.add(i)
@@ -113,9 +115,9 @@ def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
     return placer.graph(graph) if placer.stacks else graph
 
 
-def _operand(eqn: JaxprEqn) -> Any:
+def _operand(eqn: JaxprEqn) -> Var | None:
     """The only operand that is not a number, of an elementwise equation; of another, its first; None if there is none such."""
-    if is_elementwise(eqn):
+    if kind_of(eqn) in ELEMENTWISE:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) or aval_of(atom).shape]
         return operands[0] if len(operands) == 1 and not isinstance(operands[0], Literal) else None
     return eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
@@ -155,7 +157,7 @@ class _Placer(Rewriter):
         results = _follow(eqn, self._numbers) if operand in self.stacks else None
         if results is None:
             self.emit(eqn, name)
-        elif is_elementwise(eqn):
+        elif kind_of(eqn) in ELEMENTWISE:
             (out,), parts = eqn.outvars, self.stacks[operand]
             self.stacks[out] = (out,) if len(parts) == 1 else tuple(self._elementwise(eqn, operand, part, name) for part in parts)
             self.emit(eqn, name)
@@ -196,7 +198,7 @@ class _Placer(Rewriter):
 def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_Taken] | None:
     """The rows that each result of an equation takes of its operand; None if it does anything else with it."""
     shape = tuple(aval_of(eqn.invars[0]).shape)
-    if is_elementwise(eqn):
+    if kind_of(eqn) in ELEMENTWISE:
         return [_Taken(0, aval_of(eqn.outvars[0]).shape[0])]
     split = split_rows(eqn)
     if split is not None:
@@ -226,7 +228,7 @@ class _Integers:
         """The integer that an atom is, if that is known."""
         if not isinstance(atom, Literal):
             return self._known.get(atom)
-        value = np.asarray(value_in(atom))
+        value = np.asarray(atom.val)
         return int(value.item()) if value.size == 1 and value.dtype.kind in "iub" else None
 
     def add(self, eqn: JaxprEqn) -> None:

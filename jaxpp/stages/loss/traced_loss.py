@@ -17,22 +17,23 @@ import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
+from jax.tree_util import KeyPath
 
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.graph import Graph, descendants
-from jaxpp.stages.jaxpr import Atom, aval_of, is_cheap, kind_of, variables
+from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, kind_of, variables
 from jaxpp.stages.loops.rows import Read, first_reads
 from jaxpp.stages.loops.split_scan import Layers
 from jaxpp.stages.own_params import without_joint
+from jaxpp.types import Tree
 
 __all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "path_name"]
 
@@ -63,8 +64,8 @@ class TracedLoss:
     param_paths: tuple[str, ...]
     state_paths: tuple[str, ...]
     num_batch_leaves: int
-    aux_tree: Any
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    aux_tree: Tree
+    remat: Checkpoint | None
     frozen: frozenset[int] = frozenset()
     layers: tuple[Layers, ...] = ()
     clock: tuple[tuple[float, float], ...] = ()
@@ -241,21 +242,13 @@ class TracedLoss:
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
         """``boundary_bytes[k]``: bytes that cross a cut between spine positions k - 1 and k."""
-        return self._crossing(count_bytes)
-
-    @cached_property
-    def boundary_values(self) -> tuple[int, ...]:
-        """Likewise how many arrays cross."""
-        return self._crossing(lambda _: 1)
-
-    def _crossing(self, measure: Callable[[Any], int]) -> tuple[int, ...]:
         crossing = [0] * (len(self.spine) + 1)
         for k, i in enumerate(self.spine):
             for var in self.graph.eqns[i].outvars:
                 end = self.last_uses.get(var, -1)
                 if end > k:
-                    crossing[k + 1] += measure(var.aval)
-                    crossing[end + 1] -= measure(var.aval)
+                    crossing[k + 1] += count_bytes(var.aval)
+                    crossing[end + 1] -= count_bytes(var.aval)
         return tuple(itertools.accumulate(crossing))
 
     @cached_property
@@ -304,10 +297,10 @@ class TracedLoss:
                 found.update((k, path) for k in range(place[0] + 1, place[1] + 1))
         return found
 
-    def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Any, frozenset[int]]]:
+    def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Atom, frozenset[int]]]:
         """The leaves that each spine equation needs, and those that each value needs which is made again where it is read."""
         spine = set(self.spine)
-        needs: dict[Any, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
+        needs: dict[Atom, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
         found: dict[int, frozenset[int]] = {}
         for i, eqn in enumerate(self.graph.eqns):
             uses = frozenset().union(*(needs.get(var, frozenset()) for var in variables(eqn.invars)))
@@ -318,7 +311,7 @@ class TracedLoss:
         return tuple(found[i] for i in self.spine), needs
 
 
-def _passes(eqn: Any) -> bool:
+def _passes(eqn: JaxprEqn) -> bool:
     """Whether gradients go through an equation."""
     return kind_of(eqn) != "stop_gradient"
 
@@ -347,7 +340,7 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
         moving = [var for var in needs if var in sources]
         foreign = any(var in barred or (var in made and var not in sources) for var in needs)
         made.update(eqn.outvars)
-        if is_cheap(eqn) and not foreign and not eqn.effects:
+        if kind_of(eqn) in CHEAP and not foreign and not eqn.effects:
             union = frozenset().union(*(sources[var] for var in moving))
             sources.update((var, union) for var in eqn.outvars)
     inputs = {*leaves, *free}
@@ -358,6 +351,6 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
     }
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
     """A tree path as ``h_2/attn/kernel``."""
     return jax.tree_util.keystr(without_joint(path), simple=True, separator="/")

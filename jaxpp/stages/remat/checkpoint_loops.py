@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, scan_of, shapes_of, with_body
 from jaxpp.stages.remat.repeatable import may_repeat
+from jaxpp.types import Aval
 
 __all__ = ["checkpoint_loops"]
 
@@ -47,6 +48,6 @@ def _checkpointed(body: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(checkpointed)(*shapes_of(body.in_avals))
 
 
-def _is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
     """A policy of ``jax.checkpoint``: keep what is never computed again."""
     return not may_repeat(primitive.name, avals, params.get("new_dtype"))

@@ -10,7 +10,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.remat.least import Least
-from jaxpp.types import Policy
+from jaxpp.types import Policy, Remat
 
 __all__ = ["RECOMPUTE", "Kept", "kept_of", "recomputed"]
 
@@ -24,7 +24,7 @@ _TRANSCENDENTAL = {"cpu": 1.0}
 """The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
 
 
-def kept_of(remat: Any, num_stages: int, platform: str) -> tuple[Kept, ...] | None:
+def kept_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[Kept, ...] | None:
     """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
 
     Args:
