@@ -284,7 +284,7 @@ def terms(eqn: JaxprEqn) -> int | None:
 
 
 def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether any of the equations, or of those inside them (of a loop, say), calls a Python function on the host."""
+    """Whether any of the equations, or any equation inside them (in a loop's body), calls a Python function on the host."""
     return any(kind_of(eqn) in _ON_HOST or any(calls_host(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
 
 

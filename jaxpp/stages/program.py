@@ -2,7 +2,7 @@
 
 A name (``Ref``) says what a value is for the stage that holds it; the plan turns names into slots. Values of a role in
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
-``AUX`` adds to it, and reuses its buffer. One that writes ``STATE`` makes what the next microbatch reads.
+``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
 """
 
 import enum
@@ -70,7 +70,7 @@ class Program:
     """A flat function and the names of its arguments and results; the same as itself alone.
 
     Attributes:
-        function: takes one array an input, returns one an output.
+        function: takes one array for each input and returns one for each output.
         inputs: what each argument is.
         outputs: what each result is.
         avals: shape and dtype of each argument, as one replica has it.

@@ -1,7 +1,7 @@
 """The backward split into I and W, without doing anything twice.
 
 Asking XLA for the gradients and dropping what is not used makes W repeat the chain of cotangents: a third more work. So the
-equations are divided: I takes those that the input's cotangent needs, W the rest, and the values that cross from I to W are kept as
+equations are divided: I takes what the input's cotangent needs, W takes the rest, and the values that cross from I to W are kept as
 I's residuals. I and W together are exactly B.
 
 A gradient that falls out of an equation of I (a ``scan`` over layers or a ``jax.checkpoint``, whose backward is one equation) is
@@ -24,7 +24,7 @@ from jaxpp.stages.remat.policy import Kept
 __all__ = ["BACKWARD", "INPUT", "WEIGHT", "Halves", "split_backward"]
 
 BACKWARD, INPUT, WEIGHT = "backward", "input", "weight"
-"""The colours of the equations of B, and of those of its halves I and W."""
+"""The colours of the equations of B, and of the equations of its halves I and W."""
 
 
 @dataclass(frozen=True)

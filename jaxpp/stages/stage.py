@@ -130,7 +130,7 @@ class StageBuilder:
         return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 
     def _packs(self, stage: int, programs: StagePrograms) -> tuple[Pack, ...]:
-        """The stage's own small gradients; those that go home to another stage stay apart."""
+        """The packs of the stage's own small gradients; gradients that go home to another stage are not packed."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
         return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)

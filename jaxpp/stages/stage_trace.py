@@ -48,7 +48,7 @@ class StageSlice:
             stage: which stage it is.
             carried: for each value that crosses, the stages that return a cotangent for it.
             train: whether to differentiate.
-            whole: the graph of the loss, or one with other equations in the same places.
+            whole: the graph of the loss, or a graph with other equations in the same places.
         """
         loss = self.loss
         run = whole.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])

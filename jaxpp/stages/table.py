@@ -1,7 +1,8 @@
 """The stage table: what each stage is, where it lives, what it costs, what crosses to the next.
 
 ``print(pipe.stages)`` shows it; in a notebook it is a table. *kept* are the bytes that one microbatch holds from a stage's forward
-to its backward, of those that it would hold if nothing were computed again. Each row is a ``Stage``, which can also be run by hand.
+to its backward, out of the bytes that it would hold if nothing were computed again. Each row is a ``Stage``, which can also be run
+by hand.
 """
 
 import html
@@ -88,7 +89,7 @@ class Stage:
         """Run the stage by hand, on its device (of several, the first).
 
         Args:
-            params: this stage's parameters for a pipeline made ``from_stages``; the whole parameter tree for one that was cut.
+            params: this stage's parameters for a pipeline made ``from_stages``; the whole parameter tree for a loss that was cut.
             x: the stage's input: for a cut pipeline ``{}`` at the first stage, then what the stage before returned.
             *inputs: for a cut pipeline the microbatch, and its key if the loss takes one.
 

@@ -102,7 +102,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:
-    """The stage that makes the new value of each model state leaf; for one that no stage makes, the first that reads it."""
+    """The stage that makes the new value of each model state leaf; if no stage makes it, the first stage that reads the leaf."""
     spine = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
     homes = []
     for leaf, (place, source) in enumerate(zip(loss.state_spans, loss.sources, strict=True)):

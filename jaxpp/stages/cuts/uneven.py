@@ -19,7 +19,7 @@ class UnevenStagesWarning(UserWarning):
 
 
 def check_giant(loss: TracedLoss, num_stages: int) -> None:
-    """Refuse a loss of which one loop, branch or call does more than two stages' work.
+    """Refuse a loss in which one loop, branch or call does more than two stages' work.
 
     Raises:
         CutError: naming the equation, with advice for its kind and the largest number of stages that works.

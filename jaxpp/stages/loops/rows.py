@@ -59,14 +59,12 @@ class _Taken(NamedTuple):
 
 
 def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
-    """Where the rows of parameters are first needed, of each parameter of which anything is read by rows.
+    """Where the rows are first needed of each parameter that the loss reads by rows anywhere.
 
     A loss that reads such a parameter whole as well reads all of its rows there.
     """
     numbers = _Integers()
-    views: dict[Var | None, tuple[int, int, int]] = {
-        var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape
-    }
+    views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
     taken: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
     passing: set[int] = set()
     for i, eqn in enumerate(graph.eqns):
@@ -88,10 +86,10 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
 
 
 def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The rows of each slice of each parameter; empty for one that is not sliced.
+    """The rows of each slice of each parameter; empty for a parameter that is not sliced.
 
-    Rows belong to the first stage that reads them, those that nothing reads to that of the row before. Neighbouring rows of a stage
-    are one slice.
+    Rows belong to the first stage that reads them, and rows that nothing reads belong to the stage of the row before. Neighbouring
+    rows of a stage are one slice.
     """
     unread = len(cuts) + 1
     stages: dict[int, np.ndarray] = {}
@@ -101,7 +99,7 @@ def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[in
     found: list[tuple[int, ...]] = [()] * len(params)
     for leaf, rows in stages.items():
         read = np.flatnonzero(rows < unread)
-        first = np.flatnonzero(np.diff(rows[read])) + 1  # of those that are read, the first of another stage
+        first = np.flatnonzero(np.diff(rows[read])) + 1  # the first row of another stage, among the rows that are read
         if len(first):
             found[leaf] = tuple(np.diff([0, *read[first], len(rows)]).tolist())
     return tuple(found)
@@ -116,7 +114,7 @@ def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
 
 
 def _operand(eqn: JaxprEqn) -> Var | None:
-    """The only operand that is not a number, of an elementwise equation; of another, its first; None if there is none such."""
+    """The operand whose rows an equation may take: the only array of an elementwise equation, the first operand of any other."""
     if kind_of(eqn) in ELEMENTWISE:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) or aval_of(atom).shape]
         return operands[0] if len(operands) == 1 and not isinstance(operands[0], Literal) else None

@@ -73,12 +73,12 @@ def assembled(tree: Tree) -> Tree:
 
 
 def assembled_shapes(tree: Tree) -> Tree:
-    """Likewise of shapes."""
+    """The user's tree of shapes: whole shapes instead of those of slices."""
     return joined(tree, whole_shape)
 
 
 def whole_shape(node: Leaf) -> Leaf:
-    """The shape of a leaf that is held as slices; of any other, itself."""
+    """The shape of the whole leaf for a leaf held as slices; any other leaf itself."""
     if not isinstance(node, Slices):
         return node
     return jax.ShapeDtypeStruct((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
@@ -93,7 +93,7 @@ class Slicing(NamedTuple):
     """Which leaves of the parameters are held as slices.
 
     Attributes:
-        sizes: for each leaf of the user's tree the rows of each slice; empty for one that is not sliced.
+        sizes: for each leaf of the user's tree the rows of each slice; empty for a leaf that is not sliced.
     """
 
     sizes: tuple[tuple[int, ...], ...] = ()
@@ -121,7 +121,7 @@ class Slicing(NamedTuple):
 
 
 def slicing_of(*divisions: Sequence[tuple[int, ...]]) -> Slicing:
-    """The leaves sliced wherever one of the divisions does: the sizes of each leaf's slices, empty for one that is whole."""
+    """The leaves sliced wherever one of the divisions slices them: the sizes of each leaf's slices, empty for a whole leaf."""
     return Slicing(tuple(map(_divided, zip(*divisions, strict=True))))
 
 
@@ -139,7 +139,7 @@ def _sliced(leaf: Leaf, sizes: Sequence[int]) -> Slices:
 
 
 def first_rows(node: object) -> list[int]:
-    """The first row of each slice of a leaf; 0, for one that is not held as slices."""
+    """The first row of each slice of a leaf; 0 for a leaf that is not held as slices."""
     return [start for start, _ in rows(node.sizes)] if isinstance(node, Slices) else [0]
 
 

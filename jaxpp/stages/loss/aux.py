@@ -136,7 +136,7 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
 
 
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
-    """Refuse aux leaves of which microbatches of different sizes have different shapes, unless they are joined.
+    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined.
 
     Raises:
         LossError: naming them all.

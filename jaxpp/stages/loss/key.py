@@ -76,7 +76,7 @@ def positional_key(loss_fn: Any, before: int) -> Any:
         before: how many arguments come before the key.
 
     Raises:
-        ArgumentError: it needs other arguments than those that a loss is given.
+        ArgumentError: it needs other arguments than the loss is called with.
     """
     if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         return loss_fn

@@ -5,8 +5,9 @@ loss and the gradient of the step are the means over microbatches, weighted by s
 Numbers (a coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the
 user calls *shared* (a graph that all examples live on).
 
-An evaluation takes any number of examples. With fewer than microbatches there are fewer microbatches. Those that cannot be divided
-evenly among replicas are a last microbatch of one example each, which counts nothing where a replica has none left.
+An evaluation takes any number of examples. If there are fewer examples than microbatches, there are fewer microbatches. Examples
+that cannot be divided evenly among the replicas form a last microbatch of one example each; a replica that has none left repeats
+an example, which counts nothing.
 """
 
 import difflib

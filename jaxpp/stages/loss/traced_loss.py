@@ -49,7 +49,7 @@ class TracedLoss:
         graph: inputs are the parameter leaves, the model state leaves, the batch leaves, then the raw key if there is one; outputs
             the loss, the aux leaves, then the new model state leaves.
         param_paths: the tree path of each parameter leaf, as ``h_2/attn/kernel``.
-        state_paths: likewise of each model state leaf.
+        state_paths: the tree path of each model state leaf.
         num_batch_leaves: how many batch leaves there are.
         aux_tree: the structure of aux.
         remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
@@ -211,7 +211,7 @@ class TracedLoss:
     def modules(self) -> tuple[str, ...]:
         """The module of each spine equation.
 
-        Linen leaves its modules' paths in the equations. Where most of those that read parameters are not called as any part of a
+        Linen leaves its modules' paths in the equations. Where most equations that read parameters are not called as any part of a
         parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
         """
         parts = [[part for part in path.split("/") if part] for path in self.own_paths]
@@ -298,7 +298,7 @@ class TracedLoss:
         return found
 
     def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Atom, frozenset[int]]]:
-        """The leaves that each spine equation needs, and those that each value needs which is made again where it is read."""
+        """The leaves that each spine equation needs, and the leaves needed by each value that is made again where it is read."""
         spine = set(self.spine)
         needs: dict[Atom, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
         found: dict[int, frozenset[int]] = {}

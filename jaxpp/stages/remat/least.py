@@ -49,7 +49,7 @@ class Least:
         Args:
             graph: the stage's forward and pullback.
             forward: the equations of the forward.
-            free: those that every program repeats anyway.
+            free: the equations that every program repeats anyway.
             held: inputs that are let go after the forward unless the backward needs them.
             reads: what the backward needs.
         """
@@ -87,8 +87,8 @@ class Least:
         Args:
             graph: the stage's forward and pullback.
             of_input: the equations that I runs.
-            of_weight: those that W would run if I kept nothing for it; those of both are in both.
-            free: those that every program repeats anyway.
+            of_weight: the equations that W would run if I kept nothing for it; some are in both.
+            free: the equations that every program repeats anyway.
             held: what I is given: residuals, activations, cotangents.
 
         Returns:

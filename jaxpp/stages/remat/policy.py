@@ -28,12 +28,12 @@ def kept_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> t
     """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
 
     Args:
-        remat: a way to keep, or a list of one a stage.
+        remat: what every stage keeps, or a list with one entry for each stage.
         num_stages: how many stages there are.
         platform: of the devices: computing again costs more on a CPU.
 
     Raises:
-        ArgumentError: it is no way to keep, or not one a stage.
+        ArgumentError: it says of no stage what to keep, or the list has another length.
     """
     known: dict[str | None, Kept] = {None: None, "keep": None, "recompute": RECOMPUTE}
     known["least"] = Least(_TRANSCENDENTAL.get(platform, 0.0))
