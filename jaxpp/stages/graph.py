@@ -33,7 +33,7 @@ from jaxpp.types import Tree
 
 __all__ = ["Graph", "Piece", "Rewriter", "ancestors", "descendants", "inline_remat", "live", "marked", "partition", "trace"]
 
-Color = TypeVar("Color", bound=Hashable)
+_Color = TypeVar("_Color", bound=Hashable)
 """What marks the equations of one piece."""
 
 
@@ -225,7 +225,7 @@ def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
     return found
 
 
-def partition(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, Color] | None = None) -> dict[Color, Piece]:
+def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var, _Color] | None = None) -> dict[_Color, Piece]:
     """Split a graph into one piece for each colour.
 
     Args:
@@ -237,10 +237,10 @@ def partition(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, 
         a piece for each colour. ``inputs`` are in order of first use; ``outputs`` are what other pieces read, in order made.
     """
     producers = graph.producers()
-    wanted: dict[Color, list[Var]] = {color: [] for color in colors if color is not None}
+    wanted: dict[_Color, list[Var]] = {color: [] for color in colors if color is not None}
     for var, color in (homes or {}).items():
         wanted.setdefault(color, []).append(var)
-    own: dict[Color, list[int]] = {color: [] for color in wanted}
+    own: dict[_Color, list[int]] = {color: [] for color in wanted}
     for i, color in enumerate(colors):
         if color is not None:
             own[color].append(i)
@@ -254,7 +254,7 @@ def partition(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, 
 
 
 def _members(
-    graph: Graph, colors: Sequence[Color | None], own: Iterable[int], producers: Mapping[Var, int], wanted: list[Var]
+    graph: Graph, colors: Sequence[_Color | None], own: Iterable[int], producers: Mapping[Var, int], wanted: list[Var]
 ) -> list[int]:
     members = set(own)
     pending = [var for i in members for var in variables(graph.eqns[i].invars)] + wanted

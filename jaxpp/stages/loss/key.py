@@ -42,10 +42,10 @@ def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
         the positional argument after the others, unless it has a default of its own (a flag); else a keyword-only argument that is
         called like a key (``key``, ``rngs``, ``dropout_rng``), unless it has a default of its own.
     """
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):
+    signature = _signature(loss_fn)
+    if signature is None:
         return KeyArgument(sure=False)
+    parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and _WORDS.intersection(p.name.lower().split("_"))]
     for parameter in (*positional[before : before + 1], *named):
@@ -61,11 +61,14 @@ def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
 
 def name_of(loss_fn: LossFn) -> str:
     """A loss as people write it: ``loss_fn(params, batch, *, key)``."""
-    name = getattr(loss_fn, "__name__", "loss_fn")
+    return f"{getattr(loss_fn, '__name__', 'loss_fn')}{_signature(loss_fn) or ''}"
+
+
+def _signature(loss_fn: LossFn) -> inspect.Signature | None:
     try:
-        return f"{name}{inspect.signature(loss_fn)}"
+        return inspect.signature(loss_fn)
     except (TypeError, ValueError):
-        return name
+        return None
 
 
 def positional_key(loss_fn: Any, before: int) -> Any:
@@ -88,24 +91,20 @@ def positional_key(loss_fn: Any, before: int) -> Any:
 
 def _check_call(loss_fn: LossFn, before: int, found: KeyArgument) -> None:
     """Refuse a loss that cannot be called with what a loss is given."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):
+    signature = _signature(loss_fn)
+    if signature is None:
         return
-    given, named = [None] * before, {}
-    if found.name is not None and found.by_keyword:
-        named = {found.name: None}
-    elif found.name is not None:
-        given.append(None)
+    named = {found.name: None} if found.name is not None and found.by_keyword else {}
     try:
-        signature.bind(*given, **named)
+        signature.bind(*[None] * (before + (found.name is not None and not found.by_keyword)), **named)
     except TypeError as error:
-        names = {2: "params, batch", 3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
+        names = {3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
+        arguments = names.get(before, "params, batch")
         raise ArgumentError(
             "loss_fn",
-            f"the loss is called as loss_fn({names.get(before, 'params, batch')}[, key])",
+            f"the loss is called as loss_fn({arguments}[, key])",
             f"{name_of(loss_fn)}: {error}",
-            f"take these by position, def loss_fn({names.get(before, 'params, batch')}); put what changes from step to step into "
+            f"take these by position, def loss_fn({arguments}); put what changes from step to step into "
             "the batch, and bind the rest: functools.partial(loss_fn, name=value)",
         ) from error
 
