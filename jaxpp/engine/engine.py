@@ -32,7 +32,8 @@ from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.transfer import bring, divided, private, put, put_at
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut import CutLoss
-from jaxpp.stages.graph import Graph, calls_host
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import calls_host
 from jaxpp.stages.loops.stacked import Slicing, is_slices
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.program import Ref, Role

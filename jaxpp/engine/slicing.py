@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.stages.cuts.partition import Cuts
 from jaxpp.stages.loops.rows import rows_between
-from jaxpp.stages.loops.scan import slices_between
+from jaxpp.stages.loops.split_scan import slices_between
 from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.own_params import num_own, num_shared

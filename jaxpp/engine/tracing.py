@@ -10,7 +10,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.stages.cuts.cut import CutLoss, cut
 from jaxpp.stages.cuts.partition import Cuts
-from jaxpp.stages.graph import aval_of
+from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.key import KeyArgument, key_argument, name_of
@@ -121,7 +121,7 @@ class Tracing:
         key: Key | None,
         *,
         train: bool = True,
-        singly: bool = False,
+        per_layer: bool = False,
     ) -> TracedLoss:
         """A loss traced at one microbatch's shapes.
 
@@ -131,11 +131,11 @@ class Tracing:
             microbatch: shapes.
             key: or None.
             train: whether it will be differentiated.
-            singly: whether every layer of a loop becomes an equation of its own.
+            per_layer: whether every layer of a loop becomes an equation of its own.
         """
         params, *state = variables
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
-        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "singly": singly}
+        options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
         options |= {"shared": self.shared(microbatch)}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 

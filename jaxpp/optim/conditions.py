@@ -6,31 +6,34 @@ operands live, and ``select_n`` takes for each result the branch that the predic
 the branch not taken.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from jaxpp.stages.graph import Graph, aval_of, trace, variables
+from jaxpp.stages.graph import Graph, trace
+from jaxpp.stages.jaxpr import aval_of, branches_of, value_in, variables
 
 __all__ = ["open_conditions"]
 
 
 def open_conditions(graph: Graph) -> Graph:
     """The graph with every condition, and those inside it, opened; the graph itself if it has none."""
-    if not any(map(_is_condition, graph.eqns)):
+    if all(_branches(eqn) is None for eqn in graph.eqns):
         return graph
 
     def run(*args: Any) -> list[Any]:
         values: dict[Var, Any] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
+            return value_in(atom) if isinstance(atom, Literal) else values[atom]
 
         for i, eqn in enumerate(graph.eqns):
-            if _is_condition(eqn):
+            branches = _branches(eqn)
+            if branches is not None:
                 which, *operands = map(read, eqn.invars)
-                cases = [jaxpr_as_fun(branch)(*operands) for branch in eqn.params["branches"]]
+                cases = [branch(*operands) for branch in branches]
                 results = [jax.lax.select_n(which, *each) for each in zip(*cases, strict=True)]
             else:
                 needs = variables(eqn.invars)
@@ -43,5 +46,5 @@ def open_conditions(graph: Graph) -> Graph:
     return open_conditions(trace(run, *shapes)[0])
 
 
-def _is_condition(eqn: Any) -> bool:
-    return eqn.primitive.name == "cond" and not eqn.effects
+def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Any]]] | None:
+    return None if eqn.effects else branches_of(eqn)

@@ -12,9 +12,10 @@ from jaxpp.plan.builder import Draft, Name
 from jaxpp.plan.init_params import closed_function
 from jaxpp.plan.step import param_name
 from jaxpp.runtime.placement import Placement
-from jaxpp.stages.graph import Piece, aval_of, carve, descendants, variables
+from jaxpp.stages.graph import Piece, descendants, partition
+from jaxpp.stages.jaxpr import aval_of, shapes_of, variables
 from jaxpp.stages.loss.roles import describe
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Program, Ref, Role
 
 __all__ = ["draft_birth", "draft_update"]
 
@@ -30,7 +31,7 @@ def draft_birth(update: Update, placement: Placement) -> Draft:
     for stage in sorted(set(update.opt_owner)):
         mine = [leaf for leaf, home in enumerate(update.opt_owner) if home == stage]
         atoms = [graph.outputs[leaf] for leaf in mine]
-        piece = carve(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece((), (), ()))
+        piece = partition(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece())
         inputs = [var for var in piece.inputs if var in numbers]
         for var in inputs:
             leaf = numbers[var]
@@ -78,7 +79,7 @@ class _Drafter:
         draft.homes.update({name: placement[name.stage] for name in self.source.values()})
         self.result_color = self._result_colors()
         homes = {atom: self.result_color[k] for k, atom in enumerate(graph.outputs) if isinstance(atom, Var)}
-        self.pieces: Mapping[Color, Piece] = carve(graph, update.colors, homes)
+        self.pieces: Mapping[Color, Piece] = partition(graph, update.colors, homes)
         self.made = {var: color for color, piece in self.pieces.items() for var in piece.outputs}
         self.readers: dict[Var, list[Color]] = {}
         for color, piece in self.pieces.items():
@@ -170,7 +171,7 @@ class _Drafter:
         return names_out[: len(results)]
 
     def _piece(self, color: Color) -> Piece:
-        return self.pieces.get(color, Piece((), (), ()))
+        return self.pieces.get(color, Piece())
 
     def _readers(self, var: Var) -> set[int]:
         return {stage for _, stage in self.readers.get(var, ())}

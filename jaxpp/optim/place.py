@@ -30,9 +30,10 @@ from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import param_name, scale_name, state_name, total_name
-from jaxpp.stages.graph import Graph, ancestors, aval_of, marked, trace, variables
+from jaxpp.stages.graph import Graph, ancestors, marked, trace
+from jaxpp.stages.jaxpr import aval_of, shapes_of, variables
 from jaxpp.stages.loss.roles import describe, path_name
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Program, Ref, Role
 
 __all__ = ["HUB", "Color", "Update", "flat_update", "opt_name", "plan_update", "trace_update", "unread_gradients"]
 

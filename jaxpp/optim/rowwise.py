@@ -17,19 +17,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.place import flat_update, trace_update
-from jaxpp.stages.graph import Graph, aval_of, variables
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import aval_of, is_cast, is_elementwise, kind_of, number_in, variables
 from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.roles import path_name
 
 __all__ = ["Sizes", "slicing_for"]
-
-_ROWWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
-    "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
-    "sqrt square stop_gradient sub tanh xor".split()
-)
-
 
 Sizes = Sequence[tuple[int, ...]]
 """For each leaf the rows of each of its slices; empty for one that is not sliced."""
@@ -123,9 +117,9 @@ class _Treatments:
         even, mates = set[Var](), set(self.graph.inputs[self.num_params : self.opt])
         for eqn in self.graph.eqns:
             arrays = [var for var in variables(eqn.invars) if aval_of(var).shape != () and var not in even]
-            if not arrays and eqn.primitive.name in _ROWWISE | {"broadcast_in_dim"}:
+            if not arrays and (is_elementwise(eqn) or kind_of(eqn) == "broadcast_in_dim"):
                 even.update(eqn.outvars)
-            elif mates.issuperset(arrays) and eqn.primitive.name in _ROWWISE:
+            elif mates.issuperset(arrays) and is_elementwise(eqn):
                 mates.update(eqn.outvars)
         return even | mates
 
@@ -152,9 +146,9 @@ class _Treatments:
             else:
                 done.append((eqn.primitive.name, [str(atom) for atom in eqn.invars if isinstance(atom, Literal)]))
                 known = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
-                if eqn.primitive.name == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
+                if kind_of(eqn) == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
                     reached = sums
-                elif eqn.primitive.name not in _ROWWISE or not all(known):
+                elif not is_elementwise(eqn) or not all(known):
                     odd = odd or eqn.primitive.name
             if reached is not None:
                 reached.update(eqn.outvars)
@@ -169,10 +163,10 @@ def _summed(eqn: JaxprEqn, sums: set[Var]) -> tuple[bool, bool]:
 
     A sum may be added to those of other leaves, as in a norm over all; after that it is no leaf's. Zero is added to the first.
     """
-    if eqn.primitive.name == "convert_element_type":
+    if is_cast(eqn):
         return True, True
     others: Sequence[Any] = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in sums]
-    if eqn.primitive.name not in ("add", "add_any") or len(others) > 1:
+    if kind_of(eqn) not in ("add", "add_any") or len(others) > 1:
         return False, False
-    zero = all(isinstance(atom, Literal) and atom.val == 0 for atom in others)
+    zero = all(number_in(atom) == 0 for atom in others)
     return zero, zero or not any(isinstance(atom, Literal) for atom in others)

@@ -12,8 +12,9 @@ import jax
 from jaxpp.errors import InitError
 from jaxpp.plan.builder import HOST, Draft, Name
 from jaxpp.runtime.placement import Placement
-from jaxpp.stages.graph import Graph, Piece, carve, trace, variables
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.graph import Graph, Piece, partition, trace
+from jaxpp.stages.jaxpr import shapes_of, variables
+from jaxpp.stages.program import Program, Ref, Role
 
 __all__ = ["INIT_KEY", "closed_function", "draft_params", "trace_init"]
 
@@ -70,7 +71,7 @@ def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> D
     for stage in sorted({name.stage for name in names}):
         mine = [leaf for leaf, name in enumerate(names) if name.stage == stage]
         atoms = [graph.outputs[leaf] for leaf in mine]
-        piece = carve(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece((), (), ()))
+        piece = partition(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece())
         inputs = [var for var in piece.inputs if var in graph.inputs]
         names_in = [Name(stage, _KEY) for _ in inputs]
         for name in names_in:

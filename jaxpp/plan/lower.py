@@ -27,9 +27,10 @@ from jaxpp.plan.model_state import Passing
 from jaxpp.plan.stage_setup import draft_begin
 from jaxpp.plan.step import Job, grad_name, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action, Kind
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.microbatch import Split, scale_dtype
 from jaxpp.stages.packing import Pack
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Program, Ref, Role
 
 __all__ = ["draft_wait", "draft_zeros", "forward_actions", "lower"]
 

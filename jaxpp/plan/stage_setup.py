@@ -14,8 +14,9 @@ import numpy as np
 from jaxpp.plan.builder import Draft, Name
 from jaxpp.plan.step import Job, local_name
 from jaxpp.runtime.transfer import put, put_at
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.microbatch import fold_keys, scale_dtype, slice_batch
-from jaxpp.stages.program import Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 
 __all__ = ["draft_begin"]

@@ -21,7 +21,8 @@ from jax.extend.core import JaxprEqn
 from jaxpp.errors import NonFiniteError
 from jaxpp.plan.builder import Line
 from jaxpp.plan.step import Job
-from jaxpp.stages.graph import trace, variables
+from jaxpp.stages.graph import trace
+from jaxpp.stages.jaxpr import variables
 from jaxpp.stages.loss.roles import describe
 from jaxpp.stages.program import Ref, Role
 

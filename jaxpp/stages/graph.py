@@ -1,42 +1,39 @@
-"""A traced function as a flat list of equations, and ``carve``, the one tool that takes it apart.
+"""A traced function as a flat list of equations, and ``partition``, which takes it apart.
 
 Problem: stages, the two halves of a pullback, and the parts of an optimizer update are all "some of the equations of a traced
 function, run there, then". Idea: colour the equations; what crosses between colours follows. Mechanism: ``trace`` inlines every
-``jit`` (each equation keeping the module path that Flax left in its name stack) and drops what nobody needs; ``carve`` takes one
-colour an equation and returns one ``Piece`` a colour, with the values that enter and leave it. An equation whose colour is
-``None`` belongs to nobody and is repeated in every piece that needs it (a mask, a position, a reshaped bias).
+``jit`` (each equation keeps the module path that Flax left in its name stack) and drops what nobody needs; ``partition`` takes one
+colour for each equation and returns one ``Piece`` for each colour, with the values that enter and leave it. An equation whose
+colour is ``None`` belongs to nobody and is repeated in every piece that needs it (a mask, a position, a reshaped bias).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-__all__ = [
-    "Graph",
-    "Piece",
-    "ancestors",
-    "aval_of",
-    "calls_host",
-    "carve",
-    "descendants",
-    "inline_remat",
-    "live",
-    "marked",
-    "trace",
-    "variables",
-]
+from jaxpp.stages.jaxpr import (
+    CALLS,
+    CHECKPOINTS,
+    CUSTOM_RULES,
+    Atom,
+    called,
+    checkpoint_like,
+    equations_of,
+    function_of,
+    kind_of,
+    module_path,
+    new_variable,
+    variables,
+)
+from jaxpp.types import Tree
 
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-_REMAT = frozenset({"checkpoint", "remat", "remat2"})
-_ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+__all__ = ["Graph", "Piece", "Rewriter", "ancestors", "descendants", "inline_remat", "live", "marked", "partition", "trace"]
 
-Atom = Var | Literal
-Color = Any
-"""What marks the equations of one piece: any hashable value."""
+Color = Hashable
+"""What marks the equations of one piece."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class Graph:
     Attributes:
         eqns: the equations, in an order in which they can run.
         names: the module path of each, such as ``GPT/h_2/attn``; empty where the model gave none.
-        inputs: one variable an argument leaf.
-        outputs: one variable or literal a result leaf.
+        inputs: one variable for each argument leaf.
+        outputs: one variable or literal for each result leaf.
         constants: arrays the function closed over, by variable.
     """
 
@@ -55,14 +52,11 @@ class Graph:
     names: tuple[str, ...]
     inputs: tuple[Var, ...]
     outputs: tuple[Atom, ...]
-    constants: Mapping[Var, Any]
+    constants: Mapping[Var, jax.Array]
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
         """The function of ``inputs`` that runs the equations numbered ``eqns`` and returns ``outputs``."""
-        chosen = [self.eqns[i] for i in eqns]
-        effects = frozenset().union(*(eqn.effects for eqn in chosen))
-        jaxpr = _BLANK.replace(invars=list(inputs), outvars=list(outputs), eqns=chosen, effects=effects)
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+        return function_of([self.eqns[i] for i in eqns], inputs, outputs)
 
     def users(self) -> dict[Var, list[int]]:
         """The equations that read each variable."""
@@ -81,35 +75,46 @@ class Graph:
 class Piece:
     """The part of a graph that has one colour: which equations it runs, what it needs, what others need of it."""
 
-    eqns: tuple[int, ...]
-    inputs: tuple[Var, ...]
-    outputs: tuple[Var, ...]
+    eqns: tuple[int, ...] = ()
+    inputs: tuple[Var, ...] = ()
+    outputs: tuple[Var, ...] = ()
 
 
-_BLANK: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
+class Rewriter:
+    """Copies the equations of a graph one by one; values may be replaced by others on the way."""
+
+    def __init__(self) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self.names: list[str] = []
+        self.replaced: dict[Var, Atom] = {}
+
+    def resolve(self, atom: Atom) -> Atom:
+        """What stands for a value now."""
+        return atom if isinstance(atom, Literal) else self.replaced.get(atom, atom)
+
+    def resolved(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation that reads what stands for its operands now."""
+        return eqn.replace(invars=list(map(self.resolve, eqn.invars)))
+
+    def emit(self, eqn: JaxprEqn, name: str) -> None:
+        """Add an equation of the module path ``name``."""
+        self.eqns.append(eqn)
+        self.names.append(name)
+
+    def call(self, function: Callable[..., Any], args: Sequence[Atom], name: str) -> list[Any]:
+        """Add the equations that compute ``function``, and return its results."""
+        eqns, results = equations_of(function, args)
+        for eqn in eqns:
+            self.emit(eqn, name)
+        return results
+
+    def graph(self, old: Graph) -> Graph:
+        """The graph that is rewritten from another, without what nobody needs."""
+        outputs = tuple(map(self.resolve, old.outputs))
+        return live(replace(old, eqns=tuple(self.eqns), names=tuple(self.names), outputs=outputs))
 
 
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """The atoms that are variables, each once, in order."""
-    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
-
-
-def aval_of(atom: Atom) -> Any:
-    """Shape and dtype of a variable or literal."""
-    return atom.aval
-
-
-def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether any of the equations, or of those inside them (of a loop, say), calls a Python function on the host."""
-    for eqn in eqns:
-        values = [value for given in eqn.params.values() for value in (given if isinstance(given, (tuple, list)) else (given,))]
-        inner = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
-        if eqn.primitive.name in _ON_HOST or any(calls_host(jaxpr.eqns) for jaxpr in inner if isinstance(jaxpr, Jaxpr)):
-            return True
-    return False
-
-
-def trace(function: Callable[..., Any], *args: Any, opened: bool = False) -> tuple[Graph, Any]:
+def trace(function: Callable[..., Any], *args: Tree, opened: bool = False) -> tuple[Graph, Tree]:
     """Trace ``function`` at the shapes of ``args`` (arrays or ``jax.ShapeDtypeStruct``).
 
     Args:
@@ -122,11 +127,10 @@ def trace(function: Callable[..., Any], *args: Any, opened: bool = False) -> tup
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    flat = _Flattener(constants, _INLINED | _RULED if opened else _INLINED)
+    whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants)
+    flat = _Flattener(constants, CALLS | CUSTOM_RULES if opened else CALLS)
     flat.add(closed.jaxpr, "")
-    outputs = tuple(flat.resolve(atom) for atom in closed.jaxpr.outvars)
-    graph = Graph(tuple(flat.eqns), tuple(flat.names), tuple(closed.jaxpr.invars), outputs, constants)
-    return live(graph), shapes
+    return flat.graph(whole), shapes
 
 
 def inline_remat(graph: Graph) -> tuple[Graph, Callable[[Callable[..., Any]], Callable[..., Any]] | None]:
@@ -135,57 +139,45 @@ def inline_remat(graph: Graph) -> tuple[Graph, Callable[[Callable[..., Any]], Ca
     Returns:
         the graph, opened if it was one checkpoint; and the wrapper that checkpoints a piece in the same way, or None.
     """
-    remat = [eqn for eqn in graph.eqns if eqn.primitive.name in _REMAT]
-    others = [eqn for eqn in graph.eqns if eqn.primitive.name not in _REMAT | {"copy", "copy_p", "random_wrap", "concatenate"}]
+    remat = [eqn for eqn in graph.eqns if kind_of(eqn) in CHECKPOINTS]
+    others = {kind_of(eqn) for eqn in graph.eqns} - CHECKPOINTS - {"copy", "random_wrap", "concatenate"}
     if len(remat) != 1 or others:
         return graph, None
-    flat = _Flattener(dict(graph.constants), opened=_INLINED | dict.fromkeys(_REMAT, "jaxpr"))
-    flat.add(_BLANK.replace(invars=list(graph.inputs), outvars=list(graph.outputs), eqns=list(graph.eqns)), "")
-    opened = replace(
-        graph,
-        eqns=tuple(flat.eqns),
-        names=tuple(flat.names),
-        outputs=tuple(flat.resolve(atom) for atom in graph.outputs),
-        constants=flat.constants,
-    )
-    policy, prevent_cse = remat[0].params["policy"], remat[0].params["prevent_cse"]
-    return live(opened), lambda f: jax.checkpoint(f, policy=policy, prevent_cse=prevent_cse)
+    constants = dict(graph.constants)
+    flat = _Flattener(constants, CALLS | CHECKPOINTS)
+    for eqn in graph.eqns:
+        flat.add_equation(eqn, "")
+    return flat.graph(replace(graph, constants=constants)), checkpoint_like(remat[0])
 
 
-class _Flattener:
+class _Flattener(Rewriter):
     """Copies equations into one list, opening calls, each opening with fresh variables (inner jaxprs are shared)."""
 
-    def __init__(self, constants: dict[Var, Any], opened: Mapping[str, str] = _INLINED):
-        self.eqns: list[JaxprEqn] = []
-        self.names: list[str] = []
-        self.constants = constants
-        self._opened = opened
-        self._renamed: dict[Var, Atom] = {}
-
-    def resolve(self, atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else self._renamed.get(atom, atom)
+    def __init__(self, constants: dict[Var, jax.Array], opened: Collection[str]):
+        super().__init__()
+        self._constants, self._opened = constants, opened
 
     def add(self, jaxpr: Jaxpr, prefix: str, fresh: bool = False) -> None:
         for eqn in jaxpr.eqns:
-            name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
-            inputs = [self.resolve(atom) for atom in eqn.invars]
-            parameter = self._opened.get(eqn.primitive.name)
-            if parameter not in eqn.params:
-                if fresh:
-                    self._renamed.update({var: Var(var.aval) for var in eqn.outvars})
-                outputs: Any = [self._renamed.get(var, var) for var in eqn.outvars] if fresh else eqn.outvars
-                self.eqns.append(eqn.replace(invars=inputs, outvars=list(outputs)))
-                self.names.append(name)
-                continue
-            inner = eqn.params[parameter]
-            if isinstance(inner, ClosedJaxpr):
-                for var, value in zip(inner.jaxpr.constvars, inner.consts, strict=True):
-                    self._renamed[var] = constant = Var(var.aval)
-                    self.constants[constant] = value
-                inner = inner.jaxpr
-            self._renamed.update(zip(inner.invars, inputs, strict=True))
-            self.add(inner, name, fresh=True)
-            self._renamed.update({out: self.resolve(atom) for out, atom in zip(eqn.outvars, inner.outvars, strict=True)})
+            self.add_equation(eqn, prefix, fresh)
+
+    def add_equation(self, eqn: JaxprEqn, prefix: str, fresh: bool = False) -> None:
+        name = "/".join(filter(None, (prefix, module_path(eqn))))
+        inputs = list(map(self.resolve, eqn.invars))
+        closed = called(eqn, self._opened)
+        if closed is None:
+            if fresh:
+                self.replaced.update({var: new_variable(var) for var in eqn.outvars})
+            outputs: list[Any] = [self.replaced.get(var, var) for var in eqn.outvars] if fresh else eqn.outvars
+            self.emit(eqn.replace(invars=inputs, outvars=list(outputs)), name)
+            return
+        inner = closed.jaxpr
+        for var, value in zip(inner.constvars, closed.consts, strict=True):
+            self.replaced[var] = constant = new_variable(var)
+            self._constants[constant] = value
+        self.replaced.update(zip(inner.invars, inputs, strict=True))
+        self.add(inner, name, fresh=True)
+        self.replaced.update({out: self.resolve(atom) for out, atom in zip(eqn.outvars, inner.outvars, strict=True)})
 
 
 def live(graph: Graph) -> Graph:
@@ -232,12 +224,12 @@ def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
     return found
 
 
-def carve(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, Color] | None = None) -> dict[Color, Piece]:
-    """Split a graph into one piece a colour.
+def partition(graph: Graph, colors: Sequence[Color | None], homes: Mapping[Var, Color] | None = None) -> dict[Color, Piece]:
+    """Split a graph into one piece for each colour.
 
     Args:
         graph: the function.
-        colors: one an equation; None is repeated in every piece that needs it.
+        colors: one for each equation; None is repeated in every piece that needs it.
         homes: the colour that must be able to return a variable, where no other piece asks for it (the graph's results).
 
     Returns:

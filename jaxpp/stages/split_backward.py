@@ -6,23 +6,83 @@ I's residuals. I and W together are exactly B.
 
 A gradient that falls out of an equation of I (a ``scan`` over layers or a ``jax.checkpoint``, whose backward is one equation) is
 summed in I. A stage whose input wants no cotangent, as the first, has nothing in I.
+
+Where a stage keeps the least, a second minimum cut decides what W computes again (``remat/least.py``). Otherwise what the backward
+computes again is computed once, in I.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from jaxpp.stages.graph import Atom, Graph, variables
+from jax.extend.core import Var
 
-__all__ = ["split_backward"]
+from jaxpp.stages.graph import Graph, Piece, partition
+from jaxpp.stages.jaxpr import Atom, variables
+from jaxpp.stages.remat.least import Least
+from jaxpp.stages.remat.policy import Kept
+
+__all__ = ["BACKWARD", "INPUT", "WEIGHT", "Halves", "split_backward"]
+
+BACKWARD, INPUT, WEIGHT = "backward", "input", "weight"
+"""The colours of the equations of B, and of those of its halves I and W."""
 
 
-def split_backward(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom]) -> set[int]:
-    """The equations of I.
+@dataclass(frozen=True)
+class Halves:
+    """A backward in two parts.
+
+    Attributes:
+        input: the equations of I.
+        weight: the equations of W.
+        returned_by: which half returns each result of the backward, ``INPUT`` or ``WEIGHT``.
+    """
+
+    input: Piece
+    weight: Piece
+    returned_by: tuple[str, ...]
+
+
+def split_backward(
+    graph: Graph,
+    colors: Sequence[str | None],
+    results: Sequence[tuple[Atom, bool]],
+    *,
+    again: Collection[int],
+    free: Collection[int],
+    lasting: Collection[Var],
+    remat: Kept,
+) -> Halves:
+    """Divide the equations of a backward into I and W.
 
     Args:
         graph: a stage's forward and pullback.
-        backward: the equations of B.
-        cotangents: what I must return.
+        colors: the part of the stage that each equation belongs to; those of the backward are ``BACKWARD``.
+        results: what the backward returns, and whether each result is the cotangent of an input, which I must return.
+        again: the equations of the forward that the backward runs again.
+        free: the equations that every program repeats anyway.
+        lasting: the values that are there for all microbatches.
+        remat: what the stage keeps.
     """
+    cotangents = {atom for atom, of_input in results if of_input and isinstance(atom, Var)}
+    backward = {i for i, color in enumerate(colors) if color == BACKWARD}
+    needed = _needed(graph, backward, cotangents)
+    parts = [INPUT if i in needed else WEIGHT if i in backward else color for i, color in enumerate(colors)]
+    made = cotangents.union(*(graph.eqns[i].outvars for i in needed))
+    if isinstance(remat, Least) and needed:
+        wanted = {atom for atom, _ in results if isinstance(atom, Var)}
+        parts = _keeping_the_least(graph, parts, cotangents, wanted, again=again, free=free, lasting=lasting, least=remat)
+        made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == INPUT), graph.inputs)
+    elif needed:  # what is recomputed is so once, in I
+        parts = [INPUT if i in again else part for i, part in enumerate(parts)]
+        made.update(*(graph.eqns[i].outvars for i in again))
+    halves = tuple(INPUT if of_input or (isinstance(atom, Var) and atom in made) else WEIGHT for atom, of_input in results)
+    homes = {atom: half for (atom, _), half in zip(results, halves, strict=True) if isinstance(atom, Var)}
+    pieces = partition(graph, parts, homes)
+    return Halves(pieces.get(INPUT, Piece()), pieces.get(WEIGHT, Piece()), halves)
+
+
+def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom]) -> set[int]:
+    """The equations of the backward that the cotangents are computed by."""
     producers = graph.producers()
     found: set[int] = set()
     pending = variables(cotangents)
@@ -32,3 +92,24 @@ def split_backward(graph: Graph, backward: Collection[int], cotangents: Iterable
             found.add(i)
             pending += variables(graph.eqns[i].invars)
     return found
+
+
+def _keeping_the_least(
+    graph: Graph,
+    parts: Sequence[str | None],
+    cotangents: Collection[Var],
+    wanted: Collection[Var],
+    *,
+    again: Collection[int],
+    free: Collection[int],
+    lasting: Collection[Var],
+    least: Least,
+) -> list[str | None]:
+    """The division of the backward with which I keeps least for W: what I runs, what W runs, and None for what both run."""
+    pieces = partition(graph, parts, dict.fromkeys(wanted, WEIGHT) | dict.fromkeys(cotangents, INPUT))
+    of_input, of_weight = (pieces.get(half, Piece()) for half in (INPUT, WEIGHT))
+    held = {*of_input.inputs, *of_weight.inputs}.difference(lasting)
+    both, early = least.between(graph, of_input.eqns, of_weight.eqns, free, held)
+    return [
+        None if i in both else INPUT if i in early or (i in again and i in of_input.eqns) else part for i, part in enumerate(parts)
+    ]

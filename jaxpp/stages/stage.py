@@ -1,37 +1,26 @@
-"""One stage: the programs that run its forward and its backward, and what they keep.
+"""One stage of a cut loss: the programs that run its forward and its backward, and what they keep.
 
-The stage's slice of the loss is run under ``jax.vjp`` and traced once, forward and pullback together. Every equation of that trace
-then has its place by what it depends on:
-
-* on the cotangent: the *backward*;
-* on data: the *forward*; what the backward reads of it is the residuals;
-* on parameters alone (a bf16 cast, a transposed kernel): the *statics*, computed once per step, so that no residual is ever a
-  weight, or a copy, cast or transpose of one;
-* on nothing that costs anything to redo: wherever it is needed.
-
-A stage that is to recompute (``remat``) has one rule more: what the forward computes and the policy does not keep is done again
-wherever the backward needs it. Nothing else changes, for forward and backward are programs of their own.
+The stage's slice of the loss is run under ``jax.vjp`` and traced once, forward and pullback together (``stage_trace.py``). What
+goes into which program is decided in ``stage_programs.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxpp.stages.cost import CHEAP, LAYOUT, count_bytes
-from jaxpp.stages.graph import Piece, aval_of, calls_host, carve, descendants, variables
-from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.roles import TracedLoss, cheap_values
+from jaxpp.stages.graph import Piece
+from jaxpp.stages.jaxpr import calls_host, shapes_of
+from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.packing import Pack, packed, packs_of
-from jaxpp.stages.program import Backward, Program, Ref, Role, shapes_of
+from jaxpp.stages.program import Backward, Program, Ref, Role
 from jaxpp.stages.remat.least import Least, from_results
 from jaxpp.stages.remat.loops import leaner
-from jaxpp.stages.remat.policy import Kept, dropped
-from jaxpp.stages.slice import Body, Traced
-from jaxpp.stages.split_backward import split_backward
+from jaxpp.stages.remat.policy import Kept
+from jaxpp.stages.stage_programs import StagePrograms
+from jaxpp.stages.stage_trace import StageSlice
 
 __all__ = ["StageBuilder", "StageCode"]
 
@@ -106,12 +95,12 @@ class StageBuilder:
         named = [(Ref(Role.LOSS), loss.graph.outputs[0]), *((Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux))]
         named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
-        body = Body(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
+        body = StageSlice(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
         programs, keepable = self._programs(body, stage, len(constants), remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
-        backward = {kind: programs.backward(kind, packs) for kind in _HALVES} if self.train else {}
+        backward = {kind: programs.backward(kind, packs) for kind in "BIW"} if self.train else {}
         values = [loss.graph.constants[var] for var in constants]
         mine = set(piece.eqns)
         return StageCode(
@@ -130,7 +119,7 @@ class StageBuilder:
             calls_host=calls_host(programs.traced.graph.eqns),
         )
 
-    def _programs(self, body: Body, stage: int, num_constants: int, remat: Kept) -> tuple["_Programs", int]:
+    def _programs(self, body: StageSlice, stage: int, num_constants: int, remat: Kept) -> tuple[StagePrograms, int]:
         """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
         graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
         graphs += leaner(self.loss.graph, body.piece.eqns) if loops else []
@@ -138,261 +127,11 @@ class StageBuilder:
         traces = [body.trace(stage, self.carried, self.train, graph) for graph in graphs]
         if isinstance(remat, Least):
             traces = [replace(traced, graph=from_results(traced.graph)) for traced in traces]
-        found = [_Programs(traced, *given) for traced in traces]
+        found = [StagePrograms(traced, *given) for traced in traces]
         return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 
-    def _packs(self, stage: int, programs: "_Programs") -> tuple[Pack, ...]:
+    def _packs(self, stage: int, programs: StagePrograms) -> tuple[Pack, ...]:
         """The stage's own small gradients; those that go home to another stage stay apart."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
         return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)
-
-
-_STATICS, _FORWARD, _BACKWARD = "statics", "forward", "backward"
-_INPUT, _WEIGHT = "input", "weight"
-_OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
-_NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
-_HALVES = {"B": {_INPUT, _WEIGHT}, "I": {_INPUT}, "W": {_WEIGHT}}
-
-
-class _Programs:
-    """Colours a traced stage and turns the pieces into programs."""
-
-    def __init__(
-        self,
-        traced: Traced,
-        stage: int,
-        rows: frozenset[int],
-        num_constants: int,
-        remat: Kept,
-        scaled_by: int | None,
-        pack_below: int,
-    ):
-        self.traced = traced
-        self.pack_below = pack_below
-        self.scaled_by = scaled_by
-        self.stage = stage
-        self.rows = rows
-        graph = traced.graph
-        self.refs: dict[Var, Ref] = dict(zip(graph.inputs, traced.inputs, strict=True))
-        self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
-        self.new_constants = tuple(graph.constants.values())
-        split = len(traced.results)
-        self.forward_atoms, self.backward_atoms = graph.outputs[:split], graph.outputs[split:]
-        homes = dict.fromkeys(variables(self.backward_atoms), _BACKWARD) | dict.fromkeys(variables(self.forward_atoms), _FORWARD)
-        colors = before = self._colors()
-        self.lasting = {var for var, ref in self.refs.items() if ref.shared or ref.role in _OF_STEP}
-        self.lasting.update(*(eqn.outvars for eqn, color in zip(graph.eqns, colors, strict=True) if color == _STATICS))
-        self.free = {i for i, color in enumerate(colors) if color is None}
-        self.again = self._again(colors, remat)
-        colors = [None if i in self.again else color for i, color in enumerate(colors)]
-        self.pieces = carve(graph, colors, homes)
-        self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
-        sent = {
-            atom: ref
-            for ref, atom in zip(traced.results, self.forward_atoms, strict=True)
-            if ref.role == Role.ACTIVATION and isinstance(atom, Var) and atom not in self.refs
-        }
-        needed = [var for var in self._piece(_BACKWARD).inputs if var not in self.refs]
-        self.residuals = [var for var in needed if var not in sent]
-        self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
-        self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), pack_below)
-        everything = carve(graph, before, homes).get(_BACKWARD, Piece((), (), ()))
-        self.kept_bytes, self.keepable_bytes = self._held(self._piece(_BACKWARD)), self._held(everything)
-        self._split(colors, remat)
-
-    def _again(self, colors: Sequence[str | None], remat: Kept) -> set[int]:
-        """The equations of the forward that the backward runs again."""
-        graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
-        if not isinstance(remat, Least):
-            return set() if remat is None else dropped(graph, forward, remat)
-        reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == _BACKWARD for var in variables(eqn.invars)]
-        held = set(graph.inputs) - self.lasting
-        return remat.again(graph, forward, self.free, held, [*reads, *variables(self.backward_atoms)])
-
-    def _held(self, piece: Piece) -> int:
-        """Bytes of what a backward reads that was there before it, for this microbatch alone."""
-        passing = self.lasting.union(var for var in self.traced.graph.inputs if self.refs[var].role == Role.COTANGENT)
-        return sum(count_bytes(aval_of(var)) for var in piece.inputs if var not in passing)
-
-    def _split(self, colors: Sequence[str | None], remat: Kept) -> None:
-        """Divide the backward into I and W; what crosses from one to the other is kept as residuals."""
-        graph, returned = self.traced.graph, self.traced.returned
-        cotangents = {
-            atom
-            for ref, atom in zip(returned, self.backward_atoms, strict=True)
-            if ref.role == Role.ACTIVATION and isinstance(atom, Var)
-        }
-        backward = {i for i, color in enumerate(colors) if color == _BACKWARD}
-        of_input = split_backward(graph, backward, cotangents)
-        parts = [_INPUT if i in of_input else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
-        made = cotangents.union(*(graph.eqns[i].outvars for i in of_input))
-        if isinstance(remat, Least) and of_input:
-            parts = self._at_the_least(parts, cotangents, remat)
-            made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == _INPUT), graph.inputs)
-        elif of_input:  # what is recomputed is so once, in I
-            again = self.again.intersection(self._piece(_BACKWARD).eqns)
-            parts = [_INPUT if i in again else part for i, part in enumerate(parts)]
-            made.update(*(graph.eqns[i].outvars for i in again))
-        self.halves = [
-            _INPUT if ref.role == Role.ACTIVATION or (isinstance(atom, Var) and atom in made) else _WEIGHT
-            for ref, atom in zip(returned, self.backward_atoms, strict=True)
-        ]
-        atoms = zip(self.backward_atoms, self.halves, strict=True)
-        pieces = carve(graph, parts, {atom: half for atom, half in atoms if isinstance(atom, Var)})
-        blank = Piece((), (), ())
-        self.pieces |= {half: pieces.get(half, blank) for half in (_INPUT, _WEIGHT)}
-        self.kept = [var for var in self.pieces[_WEIGHT].inputs if var not in self.refs]
-        names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self.kept))]
-        self.refs |= zip(self.kept, names, strict=True)
-        self.small_kept = packs_of(names, shapes_of(self.kept), Ref(Role.RESIDUAL, peer=0), self.pack_below)
-
-    def _at_the_least(self, parts: Sequence[str | None], cotangents: set[Var], remat: Least) -> list[str | None]:
-        """The division of the backward with which I keeps least for W: what I runs, what W runs, and None for what both run."""
-        graph, wanted = self.traced.graph, set(variables(self.backward_atoms))
-        pieces = carve(graph, parts, dict.fromkeys(wanted - cotangents, _WEIGHT) | dict.fromkeys(cotangents, _INPUT))
-        of_input, of_weight = (pieces.get(half, Piece((), (), ())) for half in (_INPUT, _WEIGHT))
-        held = {*of_input.inputs, *of_weight.inputs} - self.lasting
-        both, early = remat.between(graph, of_input.eqns, of_weight.eqns, self.free, held)
-        return [
-            None if i in both else _INPUT if i in early or (i in self.again and i in of_input.eqns) else part
-            for i, part in enumerate(parts)
-        ]
-
-    def _piece(self, color: str) -> Piece:
-        return self.pieces.get(color, Piece((), (), ()))
-
-    def _colors(self) -> list[str | None]:
-        graph = self.traced.graph
-        roles: dict[Role, list[Var]] = {role: [] for role in Role}
-        for var in graph.inputs:
-            roles[self.refs[var].role].append(var)
-        of_microbatch = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
-        data = descendants(graph, [var for role in of_microbatch for var in roles[role]])
-        backward = descendants(graph, roles[Role.COTANGENT])
-        barred = descendants(graph, roles[Role.ACTIVATION] + roles[Role.PARAM] + roles[Role.COTANGENT])
-        cheap = cheap_values(graph, roles[Role.BATCH], roles[Role.KEY] + roles[Role.STATE], barred)
-        sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in roles[Role.PARAM]}
-        colors: list[str | None] = []
-        for eqn in graph.eqns:
-            outs = set(eqn.outvars)
-            if not outs.isdisjoint(backward):
-                colors.append(_BACKWARD)
-            elif not outs.isdisjoint(data) or eqn.effects:
-                colors.append(None if outs <= cheap and not eqn.effects else _FORWARD)
-            else:
-                union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
-                sources.update((var, union) for var in outs)
-                grows = sum(count_bytes(aval_of(v)) for v in outs) > 2 * sum(count_bytes(aval_of(v)) for v in union)
-                again = eqn.primitive.name in LAYOUT or (eqn.primitive.name in CHEAP and grows)
-                colors.append(None if again else _STATICS)
-        return colors
-
-    def statics(self) -> Program:
-        piece = self._piece(_STATICS)
-        function = self.traced.graph.function(piece.eqns, piece.inputs, piece.outputs)
-        return self._called("statics", self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs]))
-
-    def forward(self) -> Program:
-        piece = self._piece(_FORWARD)
-        results = list(zip(self.traced.results, self.forward_atoms, strict=True))
-        run = self.traced.graph.function(piece.eqns, piece.inputs, [*self.forward_atoms, *self.residuals])
-        totals = [(k, self._total(ref)) for k, (ref, _) in enumerate(results) if ref.role not in (Role.ACTIVATION, Role.STATE)]
-        added = [(k, ref) for k, ref in totals if ref.role != Role.ROWS]
-        outputs = [ref for ref, _ in results] + [self.refs[var] for var in self.residuals]
-        for k, ref in totals:
-            outputs[k] = ref
-        avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
-        return self._called("forward", self._accumulating(run, piece.inputs, outputs, added, avals, []))
-
-    def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
-        """The program of B, I or W; None if it has nothing to do."""
-        chosen = [k for k, half in enumerate(self.halves) if half in _HALVES[kind]]
-        kept = self.kept if kind == "I" else []
-        if not chosen and not kept:
-            return None
-        piece = self._piece(_BACKWARD if kind == "B" else _INPUT if kind == "I" else _WEIGHT)
-        first, then = (self._backward(piece, chosen, kept, first=first) for first in (True, False))
-        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
-        residuals = self.small if kind == "B" else (*self.small, *self.small_kept)
-        writes = (*self.small_kept, *sums) if kind == "I" else sums
-        first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
-        return Backward(self._called(f"{_NAMES[kind]}_first", first), self._called(_NAMES[kind], then))
-
-    def _called(self, name: str, program: Program) -> Program:
-        return replace(program, name=f"stage_{self.stage}_{name}")
-
-    def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
-        graph, traced = self.traced.graph, self.traced
-        seeds = {graph.inputs[k] for k in traced.seeds}
-        run = graph.function(piece.eqns, piece.inputs, [*(self.backward_atoms[k] for k in chosen), *kept])
-        inputs = [var for var in piece.inputs if var not in seeds]
-        scaled = [Ref(Role.LOSS_SCALE, self.scaled_by)] if self.scaled_by is not None and len(inputs) < len(piece.inputs) else []
-
-        def seeded(*args: Any) -> list[Any]:
-            seed = args[-1] if scaled else jnp.ones(())
-            supply = iter(args)
-            return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
-
-        outputs = [self._returned(traced.returned[k]) for k in chosen]
-        added = [(k, ref) for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
-        avals = [shapes_of([self.backward_atoms[chosen[k]]])[0] for k, _ in added]
-        outputs += [self.refs[var] for var in kept]
-        return self._accumulating(seeded, inputs, outputs, added, avals, scaled, first=first)
-
-    def _returned(self, ref: Ref) -> Ref:
-        """What the backward returns for an input: the gradient of a parameter, the cotangent of an activation."""
-        return Ref(Role.GRAD, ref.index) if ref.role == Role.PARAM else Ref(Role.COTANGENT, ref.index, self.stage)
-
-    def _total(self, ref: Ref) -> Ref:
-        return Ref(Role.ROWS, ref.index) if ref.role == Role.AUX and ref.index in self.rows else ref
-
-    def _accumulating(
-        self,
-        run: Callable[..., Any],
-        inputs: Sequence[Var],
-        outputs: Sequence[Ref],
-        added: Sequence[tuple[int, Ref]],
-        avals: Sequence[Any],
-        scaled: Sequence[Ref],
-        *,
-        first: bool = False,
-    ) -> Program:
-        """A program whose results ``added`` are weighted, and added to what was there before unless they are the ``first``.
-
-        ``scaled`` is the loss scale, where the program starts from one; ``run`` takes it last.
-        """
-        seed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled]
-        if not added:
-            return self._program(run, inputs, outputs, scaled, seed)
-        split = len(inputs) + len(scaled)
-
-        def function(*args: Any) -> list[Any]:
-            results = list(run(*args[:split]))
-            scale, totals = args[split], args[split + 1 :]
-            for number, (k, _) in enumerate(added):
-                dtype = avals[number].dtype
-                share = scale.astype(dtype) * jnp.asarray(results[k], dtype)
-                results[k] = share if first else totals[number] + share
-            return results
-
-        more = [] if first else [ref for _, ref in added]
-        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *([] if first else avals)]
-        return self._program(function, inputs, outputs, [*scaled, Ref(Role.SCALE), *more], [*seed, *extra])
-
-    def _program(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Var],
-        outputs: Sequence[Ref],
-        more: Sequence[Ref] = (),
-        more_avals: Sequence[Any] = (),
-    ) -> Program:
-        names = (*(self.refs[var] for var in inputs), *more)
-        return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
-
-
-def _average_like(aval: Any) -> jax.ShapeDtypeStruct:
-    """The aval of a mean of values like ``aval``: floats stay, counts become floats."""
-    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

@@ -105,7 +105,9 @@ class Drawn:
         return timeline(bars, stage_to_rank, heading)
 
     def pebble_figure(self) -> Figure:
-        """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each
+        """The pebble graph as a matplotlib ``Figure``.
+
+        It has a row for each computation along the pipeline, and a pebble for each
         live residual.
 
         Raises:

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import Graph, Piece, aval_of, carve, descendants, variables
+from jaxpp.stages.graph import Graph, Piece, descendants, partition
+from jaxpp.stages.jaxpr import aval_of, variables
 from jaxpp.stages.remat.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.remat.repeatable import price_of, repeatable
 
-__all__ = ["carve_stages"]
+__all__ = ["partition_stages"]
 
 
-def carve_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[Var, int]) -> dict[int, Piece]:
+def partition_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[Var, int]) -> dict[int, Piece]:
     """Split a loss into stages so that the fewest bytes cross.
 
     Args:
@@ -28,11 +29,11 @@ def carve_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[Var,
     Returns:
         a piece for each stage.
     """
-    plain = carve(graph, colors, homes)
+    plain = partition(graph, colors, homes)
     again = _again(graph, colors, plain)
     if not again:
         return plain
-    leaner = carve(graph, [None if i in again else color for i, color in enumerate(colors)], homes)
+    leaner = partition(graph, [None if i in again else color for i, color in enumerate(colors)], homes)
     return leaner if _sent(leaner) < _sent(plain) else plain
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jaxpp.stages.cuts.boundary import carve_stages
+from jaxpp.stages.cuts.boundary import partition_stages
 from jaxpp.stages.cuts.partition import Cuts
-from jaxpp.stages.graph import Piece, variables
+from jaxpp.stages.graph import Piece
+from jaxpp.stages.jaxpr import shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.packing import SMALL, Pack
-from jaxpp.stages.program import shapes_of
 from jaxpp.stages.remat.policy import Kept
 from jaxpp.stages.stage import StageBuilder, StageCode
 
@@ -82,7 +82,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
             colors[loss.spine[k]] = stage
     state_home = _state_home(loss, cuts, state_owner)
     homes = _homes(loss, len(cuts), state_home)
-    pieces = carve_stages(graph, colors, homes)
+    pieces = partition_stages(graph, colors, homes)
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
@@ -94,7 +94,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, SMALL * pack
     )
     policies = remat or (None,) * len(ends)
-    stages = tuple(builder.build(k, pieces.get(k, Piece((), (), ())), policies[k]) for k in range(len(ends)))
+    stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))
     return CutLoss(
         loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home, reducers or {}
     )

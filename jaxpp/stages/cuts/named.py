@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jaxpp.errors import CutError
 from jaxpp.stages.cuts.partition import Cuts
-from jaxpp.stages.graph import aval_of
-from jaxpp.stages.loops.scan import same_layer
+from jaxpp.stages.jaxpr import aval_of
+from jaxpp.stages.loops.split_scan import same_layer
 from jaxpp.stages.loss.roles import STATE_RULE, TracedLoss
 
 __all__ = ["resolve"]

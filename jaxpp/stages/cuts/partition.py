@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpp.errors import CutError
-from jaxpp.stages.cost import count_bytes, multiplies
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.jaxpr import multiplies
 from jaxpp.stages.loss.roles import STATE_RULE, TracedLoss
 
 __all__ = ["Cuts", "align", "balance", "least_largest", "owners"]

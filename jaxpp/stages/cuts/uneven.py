@@ -4,10 +4,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxpp.errors import CutError, warn
-from jaxpp.stages.cost import has_inner
 from jaxpp.stages.cuts.partition import Cuts, least_largest
-from jaxpp.stages.graph import variables
-from jaxpp.stages.loops.loop import loop_of
+from jaxpp.stages.jaxpr import inner_jaxprs, kind_of, scan_of, variables
 from jaxpp.stages.loss.roles import TracedLoss
 
 __all__ = ["UNEVEN", "UnevenStagesWarning", "check_giant", "uneven", "warn_of"]
@@ -94,7 +92,7 @@ def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> 
     held = sorted({loss.barred[k] for k in inside if k in loss.barred})
     if held:
         other = f"update model_state {', '.join(held[:3])} where it is read, so that a stage can begin in between"
-    elif has_inner(eqn):
+    elif inner_jaxprs(eqn):
         other = _kind_and_advice(loss, eqn)[1]
     else:
         other = "shard its parameters with Pipeline(mesh=..., shardings=...)"
@@ -108,7 +106,7 @@ def _share(loss: TracedLoss, position: int) -> float:
 
 def _too_large(loss: TracedLoss, position: int, num_stages: int) -> bool:
     share = _share(loss, position)
-    whole = has_inner(loss.graph.eqns[loss.spine[position]])
+    whole = bool(inner_jaxprs(loss.graph.eqns[loss.spine[position]]))
     return whole and num_stages > 1 and (share * num_stages > 2 or share > 0.9)
 
 
@@ -123,18 +121,16 @@ _ADVICE = {
         "a jax.checkpoint",
         'put jax.checkpoint around each layer instead of all, or leave it out and pass remat="recompute"',
     ),
-    "custom_vjp_call": ("a custom_vjp function", "put the custom rule around each layer instead of all"),
-    "custom_jvp_call": ("a custom_jvp function", "put the custom rule around each layer instead of all"),
+    "custom_vjp": ("a custom_vjp function", "put the custom rule around each layer instead of all"),
+    "custom_jvp": ("a custom_jvp function", "put the custom rule around each layer instead of all"),
 }
-_ADVICE |= {"remat2": _ADVICE["checkpoint"], "remat": _ADVICE["checkpoint"]}
 
 
 def _kind_and_advice(loss: TracedLoss, eqn: JaxprEqn) -> tuple[str, str]:
     """What an equation that cannot be cut is called, and what its author can do."""
-    name = eqn.primitive.name
-    if name != "scan":
-        return _ADVICE.get(name, (name, "split it into one call for each layer"))
-    loop = loop_of(eqn)
+    if kind_of(eqn) != "scan":
+        return _ADVICE.get(kind_of(eqn), (eqn.primitive.name, "split it into one call for each layer"))
+    loop = scan_of(eqn)
     rows = [] if loop is None else eqn.invars[loop.num_before :]
     if loop is not None and not rows:
         return "a loop that counts (fori_loop, or scan without xs)", _LAYERS

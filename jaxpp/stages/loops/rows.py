@@ -10,7 +10,6 @@ import bisect
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jaxpp.stages.graph import Atom, Graph, aval_of, live, variables
+from jaxpp.stages.graph import Graph, Rewriter
+from jaxpp.stages.jaxpr import (
+    Atom,
+    aval_of,
+    concatenated_rows,
+    is_elementwise,
+    kind_of,
+    new_variable,
+    sliced_like,
+    split_rows,
+    value_in,
+    variables,
+    window_of,
+)
 
 __all__ = ["Read", "first_reads", "place_rows", "rows_between"]
-
-_ELEMENTWISE = frozenset(
-    "convert_element_type copy copy_p stop_gradient reduce_precision abs neg sign exp log tanh sqrt rsqrt integer_pow square "
-    "add sub mul div max min".split()
-)
-"""Operations on a whole leaf that are as well done on its rows, if their other operands are numbers."""
 
 
 class Read(NamedTuple):
@@ -103,16 +109,13 @@ def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
     """The graph with rows read of the slices that have them, where it reads them of parameters put together from slices."""
     placer = _Placer(frozenset(params))
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
-        placer.add(eqn, name)
-    if not placer.stacks:
-        return graph
-    outputs = tuple(placer.resolve(atom) for atom in graph.outputs)
-    return live(replace(graph, eqns=tuple(placer.eqns), names=tuple(placer.names), outputs=outputs))
+        placer.add(placer.resolved(eqn), name)
+    return placer.graph(graph) if placer.stacks else graph
 
 
 def _operand(eqn: JaxprEqn) -> Any:
     """The only operand that is not a number, of an elementwise equation; of another, its first; None if there is none such."""
-    if eqn.primitive.name in _ELEMENTWISE:
+    if is_elementwise(eqn):
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) or aval_of(atom).shape]
         return operands[0] if len(operands) == 1 and not isinstance(operands[0], Literal) else None
     return eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
@@ -134,51 +137,42 @@ def _first_needs(graph: Graph, spine: Sequence[int], passing: set[int]) -> dict[
     return needed
 
 
-class _Placer:
+class _Placer(Rewriter):
     """Copies the equations of a graph; rows of what is put together from slices are taken of these."""
 
     def __init__(self, params: frozenset[Var]):
-        self.eqns: list[JaxprEqn] = []
-        self.names: list[str] = []
-        self.stacks: dict[Any, tuple[Any, ...]] = {}
+        super().__init__()
+        self.stacks: dict[Atom | None, tuple[Atom, ...]] = {}
         self._params = params
         self._numbers = _Integers()
-        self._renamed: dict[Var, Atom] = {}
-
-    def resolve(self, atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else self._renamed.get(atom, atom)
 
     def add(self, eqn: JaxprEqn, name: str) -> None:
-        eqn = eqn.replace(invars=[self.resolve(atom) for atom in eqn.invars])
         self._numbers.add(eqn)
-        if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0 and self._params.issuperset(eqn.invars):
-            self.stacks[eqn.outvars[0]] = tuple(eqn.invars)
+        joined = concatenated_rows(eqn)
+        if joined and self._params.issuperset(joined):
+            self.stacks[eqn.outvars[0]] = joined
         operand = _operand(eqn)
         results = _follow(eqn, self._numbers) if operand in self.stacks else None
         if results is None:
-            self._emit(eqn, name)
-        elif eqn.primitive.name in _ELEMENTWISE:
+            self.emit(eqn, name)
+        elif is_elementwise(eqn):
             (out,), parts = eqn.outvars, self.stacks[operand]
             self.stacks[out] = (out,) if len(parts) == 1 else tuple(self._elementwise(eqn, operand, part, name) for part in parts)
-            self._emit(eqn, name)
+            self.emit(eqn, name)
         else:
             for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
                 found = self._rows(self.stacks[operand], start, stop, eqn, name)
-                result = self._call(lambda *parts: jax.lax.concatenate(parts, 0), found, name) if len(found) > 1 else found[0]
+                result = found[0] if len(found) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), found, name)[0]
                 if finish is None:
                     self.stacks[result] = tuple(found)
-                self._renamed[var] = result if finish is None else self._call(finish, [result], name)
+                self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
 
-    def _emit(self, eqn: JaxprEqn, name: str) -> None:
-        self.eqns.append(eqn)
-        self.names.append(name)
-
-    def _elementwise(self, eqn: JaxprEqn, whole: Any, part: Var, name: str) -> Var:
-        out = Var(aval_of(eqn.outvars[0]).update(shape=aval_of(part).shape))
-        self._emit(eqn.replace(invars=[part if atom is whole else atom for atom in eqn.invars], outvars=[out]), name)
+    def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom, name: str) -> Var:
+        out = new_variable(eqn.outvars[0], aval_of(part).shape)
+        self.emit(eqn.replace(invars=[part if atom is whole else atom for atom in eqn.invars], outvars=[out]), name)
         return out
 
-    def _rows(self, parts: Sequence[Var], start: int, stop: int, like: JaxprEqn, name: str) -> list[Var]:
+    def _rows(self, parts: Sequence[Atom], start: int, stop: int, like: JaxprEqn, name: str) -> list[Atom]:
         """The parts that hold these rows, each cut down to them; ``like`` reads them of the whole."""
         found, first = [], 0
         for part in parts:
@@ -191,91 +185,53 @@ class _Placer:
             first += size
         return found
 
-    def _slice(self, part: Var, low: int, high: int, like: JaxprEqn, name: str) -> Var:
-        aval = aval_of(part)
-        if like.primitive.name != "slice":
-            return self._call(lambda part: jax.lax.slice_in_dim(part, low, high), [part], name)
-        starts, limits = (low, *[0] * (len(aval.shape) - 1)), (high, *aval.shape[1:])  # most are: no need to trace another
-        params = like.params | {"start_indices": starts, "limit_indices": limits, "strides": None}
-        self._emit(
-            like.replace(invars=[part], outvars=[out := Var(aval.update(shape=(high - low, *limits[1:])))], params=params), name
-        )
-        return out
-
-    def _call(self, function: Callable[..., Any], args: Sequence[Var], name: str) -> Any:
-        """The result of equations that compute ``function``."""
-        shapes = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in args]
-        jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
-        renamed: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
-            renamed |= {var: Var(var.aval) for var in eqn.outvars}
-            invars = [atom if isinstance(atom, Literal) else renamed[atom] for atom in eqn.invars]
-            self._emit(eqn.replace(invars=invars, outvars=[renamed[var] for var in eqn.outvars]), name)
-        return renamed[jaxpr.outvars[0]]
+    def _slice(self, part: Atom, low: int, high: int, like: JaxprEqn, name: str) -> Atom:
+        sliced = sliced_like(like, part, low, high)
+        if sliced is None:
+            return self.call(lambda part: jax.lax.slice_in_dim(part, low, high), [part], name)[0]
+        self.emit(sliced, name)
+        return sliced.outvars[0]
 
 
 def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_Taken] | None:
     """The rows that each result of an equation takes of its operand; None if it does anything else with it."""
-    kind, whole = eqn.primitive.name, _operand(eqn)
-    shape = aval_of(whole).shape
-    if kind in _ELEMENTWISE:
-        return [_Taken(0, shape[0])]
-    if kind == "split" and eqn.params["axis"] == 0 and all(eqn.params["sizes"]):
-        ends = list(itertools.accumulate(map(int, eqn.params["sizes"]), initial=0))
-        return [_Taken(a, b) for a, b in itertools.pairwise(ends)]
-    if kind == "unstack" and eqn.params["axis"] == 0:
-        return [_Taken(row, row + 1, _first) for row in range(shape[0])]
-    if kind == "slice":
-        start, stop, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
-        return _sliced(shape, start, stop, strides or (1,) * len(shape))
-    if kind == "dynamic_slice":
-        sizes = eqn.params["slice_sizes"]
-        starts = [numbers.get(atom) for atom in eqn.invars[1:]]
-        if None in starts or len(starts) != len(shape):
-            return None
-        start = [min(max(a, 0), full - size) for a, size, full in zip(starts, sizes, shape, strict=True)]
-        return _sliced(shape, start, [a + size for a, size in zip(start, sizes, strict=True)], (1,) * len(shape))
-    return _gathered(eqn, shape, numbers) if kind == "gather" else None
-
-
-def _sliced(shape: Sequence[int], start: Sequence[int], stop: Sequence[int], strides: Sequence[int]) -> list[_Taken] | None:
-    """A slice: of the first axis alone, or of its rows another slice."""
-    if start[0] >= stop[0]:
+    shape = tuple(aval_of(eqn.invars[0]).shape)
+    if is_elementwise(eqn):
+        return [_Taken(0, aval_of(eqn.outvars[0]).shape[0])]
+    split = split_rows(eqn)
+    if split is not None:
+        sizes, squeezed = split
+        return [_Taken(a, b, _first if squeezed else None) for a, b in itertools.pairwise([0, *itertools.accumulate(sizes)])]
+    window = window_of(eqn, numbers.get)
+    if window is None or window.start[0] >= window.stop[0]:
         return None
-    if (tuple(start[1:]), tuple(stop[1:]), set(strides)) == ((0,) * len(start[1:]), tuple(shape[1:]), {1}):
-        return [_Taken(start[0], stop[0])]
-    limits = (stop[0] - start[0], *stop[1:])
-    return [_Taken(start[0], stop[0], lambda rows: jax.lax.slice(rows, (0, *start[1:]), limits, tuple(strides)))]
+    (low, *start), (high, *stop), strides, squeezed = window
+    if (tuple(start), tuple(stop), set(strides)) == ((0,) * len(start), shape[1:], {1}):
+        return [_Taken(low, high, _first if squeezed else None)]
+    limits = (high - low, *stop)
+    return [_Taken(low, high, lambda rows: jax.lax.slice(rows, (0, *start), limits, strides))]
 
 
-def _gathered(eqn: JaxprEqn, shape: Sequence[int], numbers: "_Integers") -> list[_Taken] | None:
-    """A gather of one row whose number is known (``jnp.take(w, 3, axis=0)``)."""
-    named, row = eqn.params["dimension_numbers"], numbers.get(eqn.invars[1])
-    plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
-    whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and aval_of(eqn.outvars[0]).shape == tuple(shape[1:])
-    return [_Taken(row, row + 1, _first)] if plain and whole_rows and row is not None and 0 <= row < shape[0] else None
-
-
-def _first(rows: Any) -> Any:
+def _first(rows: jax.Array) -> jax.Array:
     return jax.lax.squeeze(rows, (0,))
 
 
 class _Integers:
-    """The integers that a graph computes from numbers alone: an index such as ``i - 1``, where ``jax.jit`` has traced ``i``."""
+    """The integers that equations compute from numbers alone: an index such as ``i - 1``, where ``jax.jit`` has traced ``i``."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._known: dict[Var, int] = {}
 
-    def get(self, atom: Atom) -> Any:
-        """The integer, or None."""
+    def get(self, atom: Atom) -> int | None:
+        """The integer that an atom is, if that is known."""
         if not isinstance(atom, Literal):
             return self._known.get(atom)
-        value = np.asarray(atom.val)
+        value = np.asarray(value_in(atom))
         return int(value.item()) if value.size == 1 and value.dtype.kind in "iub" else None
 
     def add(self, eqn: JaxprEqn) -> None:
         """Look at one more equation."""
-        compute = _COMPUTED.get(eqn.primitive.name)
+        compute = _COMPUTED.get(kind_of(eqn))
         if compute is None or not eqn.invars or aval_of(eqn.outvars[0]).size != 1:
             return
         dtype = aval_of(eqn.outvars[0]).dtype
@@ -287,7 +243,7 @@ class _Integers:
                 self._known[eqn.outvars[0]] = result
 
 
-_COMPUTED: Mapping[str, Callable[..., Any]] = {
+_COMPUTED: Mapping[str, Callable[..., int]] = {
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "mul", "neg")},
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"), lambda value: value),
     "max": max,

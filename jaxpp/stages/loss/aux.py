@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError
-from jaxpp.stages.graph import aval_of
+from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
 
 __all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from jaxpp.stages.cost import CHEAP, count_bytes, count_flops
-from jaxpp.stages.graph import Atom, Graph, aval_of, descendants, variables
+from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.graph import Graph, descendants
+from jaxpp.stages.jaxpr import Atom, aval_of, is_cheap, kind_of, variables
 from jaxpp.stages.loops.rows import Read, first_reads
-from jaxpp.stages.loops.scan import Layers
+from jaxpp.stages.loops.split_scan import Layers
 from jaxpp.stages.own_params import without_joint
 
 __all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "describe", "path_name"]
@@ -327,7 +328,7 @@ class TracedLoss:
 
 def _passes(eqn: Any) -> bool:
     """Whether gradients go through an equation."""
-    return eqn.primitive.name != "stop_gradient"
+    return kind_of(eqn) != "stop_gradient"
 
 
 def _is_inexact(var: Var) -> bool:
@@ -354,7 +355,7 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
         moving = [var for var in needs if var in sources]
         foreign = any(var in barred or (var in made and var not in sources) for var in needs)
         made.update(eqn.outvars)
-        if eqn.primitive.name in CHEAP and not foreign and not eqn.effects:
+        if is_cheap(eqn) and not foreign and not eqn.effects:
             union = frozenset().union(*(sources[var] for var in moving))
             sources.update((var, union) for var in eqn.outvars)
     inputs = {*leaves, *free}

@@ -10,8 +10,9 @@ from jax.extend.core import Literal
 
 from jaxpp.errors import JaxppError, LossError, ParamsError
 from jaxpp.stages.graph import Graph, inline_remat, trace
+from jaxpp.stages.jaxpr import is_ordered
 from jaxpp.stages.loops.rows import place_rows
-from jaxpp.stages.loops.scan import split_scans
+from jaxpp.stages.loops.split_scan import split_scans
 from jaxpp.stages.loops.stacked import concatenated, first_rows, is_slices, joined
 from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
 from jaxpp.types import LossFn
@@ -29,7 +30,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     model_state: Any = None,
     differentiable: bool = True,
     frozen: frozenset[int] = frozenset(),
-    singly: bool = False,
+    per_layer: bool = False,
     shared: frozenset[int] = frozenset(),
 ) -> TracedLoss:
     """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
@@ -44,7 +45,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
             ``(loss, (new_model_state, aux))``.
         differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
         frozen: the parameter leaves whose gradient nobody wants.
-        singly: whether every layer of a loop over layers becomes an equation of its own.
+        per_layer: whether every layer of a loop over layers becomes an equation of its own.
         shared: the batch leaves that every microbatch gets as they are.
 
     Raises:
@@ -80,7 +81,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         raise
     graph, remat = inline_remat(graph)
     graph = place_rows(graph, graph.inputs[: len(param_leaves)])
-    graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], singly=singly)
+    graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], per_layer=per_layer)
     _check_order(graph)
     paths = _paths(param_leaves), _paths(state_leaves)
     whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
@@ -109,7 +110,7 @@ def _check_order(graph: Graph) -> None:
     ordered = [
         f"{eqn.primitive.name} in {name or 'the loss'}"
         for eqn, name in zip(graph.eqns, graph.names, strict=True)
-        if any(str(effect).startswith("Ordered") for effect in eqn.effects)
+        if is_ordered(eqn)
     ]
     if ordered:
         raise LossError(

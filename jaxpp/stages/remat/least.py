@@ -17,11 +17,11 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 from jax.extend.core import Literal, Var
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.graph import Atom, Graph, aval_of, variables
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import aval_of, kind_of, number_in, variables
 from jaxpp.stages.remat.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.remat.repeatable import EXACT, EXTREMES, is_decision, is_smooth, price_of, repeatable, rounding
 
@@ -66,7 +66,7 @@ class Least:
             for var in variables(eqn.invars) if repeated else ():
                 if var in known:
                     network.edge(var, i)
-                if eqn.primitive.name in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
+                if kind_of(eqn) in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
                     network.edge(i, producers[var])
             for var in eqn.outvars:
                 network.edge(i, var, math.inf if i in free else count_bytes(aval_of(var)))
@@ -120,18 +120,13 @@ def from_results(graph: Graph) -> Graph:
     results: dict[Var, Var] = {}
     eqns = list(graph.eqns)
     for i, eqn in enumerate(eqns):
-        name = eqn.primitive.name
-        if name not in ("max", "gt") or isinstance(eqn.invars[0], Literal) or not _is_zero(eqn.invars[1]):
+        if kind_of(eqn) not in ("max", "gt") or isinstance(eqn.invars[0], Literal) or number_in(eqn.invars[1]) != 0:
             continue
-        if name == "max":
+        if kind_of(eqn) == "max":
             results[eqn.invars[0]] = eqn.outvars[0]
         elif eqn.invars[0] in results:
             eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
     return replace(graph, eqns=tuple(eqns))
-
-
-def _is_zero(atom: Atom) -> bool:
-    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
 
 
 def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:

@@ -14,39 +14,37 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from jaxpp.stages.cost import inner_jaxprs
-from jaxpp.stages.graph import Graph, aval_of
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, scan_of, shapes_of, with_body
 from jaxpp.stages.remat.repeatable import may_repeat
 
 __all__ = ["leaner"]
 
-_LEFT = frozenset("checkpoint remat remat2 scan while cond name shard_map".split())
+_LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 
 def leaner(graph: Graph, chosen: Iterable[int]) -> list[Graph]:
     """The graph with a checkpoint in the body of each of the chosen equations that is a loop; nothing if there is none."""
-    changed = {i: _checkpointed(graph.eqns[i]) for i in chosen if _is_plain_loop(graph.eqns[i])}
+    loops = {i: scan_of(graph.eqns[i]) for i in chosen}
+    plain = {i: loop.body for i, loop in loops.items() if loop is not None and _is_plain(graph.eqns[i])}
+    changed = {i: with_body(graph.eqns[i], _checkpointed(body)) for i, body in plain.items()}
     return [replace(graph, eqns=tuple(changed.get(i, eqn) for i, eqn in enumerate(graph.eqns)))] if changed else []
 
 
-def _is_plain_loop(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "scan":
-        return False
+def _is_plain(eqn: JaxprEqn) -> bool:
     floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
-    return floating and not eqn.effects and not eqn.params["jaxpr"].consts and not _names(eqn) & _LEFT
+    return floating and not eqn.effects and not _kinds(eqn) & _LEFT
 
 
-def _names(eqn: JaxprEqn) -> set[str]:
-    """The primitives inside an equation."""
+def _kinds(eqn: JaxprEqn) -> set[str]:
+    """The kinds of the equations inside another."""
     inner = [inside for jaxpr in inner_jaxprs(eqn) for inside in jaxpr.eqns]
-    return {inside.primitive.name for inside in inner}.union(*map(_names, inner))
+    return set(map(kind_of, inner)).union(*map(_kinds, inner))
 
 
-def _checkpointed(eqn: JaxprEqn) -> JaxprEqn:
-    body: ClosedJaxpr = eqn.params["jaxpr"]
+def _checkpointed(body: ClosedJaxpr) -> ClosedJaxpr:
     leaner_body = jax.checkpoint(jaxpr_as_fun(body), policy=_is_kept, prevent_cse=False)
-    closed = jax.make_jaxpr(leaner_body)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in body.in_avals))
-    return eqn.replace(params={**eqn.params, "jaxpr": closed})
+    return jax.make_jaxpr(leaner_body)(*shapes_of(body.in_avals))
 
 
 def _is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:

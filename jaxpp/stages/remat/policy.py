@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jaxpp.errors import ArgumentError
-from jaxpp.stages.graph import Graph, aval_of
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.remat.least import Least
 from jaxpp.types import Policy
 

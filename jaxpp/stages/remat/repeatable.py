@@ -19,8 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jaxpp.stages.cost import LAYOUT, count_bytes
-from jaxpp.stages.graph import Atom, Graph, aval_of, variables
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables
 
 __all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_decision", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
 
@@ -62,9 +63,9 @@ def repeatable(graph: Graph) -> list[bool]:
     found, levels, producers = list[bool](), rounding(graph), graph.producers()
     for eqn in graph.eqns:
         loose = any(levels.get(var, EXACT) == _ROUNDED for var in variables(eqn.invars))
-        found.append(eqn.primitive.name in _REPEATABLE and not eqn.effects and not (loose and is_decision(eqn)))
+        found.append(kind_of(eqn) in _REPEATABLE and not eqn.effects and not (loose and is_decision(eqn)))
     for eqn in graph.eqns:
-        if eqn.primitive.name == "name":  # the user's word for what is to be kept
+        if kind_of(eqn) == "name":  # the user's word for what is to be kept
             for var in variables(eqn.invars):
                 if var in producers:
                     found[producers[var]] = False
@@ -84,8 +85,8 @@ def rounding(graph: Graph) -> dict[Var, int]:
 
 
 def _level(eqn: JaxprEqn, result: Var, operands: int) -> int:
-    name = eqn.primitive.name
-    widened = name == "convert_element_type" and _digits(result) >= _digits(eqn.invars[0])
+    name = kind_of(eqn)
+    widened = is_cast(eqn) and _digits(result) >= _digits(eqn.invars[0])
     if name in _CHOOSING or name in _MOVING or widened:
         return operands
     if _digits(result) < jnp.finfo(jnp.float32).nmant:  # computed with more digits inside a fusion
@@ -97,18 +98,12 @@ def _level(eqn: JaxprEqn, result: Var, operands: int) -> int:
 
 def _is_single(eqn: JaxprEqn) -> bool:
     """Whether a product or a loop has one term only, so that XLA makes elementwise arithmetic of it."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(aval_of(eqn.invars[0]).shape[axis] for axis in contracted) == 1
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel, numbers = aval_of(eqn.invars[1]).shape, eqn.params["dimension_numbers"]
-        return math.prod(kernel) == kernel[numbers.rhs_spec[0]]
-    return eqn.primitive.name == "scan" and eqn.params["length"] == 1
+    return 1 in (terms(eqn), length_of(eqn))
 
 
 def is_smooth(eqn: JaxprEqn) -> bool:
     """Whether a small difference of an equation's operands makes a small difference of its results."""
-    return eqn.primitive.name in _SMOOTH and not is_decision(eqn)
+    return kind_of(eqn) in _SMOOTH and not is_decision(eqn)
 
 
 def may_repeat(name: str, operands: Sequence[Any], new_dtype: Any = None) -> bool:
@@ -131,7 +126,7 @@ def price_of(eqn: JaxprEqn, transcendental: float) -> float:
         eqn: a repeatable equation.
         transcendental: the price of one element of the result of a function of ``TRANSCENDENTAL``.
     """
-    name = eqn.primitive.name
+    name = kind_of(eqn)
     if name in EXTREMES:
         return _ELEMENT * sum(math.prod(aval_of(var).shape) for var in variables(eqn.invars))
     if name.startswith("reduce_") and name != "reduce_precision":
@@ -142,9 +137,9 @@ def price_of(eqn: JaxprEqn, transcendental: float) -> float:
 
 def is_decision(eqn: JaxprEqn) -> bool:
     """Whether a small difference of its operands can become a large one of its result."""
-    if eqn.primitive.name in ("convert_element_type", "bitcast_convert_type"):
+    if is_cast(eqn) or kind_of(eqn) == "bitcast_convert_type":
         return _is_float(eqn.invars) and not _is_float(eqn.outvars)
-    return eqn.primitive.name in _DECIDING and _is_float(eqn.invars)
+    return kind_of(eqn) in _DECIDING and _is_float(eqn.invars)
 
 
 def _is_float(atoms: Iterable[Atom]) -> bool:

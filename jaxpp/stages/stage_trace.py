@@ -7,14 +7,15 @@ from typing import Any
 import jax
 
 from jaxpp.stages.graph import Graph, Piece, trace
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.roles import TracedLoss
-from jaxpp.stages.program import Ref, Role, shapes_of
+from jaxpp.stages.program import Ref, Role
 
-__all__ = ["Body", "Traced"]
+__all__ = ["StageSlice", "TracedStage"]
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStage:
     """A stage's forward and pullback as one graph: names of the inputs, and names of the results in order."""
 
     graph: Graph
@@ -25,7 +26,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Body:
+class StageSlice:
     """A slice of the loss, ready to be traced.
 
     Attributes:
@@ -40,7 +41,7 @@ class Body:
     inputs: list[Ref]
     outputs: list[tuple[Ref, Any]]
 
-    def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool, whole: Graph) -> Traced:
+    def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool, whole: Graph) -> TracedStage:
         """Trace the slice, under ``jax.vjp`` if it is to be trained.
 
         Args:
@@ -55,7 +56,7 @@ class Body:
         results = tuple(ref for ref, _ in self.outputs)
         if not train:
             graph, _ = trace(run, *avals)
-            return Traced(graph, tuple(self.inputs), results, (), ())
+            return TracedStage(graph, tuple(self.inputs), results, (), ())
         wants = [
             self._differentiable(ref, var) and (ref.role == Role.PARAM or stage in carried[ref.index])
             for ref, var in zip(self.inputs, self.piece.inputs, strict=True)
@@ -87,7 +88,7 @@ class Body:
         order += [ref for ref, give in zip(results, gives, strict=True) if not give]
         returned = [ref for ref, want in zip(self.inputs, wants, strict=True) if want]
         seeds = tuple(len(self.inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
-        return Traced(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
+        return TracedStage(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
 
     def _differentiable(self, ref: Ref, atom: Any) -> bool:
         return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)

@@ -1,0 +1,357 @@
+"""What jaxpp knows of the insides of a jaxpr: the one file to edit when JAX changes them.
+
+JAX documents how a function is traced and how a jaxpr prints. It promises nothing about the names of primitives, the parameters of
+an equation, the kinds of effects, or the name stack. Everything that jaxpp relies on is behind the functions of this file, and
+``tests/test_jaxpr.py`` checks each fact by itself. What other files use freely is the frame that has not changed for years:
+``jaxpr.eqns``, and ``eqn.invars``, ``outvars``, ``effects`` and ``primitive``.
+
+``kind_of`` names what an equation does. It is the name of its primitive, except where JAX has had several names for one primitive.
+Tables of kinds that belong to one decision stand where that decision is made (``remat/repeatable.py``).
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from jaxpp.types import Leaf
+
+__all__ = [
+    "CALLS",
+    "CHECKPOINTS",
+    "CUSTOM_RULES",
+    "LAYOUT",
+    "Atom",
+    "Scan",
+    "Window",
+    "aval_of",
+    "branches_of",
+    "called",
+    "calls_host",
+    "checkpoint_like",
+    "concatenated_rows",
+    "equations_of",
+    "function_of",
+    "inner_jaxprs",
+    "is_cast",
+    "is_cheap",
+    "is_elementwise",
+    "is_free",
+    "is_ordered",
+    "kind_of",
+    "length_of",
+    "module_path",
+    "multiplies",
+    "new_variable",
+    "number_in",
+    "scan_of",
+    "shapes_of",
+    "sliced_like",
+    "split_rows",
+    "terms",
+    "value_in",
+    "variables",
+    "window_of",
+    "with_body",
+]
+
+Atom = Var | Literal
+"""What an equation reads: a variable or a number."""
+
+_RENAMED = {
+    "pjit": "jit",
+    "remat": "checkpoint",
+    "remat2": "checkpoint",
+    "copy_p": "copy",
+    "custom_vjp_call": "custom_vjp",
+    "custom_jvp_call": "custom_jvp",
+}
+_BODIES = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp": "call_jaxpr",
+    "custom_vjp": "call_jaxpr",
+    "checkpoint": "jaxpr",
+}
+CALLS = frozenset({"jit", "closed_call", "core_call"})
+"""Kinds of equations that only call a function."""
+CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})
+"""Kinds of equations that call a function with a derivative of its own."""
+CHECKPOINTS = frozenset({"checkpoint"})
+"""Kinds of equations that call a function under ``jax.checkpoint``."""
+
+LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
+"""Kinds that only say how a value is laid out; the compiler folds them away."""
+_CHEAP = LAYOUT | frozenset(
+    "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
+    "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
+    "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
+    "random_clone square".split()
+)
+_FREE = LAYOUT | frozenset(
+    "transpose slice dynamic_slice concatenate convert_element_type pad rev gather random_wrap random_unwrap split "
+    "bitcast_convert_type".split()
+)
+_ELEMENTWISE = frozenset(
+    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
+    "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
+    "sqrt square stop_gradient sub tanh xor".split()
+)
+_PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+_ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+
+_EMPTY: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms that are variables, each once, in order."""
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def aval_of(atom: Atom) -> Any:
+    """Shape and dtype of a variable or a number."""
+    return atom.aval
+
+
+def shapes_of(atoms: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of each variable, abstract value or array."""
+    avals = (getattr(atom, "aval", atom) for atom in atoms)
+    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+
+
+def new_variable(like: Atom, shape: tuple[int, ...] | None = None) -> Var:
+    """A variable like another, with another shape if one is given."""
+    return Var(like.aval if shape is None else like.aval.update(shape=shape))
+
+
+def value_in(literal: Literal) -> Leaf:
+    """The number that stands in an equation."""
+    return literal.val
+
+
+def number_in(atom: Atom) -> Leaf | None:
+    """The scalar that stands in an equation; None for a variable."""
+    return atom.val if isinstance(atom, Literal) and np.ndim(atom.val) == 0 else None
+
+
+def function_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
+    """The function of ``inputs`` that runs the equations and returns ``outputs``."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    jaxpr = _EMPTY.replace(invars=list(inputs), outvars=list(outputs), eqns=list(eqns), effects=effects)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+
+
+def equations_of(function: Callable[..., Any], atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations that compute ``function`` of these atoms, with variables of their own; and its results."""
+    jaxpr = jax.make_jaxpr(function)(*shapes_of(atoms)).jaxpr
+    names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
+    names |= {var: Var(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def renamed(inner: Iterable[Atom]) -> list[Any]:
+        return [atom if isinstance(atom, Literal) else names[atom] for atom in inner]
+
+    eqns = [eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars)) for eqn in jaxpr.eqns]
+    return eqns, renamed(jaxpr.outvars)
+
+
+def called(eqn: JaxprEqn, opened: Collection[str]) -> ClosedJaxpr | None:
+    """The function that an equation calls, if the equation is of one of the kinds ``opened``."""
+    kind = kind_of(eqn)
+    inner = eqn.params.get(_BODIES[kind]) if kind in opened else None
+    return ClosedJaxpr(inner, []) if isinstance(inner, Jaxpr) else inner
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The bodies of a loop, a branch or a call."""
+    values = [item for value in eqn.params.values() for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    bodies = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
+    return [body for body in bodies if isinstance(body, Jaxpr)]
+
+
+def checkpoint_like(eqn: JaxprEqn) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper that checkpoints a function in the way that this ``jax.checkpoint`` does."""
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+
+
+def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[Any]]] | None:
+    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
+    return [jaxpr_as_fun(branch) for branch in eqn.params["branches"]] if kind_of(eqn) == "cond" else None
+
+
+class Scan(NamedTuple):
+    """A ``lax.scan``.
+
+    Attributes:
+        body: what runs at each iteration.
+        num_before: operands that have no rows: constants, then what is carried.
+        num_carry: how many are carried.
+        length: iterations.
+        reverse: whether the last iteration runs first.
+        unroll: as ``lax.scan`` takes it.
+    """
+
+    body: ClosedJaxpr
+    num_before: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int | bool
+
+    @property
+    def num_fixed(self) -> int:
+        """How many operands are constants."""
+        return self.num_before - self.num_carry
+
+
+def scan_of(eqn: JaxprEqn) -> Scan | None:
+    """The loop that a ``lax.scan`` is; None for anything else, and for a loop that closes over arrays.
+
+    The operands are told apart by their shapes: how the equation's parameters do that differs between versions of JAX.
+    """
+    if kind_of(eqn) != "scan":
+        return None
+    body = eqn.params["jaxpr"]
+    body = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, list(getattr(body, "consts", ())))
+    if body.consts:
+        return None
+    pairs = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
+    results = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
+    before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
+    return Scan(body, before, carry, eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
+
+
+def length_of(eqn: JaxprEqn) -> int | None:
+    """The iterations of a ``lax.scan``; None for anything else."""
+    return eqn.params["length"] if kind_of(eqn) == "scan" else None
+
+
+def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> JaxprEqn:
+    """A ``lax.scan`` with another body of the same signature."""
+    return eqn.replace(params={**eqn.params, "jaxpr": body})
+
+
+def kind_of(eqn: JaxprEqn) -> str:
+    """What an equation does: the name of its primitive, the same in all versions of JAX."""
+    return _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
+
+
+def module_path(eqn: JaxprEqn) -> str:
+    """The name scopes under which an equation was traced, such as ``GPT/h_2/attn``."""
+    return str(eqn.source_info.name_stack)
+
+
+def is_cast(eqn: JaxprEqn) -> bool:
+    """Whether an equation converts a value to another dtype."""
+    return kind_of(eqn) == "convert_element_type"
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether it costs less to run an equation again than to send its result."""
+    return kind_of(eqn) in _CHEAP
+
+
+def is_free(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes nothing: it moves, lays out or converts."""
+    return kind_of(eqn) in _FREE
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether each element of the result is computed from the elements at its own place alone."""
+    return kind_of(eqn) in _ELEMENTWISE
+
+
+def multiplies(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a matrix product or a convolution, or has one inside."""
+    return kind_of(eqn) in _PRODUCTS or any(multiplies(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def terms(eqn: JaxprEqn) -> int | None:
+    """How many products make up one element of the result of a matrix product or a convolution; None for anything else."""
+    if kind_of(eqn) == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if kind_of(eqn) == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return math.prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+    return None
+
+
+def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether any of the equations, or of those inside them (of a loop, say), calls a Python function on the host."""
+    return any(kind_of(eqn) in _ON_HOST or any(calls_host(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Whether the side effects of an equation have an order among those of others (``ordered=True``)."""
+    return any(str(effect).startswith("Ordered") for effect in eqn.effects)
+
+
+class Window(NamedTuple):
+    """The part of its first operand that an equation takes.
+
+    Attributes:
+        start: where it begins, along each axis.
+        stop: where it ends.
+        strides: every how many elements it takes.
+        squeezed: whether the first axis, of which it takes one row, is not in the result.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    strides: tuple[int, ...]
+    squeezed: bool = False
+
+
+def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
+    """What a concatenation along the first axis puts end to end; nothing for any other equation."""
+    return tuple(eqn.invars) if kind_of(eqn) == "concatenate" and eqn.params["dimension"] == 0 else ()
+
+
+def split_rows(eqn: JaxprEqn) -> tuple[list[int], bool] | None:
+    """How many rows each result takes of the first operand, and whether it drops the first axis; None for any other equation."""
+    kind = kind_of(eqn)
+    if kind == "split" and eqn.params["axis"] == 0 and all(eqn.params["sizes"]):
+        return list(map(int, eqn.params["sizes"])), False
+    return ([1] * len(eqn.outvars), True) if kind == "unstack" and eqn.params["axis"] == 0 else None
+
+
+def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | None:
+    """The part that a slice, or a gather of one row, takes of its first operand; None for any other equation.
+
+    Args:
+        eqn: the equation.
+        integer: finds the integer that an index is, if that is known.
+    """
+    kind, shape = kind_of(eqn), tuple(eqn.invars[0].aval.shape)
+    ones = (1,) * len(shape)
+    if kind == "slice":
+        start, stop, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
+        return Window(start, stop, strides or ones)
+    if kind == "dynamic_slice":
+        sizes = eqn.params["slice_sizes"]
+        given = [index for index in map(integer, eqn.invars[1:]) if index is not None]
+        if len(given) != len(shape):
+            return None
+        start = tuple(min(max(a, 0), full - size) for a, size, full in zip(given, sizes, shape, strict=True))
+        return Window(start, tuple(a + size for a, size in zip(start, sizes, strict=True)), ones)
+    if kind == "gather":  # of one row: jnp.take(w, 3, axis=0)
+        named, row = eqn.params["dimension_numbers"], integer(eqn.invars[1])
+        plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
+        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and eqn.outvars[0].aval.shape == shape[1:]
+        if plain and whole_rows and row is not None and 0 <= row < shape[0]:
+            return Window((row, *[0] * (len(shape) - 1)), (row + 1, *shape[1:]), ones, squeezed=True)
+    return None
+
+
+def sliced_like(eqn: JaxprEqn, operand: Var, start: int, stop: int) -> JaxprEqn | None:
+    """A slice of rows of ``operand`` made from an equation that slices something else, without tracing; None if it does not."""
+    if kind_of(eqn) != "slice":
+        return None
+    shape = operand.aval.shape
+    bounds = {"start_indices": (start, *[0] * (len(shape) - 1)), "limit_indices": (stop, *shape[1:]), "strides": None}
+    return eqn.replace(invars=[operand], outvars=[new_variable(operand, (stop - start, *shape[1:]))], params=eqn.params | bounds)

@@ -1,0 +1,263 @@
+"""What jaxpp relies on inside a jaxpr, fact by fact, on the JAX that is installed: the first test to read after an update of JAX.
+
+Each test names the function of ``jaxpp/stages/jaxpr.py`` to change where it fails.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from jaxpp.stages import jaxpr as inside
+from jaxpp.stages.graph import trace
+from jaxpp.stages.loops.rows import _Integers
+
+X = jnp.ones((6, 4))
+
+
+def equations(function, *args):
+    """The equations of a traced function, calls of ``jit`` opened."""
+
+    def flat(jaxpr):
+        for eqn in jaxpr.eqns:
+            body = inside.called(eqn, inside.CALLS)
+            yield from [eqn] if body is None else flat(body.jaxpr)
+
+    return list(flat(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def only(kind, function, *args):
+    """The one equation of a kind in a traced function."""
+    eqns = equations(function, *args)
+    found = [eqn for eqn in eqns if inside.kind_of(eqn) == kind]
+    assert len(found) == 1, f"JAX {jax.__version__} traces no single {kind!r}: kind_of says {[inside.kind_of(eqn) for eqn in eqns]}"
+    return found[0]
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return x * 2
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0] * 2))
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return x * 2
+
+
+with_vjp.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * 2,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        ("jit", jax.jit(lambda x: x + 1)),
+        ("checkpoint", jax.checkpoint(lambda x: x + 1)),
+        ("custom_jvp", with_jvp),
+        ("custom_vjp", with_vjp),
+    ],
+)
+def test_a_call_is_known_by_its_kind_and_gives_its_body(kind, function):
+    (eqn,) = jax.make_jaxpr(function)(X).jaxpr.eqns
+    assert inside.kind_of(eqn) == kind, f"the primitive is called {eqn.primitive.name}: add it to _RENAMED"
+    body = inside.called(eqn, {kind})
+    assert isinstance(body, ClosedJaxpr), f"the body of {kind} is under another parameter, of {sorted(eqn.params)}: see _BODIES"
+    assert body.jaxpr.eqns
+    assert inside.called(eqn, set()) is None
+    assert [inner.eqns for inner in inside.inner_jaxprs(eqn)] == [body.jaxpr.eqns], "inner_jaxprs finds another body"
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        ("dot_general", lambda x: x @ x.T),
+        ("conv_general_dilated", lambda x: jax.lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")),
+        ("convert_element_type", lambda x: x.astype(jnp.bfloat16)),
+        ("broadcast_in_dim", lambda x: jnp.broadcast_to(x, (2, 6, 4))),
+        ("reshape", lambda x: x.reshape(24)),
+        ("squeeze", lambda x: jax.lax.squeeze(x[:1], (0,))),
+        ("transpose", lambda x: x.T),
+        ("select_n", lambda x: jax.lax.select(x > 0, x, -x)),
+        ("max", lambda x: jnp.maximum(x, 0.0)),
+        ("gt", lambda x: x > 0),
+        ("reduce_max", lambda x: x.max()),
+        ("reduce_sum", lambda x: x.sum()),
+        ("sort", jnp.sort),
+        ("tanh", jnp.tanh),
+        ("logistic", jax.nn.sigmoid),
+        ("integer_pow", lambda x: x**3),
+        ("square", jnp.square),
+        ("concatenate", lambda x: jnp.concatenate([x, x])),
+        ("split", lambda x: jnp.split(x, 2)),
+        ("slice", lambda x: x[1:3]),
+        ("dynamic_slice", lambda x: jax.lax.dynamic_slice_in_dim(x, x.shape[0] // 2, 2)),
+        ("gather", lambda x: jnp.take(x, 3, axis=0)),
+        ("copy", lambda x: jnp.array(x, copy=True)),
+        ("name", lambda x: checkpoint_name(x, "kept")),
+        ("scan", lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0], x)),
+        ("while", lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x)),
+        ("cond", lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)),
+        ("random_fold_in", lambda x: jax.random.fold_in(jax.random.key(0), x.astype(int)[0, 0])),
+        ("random_wrap", lambda x: jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32))),
+        ("random_bits", lambda x: jax.random.bits(jax.random.key(0), (2,))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_operation_has_the_kind_that_the_tables_name(kind, function):
+    only(kind, function, X)
+
+
+def test_what_stops_gradients_hides_its_operand_from_them():
+    kinds = {inside.kind_of(eqn) for eqn in equations(lambda x: jax.lax.stop_gradient(x) * x, X)}
+    assert "mul" in kinds
+    _, pullback = jax.vjp(lambda x: jax.lax.stop_gradient(x).sum(), X)
+    assert not np.any(pullback(1.0)[0])
+
+
+def test_the_names_of_scopes_are_the_module_path():
+    def function(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.tanh(x)
+
+    eqn = only("tanh", function, X)
+    assert inside.module_path(eqn) == "outer/inner", "source_info.name_stack prints otherwise: see module_path"
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_callback_is_known_and_whether_it_is_ordered(ordered):
+    def function(x):
+        jax.debug.callback(lambda x: None, x, ordered=ordered)
+        return x
+
+    eqns = equations(function, X)
+    assert inside.calls_host(eqns), f"no callback is known in {[eqn.primitive.name for eqn in eqns]}: see _ON_HOST"
+    assert any(eqn.effects for eqn in eqns)
+    assert any(map(inside.is_ordered, eqns)) == ordered, "an ordered effect is not called Ordered...: see is_ordered"
+    assert inside.calls_host(equations(lambda x: jax.lax.scan(lambda c, r: (function(c), None), x, x[0]), X)), "nor inside a loop"
+    assert not inside.calls_host(equations(jnp.tanh, X))
+
+
+def test_functions_on_the_host_and_prints_are_known():
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert inside.calls_host(equations(lambda x: jax.pure_callback(lambda x: x, shape, x), X))
+    assert inside.calls_host(equations(lambda x: jax.experimental.io_callback(lambda x: x, shape, x), X))
+    assert inside.calls_host(equations(lambda x: (jax.debug.print("{}", x), x)[1], X))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_says_what_it_runs_over_what(reverse):
+    def loop(const, carry, rows):
+        def body(carry, row):
+            return (carry[0] + row[0] @ const.T @ row[1], carry[1] * 2), row[1] * 2
+
+        return jax.lax.scan(body, carry, rows, reverse=reverse, unroll=2)
+
+    carry, rows = (jnp.ones(()), jnp.ones(3)), (jnp.ones((5, 4)), jnp.ones((5, 6)))
+    eqn = only("scan", loop, X, carry, rows)
+    scan = inside.scan_of(eqn)
+    assert scan is not None, "its body closes over arrays, or is kept otherwise: see scan_of"
+    assert (scan.length, scan.reverse, scan.unroll) == (5, reverse, 2)
+    assert (scan.num_fixed, scan.num_carry, len(eqn.invars) - scan.num_before) == (1, 2, 2), "operands stand in another order"
+    assert inside.length_of(eqn) == 5
+    assert inside.kind_of(inside.with_body(eqn, scan.body)) == "scan"
+    results = jax.extend.core.jaxpr_as_fun(scan.body)(X, jnp.ones(()), jnp.ones(3), jnp.ones(4), jnp.ones(6))
+    assert [result.shape for result in results] == [(), (3,), (6,)]
+    assert inside.scan_of(only("tanh", jnp.tanh, X)) is None
+
+
+def test_the_branches_of_a_condition_run_by_themselves():
+    eqn = only("cond", lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), X)
+    first, second = (branch(X)[0] for branch in inside.branches_of(eqn))
+    np.testing.assert_array_equal(first, jnp.cos(X), "branch 0 is not the one of False")
+    np.testing.assert_array_equal(second, jnp.sin(X))
+    assert inside.branches_of(only("tanh", jnp.tanh, X)) is None
+
+
+def test_a_checkpoint_is_made_again_with_its_policy():
+    policy = jax.checkpoint_policies.dots_saveable
+    eqn = only("checkpoint", jax.checkpoint(jnp.sin, policy=policy, prevent_cse=False), X)
+    again = only("checkpoint", inside.checkpoint_like(eqn)(jnp.sin), X)
+    assert again.params["policy"] is policy
+    assert again.params["prevent_cse"] is False
+
+
+@pytest.mark.parametrize(
+    ("function", "terms"),
+    [
+        (lambda x: x @ x.T, 4),
+        (lambda x: jnp.einsum("ij,ij->", x, x), 24),
+        (lambda x: jax.lax.conv(x[None, None], jnp.ones((3, 1, 2, 2)), (1, 1), "SAME"), 4),
+        (lambda x: x * x, None),
+    ],
+)
+def test_a_product_says_how_much_it_adds_up(function, terms):
+    found = [inside.terms(eqn) for eqn in equations(function, X)]
+    assert [number for number in found if number is not None] == ([] if terms is None else [terms]), "see terms"
+    assert any(map(inside.multiplies, equations(function, X))) == (terms is not None)
+
+
+@pytest.mark.parametrize(
+    ("function", "start", "stop", "strides", "squeezed"),
+    [
+        (lambda x: x[1:4], (1, 0), (4, 4), (1, 1), False),
+        (lambda x: x[1:5:2, 1:], (1, 1), (5, 4), (2, 1), False),
+        (lambda x: jax.lax.dynamic_slice(x, (5, 0), (2, 4)), (4, 0), (6, 4), (1, 1), False),
+        (lambda x: jnp.take(x, 3, axis=0), (3, 0), (4, 4), (1, 1), True),
+        (lambda x: jax.lax.dynamic_index_in_dim(x, 2, 0), (2, 0), (3, 4), (1, 1), False),
+    ],
+)
+def test_a_slice_says_what_it_takes(function, start, stop, strides, squeezed):
+    integers, windows = _Integers(), []
+    for eqn in trace(function, X)[0].eqns:
+        integers.add(eqn)
+        if inside.aval_of(eqn.invars[0]).shape == X.shape:
+            windows.append(inside.window_of(eqn, integers.get))
+    assert windows == [(start, stop, strides, squeezed)], "the parameters of slices have changed: see window_of"
+
+
+def test_rows_are_put_together_split_and_cut_out():
+    eqn = only("concatenate", lambda x: jnp.concatenate([x, x[:2]]), X)
+    assert [inside.aval_of(atom).shape for atom in inside.concatenated_rows(eqn)] == [(6, 4), (2, 4)]
+    assert inside.concatenated_rows(only("concatenate", lambda x: jnp.concatenate([x, x], 1), X)) == ()
+    assert inside.split_rows(only("split", lambda x: jnp.split(x, [1, 4]), X)) == ([1, 3, 2], False)
+    assert inside.split_rows(only("split", lambda x: jnp.split(x, 2, 1), X)) is None
+    eqn = only("slice", lambda x: x[1:4], X)
+    like = inside.new_variable(eqn.invars[0], (9, 4))
+    cut = inside.sliced_like(eqn, like, 2, 7)
+    value = jnp.arange(36.0).reshape(9, 4)
+    np.testing.assert_array_equal(inside.function_of([cut], [like], cut.outvars)(value)[0], value[2:7])
+
+
+def test_variables_and_numbers_are_told_apart():
+    (eqn,) = equations(lambda x: jnp.maximum(x, 0.0), X)
+    variable, number = eqn.invars
+    assert isinstance(variable, Var)
+    assert isinstance(number, Literal)
+    assert inside.variables([variable, number, variable]) == [variable]
+    assert (inside.number_in(variable), inside.number_in(number), inside.value_in(number)) == (None, 0.0, 0.0)
+    made = inside.new_variable(variable, (2, 3))
+    assert (made.aval.shape, made.aval.dtype) == ((2, 3), X.dtype)
+    assert made is not variable
+    assert inside.shapes_of([variable, X]) == (jax.ShapeDtypeStruct((6, 4), X.dtype),) * 2
+
+
+def test_equations_become_a_function_and_a_function_becomes_equations():
+    (variable,) = jax.make_jaxpr(jnp.tanh)(X).jaxpr.invars
+    eqns, results = inside.equations_of(lambda x: (x * 2 + 1, x), [variable])
+    assert results[1] is variable
+    found = inside.function_of(eqns, [variable], results)(X)
+    np.testing.assert_array_equal(found[0], X * 2 + 1)
+    other, _ = inside.equations_of(lambda x: (x * 2 + 1, x), [variable])
+    assert not {var for eqn in eqns for var in eqn.outvars} & {var for eqn in other for var in eqn.outvars}
+
+
+def test_arrays_that_a_function_closes_over_are_its_constants():
+    closed = jax.make_jaxpr(lambda x: x + jnp.asarray(np.arange(4.0)))(X)
+    flat = [*closed.jaxpr.constvars, *(var for eqn in closed.jaxpr.eqns for var in eqn.invars if isinstance(var, Literal))]
+    assert flat, "an array that the function closes over is neither a constant nor a number"
+    assert len(closed.jaxpr.constvars) == len(closed.consts)
+    assert isinstance(closed.jaxpr, Jaxpr)
