@@ -42,7 +42,7 @@ from jaxpp.types import Array, Batch, Key, LossFn, Tree
 __all__ = ["Engine", "open_engine"]
 
 Purpose = Literal["update", "grads", "forward"]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -317,7 +317,7 @@ def open_engine(
     return Engine(options, optimizer, placed, preparer, programs, shapes)
 
 
-def _read_by(purpose: Purpose, leaves: Leaves[T]) -> Leaves[T]:
+def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
     """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
     if purpose == "update":
         return leaves

@@ -14,10 +14,10 @@ from jaxpp.types import Array, Tree
 
 __all__ = ["Drafted", "Outcome"]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class Outcome(NamedTuple, Generic[T]):
+class Outcome(NamedTuple, Generic[_T]):
     """What a step returns; or, while the step is lowered, what its results are called.
 
     Attributes:
@@ -31,14 +31,14 @@ class Outcome(NamedTuple, Generic[T]):
         squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
     """
 
-    loss: T
+    loss: _T
     aux: Any
-    grads: Sequence[T] = ()
-    state: Leaves[T] = Leaves()
-    model_state: Sequence[T] = ()
-    grad_norm: T | None = None
-    finite: T | None = None
-    squares: Sequence[T] = ()
+    grads: Sequence[_T] = ()
+    state: Leaves[_T] = Leaves()
+    model_state: Sequence[_T] = ()
+    grad_norm: _T | None = None
+    finite: _T | None = None
+    squares: Sequence[_T] = ()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from jaxpp.types import Array, Leaf
 
 __all__ = ["HostStore"]
 
-R = TypeVar("R")
+_R = TypeVar("_R")
 
 _WRITES = 2
 """How many write-backs a row may have under way."""
@@ -322,7 +322,7 @@ class HostStore:
                 f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets",
             ) from error
 
-    def _again(self, work: Callable[[], R]) -> R:
+    def _again(self, work: Callable[[], _R]) -> _R:
         """The result of ``work``; if there is no room, again without the copies that wait and with no write-back under way."""
         try:
             return work()
