@@ -7,9 +7,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from jaxpp.plan.builder import Draft, Name
+from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.step import Job
+from jaxpp.plan.step import Step
+from jaxpp.runtime.bind import Bound
 from jaxpp.types import Array, Tree
 
 __all__ = ["Drafted", "Outcome"]
@@ -46,14 +47,14 @@ class Drafted:
     """A step as lines.
 
     Attributes:
-        draft: the lines.
+        bound: the lines, with their places.
         job: what was lowered.
         inputs: the names of the arguments: leaves of the state, batch leaves, the key.
         results: the names of the results.
     """
 
-    draft: Draft
-    job: Job
+    bound: Bound
+    job: Step
     inputs: list[Name]
     results: Outcome[Name]
 

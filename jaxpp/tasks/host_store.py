@@ -25,7 +25,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BankError
 from jaxpp.runtime.transfer import private, to_device, to_host
-from jaxpp.stages.program import shapes_of
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, failed
 from jaxpp.tasks.set_packing import HostCopy, SetPacking
 from jaxpp.types import Array, Leaf

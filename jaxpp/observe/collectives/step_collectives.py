@@ -7,7 +7,7 @@ import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
-from jaxpp.plan.builder import Line
+from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.cost import count_bytes
@@ -33,7 +33,7 @@ def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> 
     calls = [instruction.call for instruction in plan.instructions]
     runs: Counter[tuple[str, int]] = Counter()
     found: dict[tuple[str, int], tuple[Collective, ...]] = {}
-    for line, call in zip(drafted.draft.lines, calls, strict=True):
+    for line, call in zip(drafted.bound.lines, calls, strict=True):
         for label, program, shape in _programs(line, call):
             name = label, id(program)
             runs[name] += 1
@@ -50,7 +50,7 @@ def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> 
     return Collectives(rows, sum(sizes) + round(share * num_other))
 
 
-def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
+def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
     """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
     sizes = dict(line.place.axis_sizes)
     if not sizes:
@@ -58,7 +58,7 @@ def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
     if isinstance(call, Mean):
         groups = call.groups.current
         return [(f"{line.label}, replicas {_and(g)}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
-    if line.job is None:
+    if line.program is None:
         return []
     label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
     return [(label, call, sizes)]

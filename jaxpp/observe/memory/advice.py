@@ -86,7 +86,7 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
 def _compiled_peak(engine: Engine, batch: Any, key: Any) -> int:
     """What ``forecast`` would say."""
     _, drafted = engine.plan("update", batch, key)
-    liveness, extra = step_liveness(engine, drafted), temporaries(drafted.draft, engine.programs)
+    liveness, extra = step_liveness(engine, drafted), temporaries(drafted.bound, engine.programs)
     return max(liveness.most(device, extra) for device in liveness.devices)
 
 

@@ -140,7 +140,7 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, wait
         liveness = dataclasses.replace(
             liveness, lives=(*liveness.lives, *(held[n]._replace(ends=len(liveness.lines) + 1) for n in waiting))
         )
-    extra = temporaries(drafted.draft, engine.programs)
+    extra = temporaries(drafted.bound, engine.programs)
     peaks = {device: liveness.peak(device, extra) for device in liveness.devices}
     devices = [place.shown for place in engine.placement.places]
     stages = tuple(_stage_memory(liveness, stage, device, peaks[device], extra) for stage, device in enumerate(devices))

@@ -17,7 +17,7 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Drafted
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness, temporaries
-from jaxpp.plan.builder import HOST, Name
+from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
@@ -136,7 +136,7 @@ def sample_step(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any) -> 
     """
     plan, drafted = engine.plan("update", batch, key)
     liveness = step_liveness(engine, drafted, homes_of(drafted, batch, key))
-    extra = temporaries(drafted.draft, engine.programs)
+    extra = temporaries(drafted.bound, engine.programs)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
     state = dict(zip(drafted.inputs, leaves.flat(), strict=False))
     kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
@@ -151,7 +151,7 @@ def sample_step(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any) -> 
 
 def homes_of(drafted: Drafted, batch: Any, key: Any) -> dict[Name, Device]:
     """The devices of the caller's batch leaves and key, of those that are on one."""
-    names = [name for name in drafted.inputs if name.stage == HOST]
+    names = [name for name in drafted.inputs if name.stage == CALLER]
     given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
     arrays = [(name, leaf.devices()) for name, leaf in zip(names, given, strict=True) if isinstance(leaf, jax.Array)]
     return {name: next(iter(devices)) for name, devices in arrays if len(devices) == 1}
@@ -170,11 +170,11 @@ class _Sampler:
         kept: Mapping[Name, Any],
     ):
         self.samples: list[Sample] = []
-        self._lines, self._book, self._extra, self._foreign = drafted.draft.lines, liveness, extra, foreign
+        self._lines, self._book, self._extra, self._foreign = drafted.bound.lines, liveness, extra, foreign
         self._peaks = {device: liveness.peak(device, extra) for device in liveness.devices}
         self._moment = 0
-        self._always = [*drafted.draft.constants.items(), *kept.items()]  # the old model state is the caller's until the step ends
-        self._holds = dict(zip(plan.inputs, map(drafted.draft.resolve, drafted.inputs), strict=True))
+        self._always = [*drafted.bound.placed.items(), *kept.items()]  # the old model state is the caller's until the step ends
+        self._holds = dict(zip(plan.inputs, map(drafted.bound.resolve, drafted.inputs), strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
         """Called by the executor after each instruction."""

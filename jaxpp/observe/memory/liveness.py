@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Drafted
-from jaxpp.plan.builder import HOST, Draft, Line, Name
-from jaxpp.runtime.compile import Programs
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.runtime.bind import Bound, BoundLine
+from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
@@ -80,7 +81,7 @@ class Liveness:
     """
 
     devices: tuple[Device, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[BoundLine, ...]
     lives: tuple[Life, ...]
 
     @cached_property
@@ -135,22 +136,24 @@ def step_liveness(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device]
     Returns:
         the liveness. Arrays of the caller are not in it, except the state.
     """
-    draft = drafted.draft
-    first, last = _forwards(draft), draft.last_uses()
-    end = len(draft.lines) + 1
+    bound = drafted.bound
+    first, last = _forwards(bound), bound.last_uses
+    end = len(bound.lines) + 1
     sizes = _given(engine, drafted)
-    where: dict[Name, Device] = {name: home.shown for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
-    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
-    ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
+    places = bound.placement.places
+    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER}
+    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, drafted.outputs)], end)
     taken: set[Name] = set()
-    for number, line in enumerate(draft.lines):
+    for number, line in enumerate(bound.lines):
         gone = line.taken - set(line.outputs)
         taken |= gone
         ends.update((name, number) for name in gone)
-        if line.job is not None:
-            results = _made(draft, line)
+        if line.placed is not None:
+            results = _made(bound, line, line.placed)
         elif line.is_send:
-            results = [0 if where.get(line.inputs[0]) == line.device else sizes[line.inputs[0]]]
+            (source,) = line.inputs
+            there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
+            results = [0 if there == line.device else sizes[source]]
         else:  # the means over groups of replicas: each as large as what it is of
             results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
         for name, size in zip(line.outputs, results, strict=True):
@@ -158,16 +161,16 @@ def step_liveness(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device]
             begins.setdefault(name, number + 1)
     lives: list[Life] = []
     for name, begin in begins.items():
-        life = Life(name, where[name], sizes[name], memory_kind(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
-        lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
+        until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
+        life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in taken)
+        lives += _split(life, first.get((name.stage, name.microbatch), end), bound.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(engine.placement.ranks_shown))
-    return Liveness(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
+    return Liveness(devices, bound.lines, (*_constants(bound), *lives))
 
 
-def _made(draft: Draft, line: Line) -> list[int]:
+def _made(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
     """Bytes of what a program makes, on each device."""
-    assert line.job is not None
-    program, place, _ = line.job
+    program, place, _ = job
     results = program.results
     if program.spans:  # as one replica has them
         results = [
@@ -175,7 +178,7 @@ def _made(draft: Draft, line: Line) -> list[int]:
             for ref, aval in zip(program.outputs, results, strict=True)
         ]
     triples = zip(program.outputs, results, line.outputs, strict=True)
-    return [place.num_bytes(ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
+    return [place.num_bytes(ref, aval, bound.chosen.get(name)) for ref, aval, name in triples]
 
 
 def memory_kind(name: Name) -> str:
@@ -183,19 +186,19 @@ def memory_kind(name: Name) -> str:
     return _KIND_OF.get(name.ref.role, "rest")
 
 
-def temporaries(draft: Draft, programs: Programs) -> tuple[int, ...]:
+def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
     """Bytes that each line's compiled program needs while it runs, besides its arguments and results; 0 for sends."""
     found: dict[int, int] = {}
 
-    def needs(line: Line) -> int:
-        if line.job is None:
+    def needs(line: BoundLine) -> int:
+        if line.placed is None:
             return 0
-        if id(line.job[0]) not in found:
-            stats = programs[line.job].memory_analysis()
-            found[id(line.job[0])] = 0 if stats is None else int(stats.temp_size_in_bytes)
-        return found[id(line.job[0])]
+        if id(line.program) not in found:
+            stats = programs[line.placed].memory_analysis()
+            found[id(line.program)] = 0 if stats is None else int(stats.temp_size_in_bytes)
+        return found[id(line.program)]
 
-    return tuple(map(needs, draft.lines))
+    return tuple(map(needs, bound.lines))
 
 
 def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
@@ -203,34 +206,32 @@ def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     job = drafted.job
     key = [] if job.key is None else [job.key]
     avals = [*engine.placed.shapes.flat(), *job.batch, *key]
-    places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
+    places = [None if name.stage == CALLER else engine.placement[name.stage] for name in drafted.inputs]
     triples = zip(drafted.inputs, avals, places, strict=True)
     return {name: count_bytes(aval) if place is None else place.num_bytes(name.ref, aval) for name, aval, place in triples}
 
 
-def _constants(engine: Engine, draft: Draft) -> list[Life]:
+def _constants(bound: Bound) -> list[Life]:
     """The arrays that a plan holds from one step to the next; one that stands for several values counts once."""
-    last, end = draft.last_uses(), len(draft.lines) + 1
-    unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
-    places = [engine.placement[name.stage] for name, _ in unique.values()]
-    return [
-        Life(name, place.shown, value.addressable_shards[0].data.nbytes, memory_kind(name), 0, end)
-        for (name, value), place in zip(unique.values(), places, strict=True)
-    ]
+    end, found = len(bound.lines) + 1, []
+    for constant, name in {constant: name for name, constant in reversed(list(bound.constants.items()))}.items():
+        place = bound.placement[name.stage]
+        found.append(Life(name, place.shown, place.num_bytes(name.ref, constant.aval), memory_kind(name), 0, end))
+    return found
 
 
-def _forwards(draft: Draft) -> dict[tuple[int, int], int]:
+def _forwards(bound: Bound) -> dict[tuple[int, int], int]:
     """The moment of each forward, by stage and microbatch."""
     return {
         (line.action.stage, line.action.microbatch): number + 1
-        for number, line in enumerate(draft.lines)
-        if line.job is not None and line.action is not None and line.action.kind == Kind.F
+        for number, line in enumerate(bound.lines)
+        if line.program is not None and line.action is not None and line.action.kind == Kind.F
     }
 
 
-def _split(life: Life, forward: int, reader: Line) -> list[Life]:
+def _split(life: Life, forward: int, reader: BoundLine) -> list[Life]:
     """An activation that a stage's backward reads again is a residual from its forward on."""
-    if life.name.ref.role != Role.ACTIVATION or reader.job is None or life.ends <= forward:
+    if life.name.ref.role != Role.ACTIVATION or reader.program is None or life.ends <= forward:
         return [life]
     before = [life._replace(ends=forward - 1)] if life.begins < forward else []
     return [*before, life._replace(kind="residuals", begins=max(life.begins, forward))]

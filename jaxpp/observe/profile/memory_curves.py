@@ -56,7 +56,7 @@ def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, label: str
             found.append(tuple(level))
 
     for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True)):
-        here = line.device == device and line.job is not None
+        here = line.device == device and line.program is not None
         now = max(now, 1e3 * span.start) if here else now
         note(now, levels[number + 1])
         now = max(now, 1e3 * span.end) if here else now

@@ -8,7 +8,7 @@ the queues are empty. A stamp is late by one instruction's dispatch at most (whi
 wait for a core), or by the pause between two looks.
 
 Nothing is sent, copied or run for it; a program without a small result that stays returns one byte more
-(``Draft.finish(watched=True)``), so that nothing large is held on to.
+(``compile_plan(watched=True)``), so that nothing large is held on to.
 """
 
 import time
