@@ -14,8 +14,8 @@ from jaxpp.errors import StateError
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import apart, bring, put, spread
+from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
-from jaxpp.stages.loss.roles import describe
 from jaxpp.types import Array, Aval, Home
 
 __all__ = ["Metrics", "State", "States", "check_kept", "states_of"]

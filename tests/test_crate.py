@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.runtime.transfer import HOST, to_device, to_host
-from jaxpp.stages.program import shapes_of
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.set_packing import LARGEST_PACKED, SetPacking
 
 DEVICES = jax.devices()

@@ -127,6 +127,12 @@ def test_the_names_of_scopes_are_the_module_path():
     assert inside.module_path(eqn) == "outer/inner", "source_info.name_stack prints otherwise: see module_path"
 
 
+def test_an_equation_says_which_line_of_the_model_it_is_of():
+    eqn = only("tanh", lambda x: jnp.tanh(x), X)  # noqa: PLW0108  (the frame of this file is looked for)
+    assert __file__ in [frame.file_name for frame in inside.source_frames(eqn)], "see source_frames"
+    assert all(frame.line_num >= 0 for frame in inside.source_frames(eqn))
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_callback_is_known_and_whether_it_is_ordered(ordered):
     def function(x):
@@ -238,7 +244,7 @@ def test_variables_and_numbers_are_told_apart():
     assert isinstance(variable, Var)
     assert isinstance(number, Literal)
     assert inside.variables([variable, number, variable]) == [variable]
-    assert (inside.number_in(variable), inside.number_in(number), inside.value_in(number)) == (None, 0.0, 0.0)
+    assert (inside.number_in(variable), inside.number_in(number), number.val) == (None, 0.0, 0.0)
     made = inside.new_variable(variable, (2, 3))
     assert (made.aval.shape, made.aval.dtype) == ((2, 3), X.dtype)
     assert made is not variable

@@ -21,8 +21,8 @@ from jaxpp.engine.engine import open_engine
 from jaxpp.options import Options
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut import cut
-from jaxpp.stages.cuts.partition import balance, owners
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role
@@ -227,7 +227,7 @@ def test_effects_happen_once(capfd):
     assert capfd.readouterr().out.splitlines() == ["once 2"] * 2
 
 
-def test_beside_severed_boundaries_and_frozen_parameters_no_more_is_kept():
+def test_beside_boundaries_without_gradient_and_frozen_parameters_no_more_is_kept():
     def loss_fn(params, x):
         for k in range(3):
             x = jax.nn.softmax(jax.nn.gelu(x @ params[k]) * 2)
@@ -235,11 +235,12 @@ def test_beside_severed_boundaries_and_frozen_parameters_no_more_is_kept():
 
     params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
     batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    for frozen, severed in (((), (1,)), ((), (0,)), ((0,), ()), ((0, 2), ())):
+    for frozen, boundaries in (((), (1,)), ((), (0,)), ((0,), ()), ((0, 2), ())):
         loss = trace_loss(loss_fn, params, batch, None, has_aux=False, frozen=frozenset(frozen))
         cuts = balance(loss, 3)
         before, after = (
-            cut(loss, cuts, owners(loss, cuts), remat=(way,) * 3, severed=severed, pack=False).stages for way in (None, Least())
+            cut(loss, cuts, owners(loss, cuts), remat=(way,) * 3, cut_gradient=boundaries, pack=False).stages
+            for way in (None, Least())
         )
         for then, now in zip(before, after, strict=True):
             assert kept(now) <= kept(then)

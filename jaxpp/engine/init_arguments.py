@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
-from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.trace import check_floating
 
 __all__ = ["Given", "are_swapped", "read_given", "swapped", "variables_of"]

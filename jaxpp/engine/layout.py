@@ -20,15 +20,15 @@ from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.schedule.action import Kind
+from jaxpp.stages.cuts.balance import Cuts, align, balance, owners
+from jaxpp.stages.cuts.by_name import resolve
 from jaxpp.stages.cuts.cut import CutLoss
-from jaxpp.stages.cuts.named import resolve
-from jaxpp.stages.cuts.partition import Cuts, align, balance, owners
 from jaxpp.stages.cuts.uneven import check_giant, uneven
 from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, scale_dtype, sizes
-from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.loss.trace import check_arrays, check_floating
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.own_params import num_own, num_shared
 from jaxpp.stages.packing import Pack
 from jaxpp.types import Aval, Batch, Key, Params, Tree

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.place import MODEL
-from jaxpp.stages.loss.roles import describe, path_name
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
 
 __all__ = ["RULES", "opt_specs_of", "specs_of"]

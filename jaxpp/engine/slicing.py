@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import PartitionSpec
 
-from jaxpp.stages.cuts.partition import Cuts
+from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.loops.rows import rows_between
 from jaxpp.stages.loops.split_scan import slices_between
 from jaxpp.stages.loops.stacked import Slicing
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.own_params import num_own, num_shared
 from jaxpp.types import Params
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
+from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut import CutLoss, cut
-from jaxpp.stages.cuts.partition import Cuts
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
-from jaxpp.stages.loss.roles import TracedLoss
 from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
 
 __all__ = ["Tracing", "avals_of", "check_key", "raw_key", "same_shapes"]
@@ -152,7 +152,7 @@ class Tracing:
         """A traced loss as the programs of its stages."""
         options = self.options
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
-        given: dict[str, Any] = {"remat": options.remat, "severed": options.cut_gradient, "scaled_by": scaled_by}
+        given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
         given |= {"pack": options.placement.num_shards == 1, "train": train}
         return cut(loss, cuts, owner, reducers=reducers, **given, **known)
 

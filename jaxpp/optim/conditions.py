@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, trace
-from jaxpp.stages.jaxpr import aval_of, branches_of, value_in, variables
+from jaxpp.stages.jaxpr import aval_of, branches_of, variables
 
 __all__ = ["open_conditions"]
 
@@ -27,7 +27,7 @@ def open_conditions(graph: Graph) -> Graph:
         values: dict[Var, Any] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
 
         def read(atom: Any) -> Any:
-            return value_in(atom) if isinstance(atom, Literal) else values[atom]
+            return atom.val if isinstance(atom, Literal) else values[atom]
 
         for i, eqn in enumerate(graph.eqns):
             branches = _branches(eqn)

@@ -12,8 +12,7 @@ from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
 from jaxpp.plan.step import param_name
 from jaxpp.stages.graph import Piece, descendants, partition
-from jaxpp.stages.jaxpr import Atom, aval_of, shapes_of, variables
-from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, DType
 

@@ -27,8 +27,8 @@ from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Part, Update, UpdateInputs, flat
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import aval_of, shapes_of, variables
-from jaxpp.stages.loss.roles import describe, path_name
+from jaxpp.stages.jaxpr import aval_of, describe, shapes_of, variables
+from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Array, Aval
 
 __all__ = ["flat_update", "plan_update", "trace_update", "unread_gradients"]

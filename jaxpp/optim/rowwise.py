@@ -18,10 +18,10 @@ from jaxpp.errors import OptimizerError
 from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.place import flat_update, trace_update
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import aval_of, is_cast, is_elementwise, kind_of, number_in, variables
+from jaxpp.stages.jaxpr import ELEMENTWISE, aval_of, is_cast, kind_of, number_in, variables
 from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.roles import path_name
+from jaxpp.stages.loss.traced_loss import path_name
 
 __all__ = ["Sizes", "slicing_for"]
 
@@ -117,9 +117,9 @@ class _Treatments:
         even, mates = set[Var](), set(self.graph.inputs[self.num_params : self.opt])
         for eqn in self.graph.eqns:
             arrays = [var for var in variables(eqn.invars) if aval_of(var).shape != () and var not in even]
-            if not arrays and (is_elementwise(eqn) or kind_of(eqn) == "broadcast_in_dim"):
+            if not arrays and (kind_of(eqn) in ELEMENTWISE or kind_of(eqn) == "broadcast_in_dim"):
                 even.update(eqn.outvars)
-            elif mates.issuperset(arrays) and is_elementwise(eqn):
+            elif mates.issuperset(arrays) and kind_of(eqn) in ELEMENTWISE:
                 mates.update(eqn.outvars)
         return even | mates
 
@@ -148,7 +148,7 @@ class _Treatments:
                 known = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
                 if kind_of(eqn) == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
                     reached = sums
-                elif not is_elementwise(eqn) or not all(known):
+                elif kind_of(eqn) not in ELEMENTWISE or not all(known):
                     odd = odd or eqn.primitive.name
             if reached is not None:
                 reached.update(eqn.outvars)

@@ -17,9 +17,8 @@ from jax.extend.core import Literal
 
 from jaxpp.errors import LossError
 from jaxpp.stages.graph import Graph, descendants, trace
-from jaxpp.stages.jaxpr import shapes_of, variables
+from jaxpp.stages.jaxpr import describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
-from jaxpp.stages.loss.roles import describe
 from jaxpp.stages.program import Program, Ref, Role
 
 __all__ = ["Weights", "weigh"]

@@ -23,8 +23,7 @@ from jaxpp.plan.step import Step
 from jaxpp.runtime.bind import BoundLine, Call
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.stages.graph import trace
-from jaxpp.stages.jaxpr import variables
-from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.jaxpr import describe, source_frames, variables
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array
 
@@ -173,8 +172,7 @@ def _rows(job: PlacedProgram, args: Sequence[Array]) -> Iterator[list[np.ndarray
 
 def _lines(eqn: JaxprEqn) -> str:
     """The innermost line of the traced function that is in no installed package."""
-    found = eqn.source_info.traceback
-    for frame in [] if found is None else found.frames:
+    for frame in source_frames(eqn):
         if "-packages" not in frame.file_name and not frame.file_name.startswith((_OWN, "<frozen", sys.prefix)):
             return f"{frame.file_name}:{frame.line_num}"
     return ""

@@ -5,18 +5,18 @@ A multiply and an add count as two, as everywhere in the field; an elementwise o
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jaxpp.stages.jaxpr import inner_jaxprs, is_free, length_of, terms
+from jaxpp.stages.jaxpr import FREE, inner_jaxprs, kind_of, length_of, terms
+from jaxpp.types import DType
 
 __all__ = ["coarsest_dtype", "count_bytes", "count_flops"]
 
 
-def count_bytes(aval: Any) -> int:
+def count_bytes(aval: object) -> int:
     """Bytes of one value; a key counts as its two 32-bit words."""
     size = math.prod(getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
@@ -35,12 +35,12 @@ def count_flops(eqn: JaxprEqn) -> float:
     if inner:
         length = length_of(eqn)
         return max(inner) * (1 if length is None else length)
-    return 0.0 if is_free(eqn) else float(results)
+    return 0.0 if kind_of(eqn) in FREE else float(results)
 
 
-def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> Any:
+def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> DType | None:
     """The floating type with the fewest digits that is computed with, looking into loops and calls; None without any."""
-    found: list[Any] = []
+    found: list[DType] = []
     for eqn in eqns:
         found += [getattr(var.aval, "dtype", None) for var in eqn.outvars]
         found += [coarsest_dtype(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn)]

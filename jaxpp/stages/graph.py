@@ -9,7 +9,7 @@ colour is ``None`` belongs to nobody and is repeated in every piece that needs i
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -19,6 +19,7 @@ from jaxpp.stages.jaxpr import (
     CHECKPOINTS,
     CUSTOM_RULES,
     Atom,
+    Checkpoint,
     called,
     checkpoint_like,
     equations_of,
@@ -32,7 +33,7 @@ from jaxpp.types import Tree
 
 __all__ = ["Graph", "Piece", "Rewriter", "ancestors", "descendants", "inline_remat", "live", "marked", "partition", "trace"]
 
-Color = Hashable
+Color = TypeVar("Color", bound=Hashable)
 """What marks the equations of one piece."""
 
 
@@ -101,7 +102,7 @@ class Rewriter:
         self.eqns.append(eqn)
         self.names.append(name)
 
-    def call(self, function: Callable[..., Any], args: Sequence[Atom], name: str) -> list[Any]:
+    def call(self, function: Callable[..., Tree], args: Sequence[Atom], name: str) -> list[Atom]:
         """Add the equations that compute ``function``, and return its results."""
         eqns, results = equations_of(function, args)
         for eqn in eqns:
@@ -114,7 +115,7 @@ class Rewriter:
         return live(replace(old, eqns=tuple(self.eqns), names=tuple(self.names), outputs=outputs))
 
 
-def trace(function: Callable[..., Any], *args: Tree, opened: bool = False) -> tuple[Graph, Tree]:
+def trace(function: Callable[..., Tree], *args: Tree, opened: bool = False) -> tuple[Graph, Tree]:
     """Trace ``function`` at the shapes of ``args`` (arrays or ``jax.ShapeDtypeStruct``).
 
     Args:
@@ -133,7 +134,7 @@ def trace(function: Callable[..., Any], *args: Tree, opened: bool = False) -> tu
     return flat.graph(whole), shapes
 
 
-def inline_remat(graph: Graph) -> tuple[Graph, Callable[[Callable[..., Any]], Callable[..., Any]] | None]:
+def inline_remat(graph: Graph) -> tuple[Graph, Checkpoint | None]:
     """Open up a function that is one ``jax.checkpoint``, so that it can be cut; the pieces should then be checkpointed instead.
 
     Returns:

@@ -17,14 +17,18 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from jaxpp.types import Leaf
+from jaxpp.types import Aval, Leaf, Tree
 
 __all__ = [
     "CALLS",
+    "CHEAP",
     "CHECKPOINTS",
     "CUSTOM_RULES",
+    "ELEMENTWISE",
+    "FREE",
     "LAYOUT",
     "Atom",
+    "Checkpoint",
     "Scan",
     "Window",
     "aval_of",
@@ -33,13 +37,11 @@ __all__ = [
     "calls_host",
     "checkpoint_like",
     "concatenated_rows",
+    "describe",
     "equations_of",
     "function_of",
     "inner_jaxprs",
     "is_cast",
-    "is_cheap",
-    "is_elementwise",
-    "is_free",
     "is_ordered",
     "kind_of",
     "length_of",
@@ -50,9 +52,9 @@ __all__ = [
     "scan_of",
     "shapes_of",
     "sliced_like",
+    "source_frames",
     "split_rows",
     "terms",
-    "value_in",
     "variables",
     "window_of",
     "with_body",
@@ -60,6 +62,9 @@ __all__ = [
 
 Atom = Var | Literal
 """What an equation reads: a variable or a number."""
+
+Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]
+"""Puts a function under ``jax.checkpoint``."""
 
 _RENAMED = {
     "pjit": "jit",
@@ -86,21 +91,24 @@ CHECKPOINTS = frozenset({"checkpoint"})
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Kinds that only say how a value is laid out; the compiler folds them away."""
-_CHEAP = LAYOUT | frozenset(
+CHEAP = LAYOUT | frozenset(
     "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
     "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
     "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
     "random_clone square".split()
 )
-_FREE = LAYOUT | frozenset(
+"""Kinds that cost less to run again than their result costs to send."""
+FREE = LAYOUT | frozenset(
     "transpose slice dynamic_slice concatenate convert_element_type pad rev gather random_wrap random_unwrap split "
     "bitcast_convert_type".split()
 )
-_ELEMENTWISE = frozenset(
+"""Kinds that compute nothing: they move, lay out or convert."""
+ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
     "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
     "sqrt square stop_gradient sub tanh xor".split()
 )
+"""Kinds that compute each element of the result from the elements at its own place alone."""
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
@@ -117,20 +125,23 @@ def aval_of(atom: Atom) -> Any:
     return atom.aval
 
 
-def shapes_of(atoms: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def describe(aval: Aval) -> str:
+    """A shape as people write it: ``f32[8,64]``."""
+    short = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c"}
+    name = str(aval.dtype)
+    letters = name.rstrip("0123456789")
+    return f"{short.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, aval.shape))}]"
+
+
+def shapes_of(atoms: Iterable[Atom | Aval]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of each variable, abstract value or array."""
-    avals = (getattr(atom, "aval", atom) for atom in atoms)
+    avals = (aval_of(atom) if isinstance(atom, (Var, Literal)) else atom for atom in atoms)
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
 
 
 def new_variable(like: Atom, shape: tuple[int, ...] | None = None) -> Var:
     """A variable like another, with another shape if one is given."""
-    return Var(like.aval if shape is None else like.aval.update(shape=shape))
-
-
-def value_in(literal: Literal) -> Leaf:
-    """The number that stands in an equation."""
-    return literal.val
+    return Var(aval_of(like) if shape is None else aval_of(like).update(shape=shape))
 
 
 def number_in(atom: Atom) -> Leaf | None:
@@ -145,7 +156,7 @@ def function_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequen
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
 
-def equations_of(function: Callable[..., Any], atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+def equations_of(function: Callable[..., Tree], atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
     """The equations that compute ``function`` of these atoms, with variables of their own; and its results."""
     jaxpr = jax.make_jaxpr(function)(*shapes_of(atoms)).jaxpr
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
@@ -172,13 +183,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [body for body in bodies if isinstance(body, Jaxpr)]
 
 
-def checkpoint_like(eqn: JaxprEqn) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
     """A wrapper that checkpoints a function in the way that this ``jax.checkpoint`` does."""
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[Any]]] | None:
+def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
     """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
     return [jaxpr_as_fun(branch) for branch in eqn.params["branches"]] if kind_of(eqn) == "cond" else None
 
@@ -219,8 +230,8 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     body = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, list(getattr(body, "consts", ())))
     if body.consts:
         return None
-    pairs = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
-    results = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
+    pairs = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
+    results = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
     before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
     return Scan(body, before, carry, eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
 
@@ -245,24 +256,15 @@ def module_path(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def source_frames(eqn: JaxprEqn) -> list[Any]:
+    """The frames of the Python stack that traced an equation, the innermost first; each has a ``file_name`` and a ``line_num``."""
+    found = eqn.source_info.traceback
+    return [] if found is None else list(found.frames)
+
+
 def is_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation converts a value to another dtype."""
     return kind_of(eqn) == "convert_element_type"
-
-
-def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether it costs less to run an equation again than to send its result."""
-    return kind_of(eqn) in _CHEAP
-
-
-def is_free(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes nothing: it moves, lays out or converts."""
-    return kind_of(eqn) in _FREE
-
-
-def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether each element of the result is computed from the elements at its own place alone."""
-    return kind_of(eqn) in _ELEMENTWISE
 
 
 def multiplies(eqn: JaxprEqn) -> bool:
@@ -274,15 +276,15 @@ def terms(eqn: JaxprEqn) -> int | None:
     """How many products make up one element of the result of a matrix product or a convolution; None for anything else."""
     if kind_of(eqn) == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        return math.prod(aval_of(eqn.invars[0]).shape[axis] for axis in contracted)
     if kind_of(eqn) == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel = aval_of(eqn.invars[1]).shape
         return math.prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
     return None
 
 
 def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether any of the equations, or of those inside them (of a loop, say), calls a Python function on the host."""
+    """Whether any of the equations, or any equation inside them (in a loop's body), calls a Python function on the host."""
     return any(kind_of(eqn) in _ON_HOST or any(calls_host(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
 
 
@@ -327,7 +329,7 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
         eqn: the equation.
         integer: finds the integer that an index is, if that is known.
     """
-    kind, shape = kind_of(eqn), tuple(eqn.invars[0].aval.shape)
+    kind, shape = kind_of(eqn), tuple(aval_of(eqn.invars[0]).shape)
     ones = (1,) * len(shape)
     if kind == "slice":
         start, stop, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
@@ -342,16 +344,16 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
     if kind == "gather":  # of one row: jnp.take(w, 3, axis=0)
         named, row = eqn.params["dimension_numbers"], integer(eqn.invars[1])
         plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
-        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and eqn.outvars[0].aval.shape == shape[1:]
+        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and aval_of(eqn.outvars[0]).shape == shape[1:]
         if plain and whole_rows and row is not None and 0 <= row < shape[0]:
             return Window((row, *[0] * (len(shape) - 1)), (row + 1, *shape[1:]), ones, squeezed=True)
     return None
 
 
-def sliced_like(eqn: JaxprEqn, operand: Var, start: int, stop: int) -> JaxprEqn | None:
+def sliced_like(eqn: JaxprEqn, operand: Atom, start: int, stop: int) -> JaxprEqn | None:
     """A slice of rows of ``operand`` made from an equation that slices something else, without tracing; None if it does not."""
     if kind_of(eqn) != "slice":
         return None
-    shape = operand.aval.shape
+    shape = aval_of(operand).shape
     bounds = {"start_indices": (start, *[0] * (len(shape) - 1)), "limit_indices": (stop, *shape[1:]), "strides": None}
     return eqn.replace(invars=[operand], outvars=[new_variable(operand, (stop - start, *shape[1:]))], params=eqn.params | bounds)

@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import ACCUMULATED, Program, Ref
+from jaxpp.types import Aval, DType
 
 __all__ = ["SMALL", "Pack", "packed", "packs_of"]
 
@@ -37,7 +37,7 @@ class Pack:
     ref: Ref
     members: tuple[Ref, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtype: Any
+    dtype: DType
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -50,17 +50,17 @@ class Pack:
         """Shape and dtype of the vector."""
         return jax.ShapeDtypeStruct((self.bounds[-1][1],), self.dtype)
 
-    def join(self, values: Mapping[Ref, Any]) -> jax.Array:
+    def join(self, values: Mapping[Ref, jax.Array]) -> jax.Array:
         """The vector of the arrays."""
         return jnp.concatenate([jnp.ravel(values[ref]) for ref in self.members])
 
-    def split(self, vector: Any) -> dict[Ref, Any]:
+    def split(self, vector: jax.Array) -> dict[Ref, jax.Array]:
         """The arrays of the vector."""
         parts = zip(self.members, self.shapes, self.bounds, strict=True)
         return {ref: jax.lax.slice(vector, (start,), (end,)).reshape(shape) for ref, shape, (start, end) in parts}
 
 
-def packs_of(refs: Sequence[Ref], avals: Iterable[Any], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
+def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
     """Group the small arrays by dtype.
 
     Args:
@@ -72,7 +72,7 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Any], name: Ref, limit: int = 
     Returns:
         one pack a dtype that has at least two small arrays.
     """
-    found: dict[Any, list[tuple[Ref, tuple[int, ...]]]] = {}
+    found: dict[DType, list[tuple[Ref, tuple[int, ...]]]] = {}
     for ref, aval in zip(refs, avals, strict=True):
         if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             found.setdefault(aval.dtype, []).append((ref, aval.shape))

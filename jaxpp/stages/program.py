@@ -2,18 +2,17 @@
 
 A name (``Ref``) says what a value is for the stage that holds it; the plan turns names into slots. Values of a role in
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
-``AUX`` adds to it, and reuses its buffer. One that writes ``STATE`` makes what the next microbatch reads.
+``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
 """
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role", "shapes_of"]
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role"]
 
 
 class Role(enum.StrEnum):
@@ -71,7 +70,7 @@ class Program:
     """A flat function and the names of its arguments and results; the same as itself alone.
 
     Attributes:
-        function: takes one array an input, returns one an output.
+        function: takes one array for each input and returns one for each output.
         inputs: what each argument is.
         outputs: what each result is.
         avals: shape and dtype of each argument, as one replica has it.
@@ -79,7 +78,7 @@ class Program:
         name: what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., list[jax.Array]]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
@@ -87,7 +86,7 @@ class Program:
     name: str = "program"
 
     @cached_property
-    def results(self) -> list[Any]:
+    def results(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each result."""
         return jax.eval_shape(self.function, *self.avals)
 
@@ -113,9 +112,3 @@ class Backward:
     def made(self) -> frozenset[Ref]:
         """The sums it makes or adds to."""
         return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
-
-
-def shapes_of(atoms: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of each variable, abstract value or array."""
-    avals = (getattr(atom, "aval", atom) for atom in atoms)
-    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

@@ -1,7 +1,7 @@
 """The backward split into I and W, without doing anything twice.
 
 Asking XLA for the gradients and dropping what is not used makes W repeat the chain of cotangents: a third more work. So the
-equations are divided: I takes those that the input's cotangent needs, W the rest, and the values that cross from I to W are kept as
+equations are divided: I takes what the input's cotangent needs, W takes the rest, and the values that cross from I to W are kept as
 I's residuals. I and W together are exactly B.
 
 A gradient that falls out of an equation of I (a ``scan`` over layers or a ``jax.checkpoint``, whose backward is one equation) is
@@ -24,7 +24,7 @@ from jaxpp.stages.remat.policy import Kept
 __all__ = ["BACKWARD", "INPUT", "WEIGHT", "Halves", "split_backward"]
 
 BACKWARD, INPUT, WEIGHT = "backward", "input", "weight"
-"""The colours of the equations of B, and of those of its halves I and W."""
+"""The colours of the equations of B, and of the equations of its halves I and W."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def split_backward(
     colors: Sequence[str | None],
     results: Sequence[tuple[Atom, bool]],
     *,
-    again: Collection[int],
+    again: set[int],
     free: Collection[int],
     lasting: Collection[Var],
     remat: Kept,
@@ -68,9 +68,14 @@ def split_backward(
     needed = _needed(graph, backward, cotangents)
     parts = [INPUT if i in needed else WEIGHT if i in backward else color for i, color in enumerate(colors)]
     made = cotangents.union(*(graph.eqns[i].outvars for i in needed))
-    if isinstance(remat, Least) and needed:
-        wanted = {atom for atom, _ in results if isinstance(atom, Var)}
-        parts = _keeping_the_least(graph, parts, cotangents, wanted, again=again, free=free, lasting=lasting, least=remat)
+    if isinstance(remat, Least) and needed:  # what I and W both run has no colour
+        wanted = {atom: WEIGHT for atom, _ in results if isinstance(atom, Var)}
+        pieces = partition(graph, parts, wanted | dict.fromkeys(cotangents, INPUT))
+        of_input, of_weight = (pieces.get(half, Piece()) for half in (INPUT, WEIGHT))
+        held = {*of_input.inputs, *of_weight.inputs}.difference(lasting)
+        both, early = remat.between(graph, of_input.eqns, of_weight.eqns, free, held)
+        early |= again & set(of_input.eqns)
+        parts = [None if i in both else INPUT if i in early else part for i, part in enumerate(parts)]
         made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == INPUT), graph.inputs)
     elif needed:  # what is recomputed is so once, in I
         parts = [INPUT if i in again else part for i, part in enumerate(parts)]
@@ -92,24 +97,3 @@ def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom])
             found.add(i)
             pending += variables(graph.eqns[i].invars)
     return found
-
-
-def _keeping_the_least(
-    graph: Graph,
-    parts: Sequence[str | None],
-    cotangents: Collection[Var],
-    wanted: Collection[Var],
-    *,
-    again: Collection[int],
-    free: Collection[int],
-    lasting: Collection[Var],
-    least: Least,
-) -> list[str | None]:
-    """The division of the backward with which I keeps least for W: what I runs, what W runs, and None for what both run."""
-    pieces = partition(graph, parts, dict.fromkeys(wanted, WEIGHT) | dict.fromkeys(cotangents, INPUT))
-    of_input, of_weight = (pieces.get(half, Piece()) for half in (INPUT, WEIGHT))
-    held = {*of_input.inputs, *of_weight.inputs}.difference(lasting)
-    both, early = least.between(graph, of_input.eqns, of_weight.eqns, free, held)
-    return [
-        None if i in both else INPUT if i in early or (i in again and i in of_input.eqns) else part for i, part in enumerate(parts)
-    ]

@@ -6,18 +6,17 @@ goes into which program is decided in ``stage_programs.py``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.extend.core import Var
 
 from jaxpp.stages.graph import Piece
 from jaxpp.stages.jaxpr import calls_host, shapes_of
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role
-from jaxpp.stages.remat.least import Least, from_results
-from jaxpp.stages.remat.loops import leaner
+from jaxpp.stages.remat.checkpoint_loops import checkpoint_loops
+from jaxpp.stages.remat.least import Least, reuse_maximum
 from jaxpp.stages.remat.policy import Kept
 from jaxpp.stages.stage_programs import StagePrograms
 from jaxpp.stages.stage_trace import StageSlice
@@ -54,7 +53,7 @@ class StageCode:
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     kept: int
     keepable: int
-    constants: tuple[Any, ...]
+    constants: tuple[jax.Array, ...]
     params: tuple[int, ...]
     flops: float
     modules: tuple[str, ...]
@@ -122,16 +121,16 @@ class StageBuilder:
     def _programs(self, body: StageSlice, stage: int, num_constants: int, remat: Kept) -> tuple[StagePrograms, int]:
         """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
         graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
-        graphs += leaner(self.loss.graph, body.piece.eqns) if loops else []
+        graphs += checkpoint_loops(self.loss.graph, body.piece.eqns) if loops else []
         given = stage, self.rows, num_constants, remat, self.scaled_by, self.pack_below
         traces = [body.trace(stage, self.carried, self.train, graph) for graph in graphs]
         if isinstance(remat, Least):
-            traces = [replace(traced, graph=from_results(traced.graph)) for traced in traces]
+            traces = [replace(traced, graph=reuse_maximum(traced.graph)) for traced in traces]
         found = [StagePrograms(traced, *given) for traced in traces]
         return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
 
     def _packs(self, stage: int, programs: StagePrograms) -> tuple[Pack, ...]:
-        """The stage's own small gradients; those that go home to another stage stay apart."""
+        """The packs of the stage's own small gradients; gradients that go home to another stage are not packed."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
         return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)

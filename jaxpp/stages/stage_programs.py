@@ -14,7 +14,6 @@ wherever the backward needs it. Nothing else changes, for forward and backward a
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,16 @@ from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Piece, descendants, partition
-from jaxpp.stages.jaxpr import LAYOUT, aval_of, is_cheap, kind_of, shapes_of, variables
+from jaxpp.stages.jaxpr import CHEAP, LAYOUT, aval_of, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.roles import cheap_values
+from jaxpp.stages.loss.traced_loss import cheap_values
 from jaxpp.stages.packing import Pack, packed, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role
 from jaxpp.stages.remat.least import Least
-from jaxpp.stages.remat.policy import Kept, dropped
+from jaxpp.stages.remat.policy import Kept, recomputed
 from jaxpp.stages.split_backward import BACKWARD, INPUT, WEIGHT, split_backward
 from jaxpp.stages.stage_trace import TracedStage
+from jaxpp.types import Aval
 
 __all__ = ["StagePrograms"]
 
@@ -95,7 +95,7 @@ class StagePrograms:
         """The equations of the forward that the backward runs again."""
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
         if not isinstance(remat, Least):
-            return set() if remat is None else dropped(graph, forward, remat)
+            return set() if remat is None else recomputed(graph, forward, remat)
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
         held = set(graph.inputs) - self.lasting
         return remat.again(graph, forward, self.free, held, [*reads, *variables(self.backward_atoms)])
@@ -130,7 +130,7 @@ class StagePrograms:
                 union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
                 sources.update((var, union) for var in outs)
                 grows = sum(count_bytes(aval_of(v)) for v in outs) > 2 * sum(count_bytes(aval_of(v)) for v in union)
-                again = kind_of(eqn) in LAYOUT or (is_cheap(eqn) and grows)
+                again = kind_of(eqn) in LAYOUT or (kind_of(eqn) in CHEAP and grows)
                 colors.append(None if again else _STATICS)
         return colors
 
@@ -178,7 +178,7 @@ class StagePrograms:
         inputs = [var for var in piece.inputs if var not in seeds]
         scaled = [Ref(Role.LOSS_SCALE, self.scaled_by)] if self.scaled_by is not None and len(inputs) < len(piece.inputs) else []
 
-        def seeded(*args: Any) -> list[Any]:
+        def seeded(*args: jax.Array) -> list[jax.Array]:
             seed = args[-1] if scaled else jnp.ones(())
             supply = iter(args)
             return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
@@ -198,11 +198,11 @@ class StagePrograms:
 
     def _accumulating(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., list[jax.Array]],
         inputs: Sequence[Var],
         outputs: Sequence[Ref],
         added: Sequence[tuple[int, Ref]],
-        avals: Sequence[Any],
+        avals: Sequence[jax.ShapeDtypeStruct],
         scaled: Sequence[Ref],
         *,
         first: bool = False,
@@ -216,7 +216,7 @@ class StagePrograms:
             return self._program(run, inputs, outputs, scaled, seed)
         split = len(inputs) + len(scaled)
 
-        def function(*args: Any) -> list[Any]:
+        def function(*args: jax.Array) -> list[jax.Array]:
             results = list(run(*args[:split]))
             scale, totals = args[split], args[split + 1 :]
             for number, (k, _) in enumerate(added):
@@ -231,17 +231,17 @@ class StagePrograms:
 
     def _program(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., list[jax.Array]],
         inputs: Sequence[Var],
         outputs: Sequence[Ref],
         more: Sequence[Ref] = (),
-        more_avals: Sequence[Any] = (),
+        more_avals: Sequence[jax.ShapeDtypeStruct] = (),
     ) -> Program:
         names = (*(self.refs[var] for var in inputs), *more)
         return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
 
 
-def _average_like(aval: Any) -> jax.ShapeDtypeStruct:
+def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:
     """The aval of a mean of values like ``aval``: floats stay, counts become floats."""
     inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from jaxpp.stages.graph import Graph, Piece, trace
-from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.jaxpr import Atom, shapes_of
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Ref, Role
+from jaxpp.types import Tree
 
 __all__ = ["StageSlice", "TracedStage"]
 
@@ -39,7 +39,7 @@ class StageSlice:
     loss: TracedLoss
     piece: Piece
     inputs: list[Ref]
-    outputs: list[tuple[Ref, Any]]
+    outputs: list[tuple[Ref, Atom]]
 
     def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool, whole: Graph) -> TracedStage:
         """Trace the slice, under ``jax.vjp`` if it is to be trained.
@@ -48,7 +48,7 @@ class StageSlice:
             stage: which stage it is.
             carried: for each value that crosses, the stages that return a cotangent for it.
             train: whether to differentiate.
-            whole: the graph of the loss, or one with other equations in the same places.
+            whole: the graph of the loss, or a graph with other equations in the same places.
         """
         loss = self.loss
         run = whole.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
@@ -65,16 +65,16 @@ class StageSlice:
             self._differentiable(ref, atom) and (ref.role == Role.LOSS or bool(carried[ref.index])) for ref, atom in self.outputs
         ]
         cotangents: list[Ref] = []
-        shapes: list[Any] = []
+        shapes: list[jax.ShapeDtypeStruct] = []
         for (ref, atom), give in zip(self.outputs, gives, strict=True):
             peers = (-1,) if ref.role == Role.LOSS else carried[ref.index] if give else ()
             cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 
-        def both(args: Sequence[Any], received: Sequence[Any]) -> tuple[Any, Any]:
+        def both(args: Sequence[jax.Array], received: Sequence[jax.Array]) -> tuple[Tree, Tree]:
             free = [arg for arg, want in zip(args, wants, strict=True) if want]
 
-            def forward(free: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            def forward(free: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
                 supply = iter(free)
                 outs = run(*(next(supply) if want else arg for arg, want in zip(args, wants, strict=True)))
                 return _where(outs, gives, True), _where(outs, gives, False)
@@ -90,17 +90,17 @@ class StageSlice:
         seeds = tuple(len(self.inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
         return TracedStage(graph, (*self.inputs, *cotangents), tuple(order), tuple(returned), seeds)
 
-    def _differentiable(self, ref: Ref, atom: Any) -> bool:
+    def _differentiable(self, ref: Ref, atom: Atom) -> bool:
         return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)
 
 
-def _where(values: Sequence[Any], flags: Sequence[bool], wanted: bool) -> list[Any]:
+def _where(values: Sequence[jax.Array], flags: Sequence[bool], wanted: bool) -> list[jax.Array]:
     return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
 
 
-def _sum_by(keys: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def _sum_by(keys: Sequence[int], values: Sequence[jax.Array]) -> list[jax.Array]:
     """Sum the values that share a key, in the order the keys first appear: one activation, several readers."""
-    sums: dict[int, Any] = {}
+    sums: dict[int, jax.Array] = {}
     for key, value in zip(keys, values, strict=True):
         sums[key] = sums[key] + value if key in sums else value
     return list(sums.values())

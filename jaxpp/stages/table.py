@@ -1,7 +1,8 @@
 """The stage table: what each stage is, where it lives, what it costs, what crosses to the next.
 
 ``print(pipe.stages)`` shows it; in a notebook it is a table. *kept* are the bytes that one microbatch holds from a stage's forward
-to its backward, of those that it would hold if nothing were computed again. Each row is a ``Stage``, which can also be run by hand.
+to its backward, out of the bytes that it would hold if nothing were computed again. Each row is a ``Stage``, which can also be run
+by hand.
 """
 
 import html
@@ -17,9 +18,8 @@ import numpy as np
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut import CutLoss
-from jaxpp.stages.jaxpr import aval_of
-from jaxpp.stages.loss.roles import describe
-from jaxpp.types import Activation, Cotangent, Device, Grads, Params
+from jaxpp.stages.jaxpr import aval_of, describe
+from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params
 
 __all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
 
@@ -30,9 +30,9 @@ class Pullback:
     It holds the stage's residuals; calling it lets them go.
     """
 
-    def __init__(self, stage: int, vjp: Callable[[Any], Any]):
+    def __init__(self, stage: int, vjp: Callable[[Cotangent], tuple[Grads, Cotangent]]):
         self._stage = stage
-        self._vjp: Callable[[Any], Any] | None = vjp
+        self._vjp: Callable[[Cotangent], tuple[Grads, Cotangent]] | None = vjp
 
     def __call__(self, cotangent: Cotangent) -> tuple[Grads, Cotangent]:
         """Run the backward.
@@ -72,7 +72,7 @@ class Stage:
     """
 
     index: int
-    device: Any
+    device: object
     home: Device
     modules: str
     params: tuple[str, ...]
@@ -83,13 +83,13 @@ class Stage:
     kept: int
     keepable: int
     sends: tuple[str, ...]
-    function: Callable[..., Any]
+    function: Callable[..., Activation]
 
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback]:
         """Run the stage by hand, on its device (of several, the first).
 
         Args:
-            params: this stage's parameters for a pipeline made ``from_stages``; the whole parameter tree for one that was cut.
+            params: this stage's parameters for a pipeline made ``from_stages``; the whole parameter tree for a loss that was cut.
             x: the stage's input: for a cut pipeline ``{}`` at the first stage, then what the stage before returned.
             *inputs: for a cut pipeline the microbatch, and its key if the loss takes one.
 
@@ -174,7 +174,7 @@ def _units(value: float, base: int, names: Sequence[str]) -> str:
 
 
 def tabulate(
-    cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[Any, Device]], functions: Sequence[Callable[..., Any]]
+    cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[object, Device]], functions: Sequence[Callable[..., Activation]]
 ) -> Stages:
     """The table of a cut loss.
 
@@ -214,7 +214,7 @@ def tabulate(
     return Stages(stages)
 
 
-def _own(leaf: Any) -> Any:
+def _own(leaf: Leaf) -> Leaf:
     """A leaf, copied if it is a NumPy array: the pullback reads it later, and the caller may change it before."""
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 

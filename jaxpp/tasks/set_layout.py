@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import BankError
-from jaxpp.stages.loss.roles import describe
+from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Leaf, Params, Tree
 
 __all__ = ["SetLayout", "check_params"]

@@ -3,16 +3,16 @@
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 from jax.extend.core import Var
 
+from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.boundary import partition_stages
-from jaxpp.stages.cuts.partition import Cuts
 from jaxpp.stages.graph import Piece
 from jaxpp.stages.jaxpr import shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.packing import SMALL, Pack
 from jaxpp.stages.remat.policy import Kept
 from jaxpp.stages.stage import StageBuilder, StageCode
@@ -38,7 +38,7 @@ class CutLoss:
     loss: TracedLoss
     cuts: Cuts
     stages: tuple[StageCode, ...]
-    activations: tuple[Any, ...]
+    activations: tuple[jax.ShapeDtypeStruct, ...]
     producer: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     state_home: tuple[int, ...]
@@ -54,7 +54,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     packs: Sequence[tuple[Pack, ...]] | None = None,
     train: bool = True,
     remat: Sequence[Kept] | None = None,
-    severed: Collection[int] = (),
+    cut_gradient: Collection[int] = (),
     state_owner: Sequence[int] | None = None,
     scaled_by: int | None = None,
     pack: bool = True,
@@ -69,7 +69,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
         remat: what the forward of each stage keeps; None, for a stage or for all: everything.
-        severed: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
+        cut_gradient: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
         state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
         scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.
         pack: whether small arrays become one; not where they are sharded in different ways.
@@ -87,7 +87,8 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
     carried = tuple(
-        tuple(t for t in peers if not any(made[v] <= b < t for b in severed)) for v, peers in zip(crossing, consumers, strict=True)
+        tuple(reader for reader in readers if not any(made[var] <= boundary < reader for boundary in cut_gradient))
+        for var, readers in zip(crossing, consumers, strict=True)
     )
     rows = frozenset(reducers or ())
     builder = StageBuilder(
@@ -101,10 +102,10 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:
-    """The stage that makes the new value of each model state leaf; for one that no stage makes, the first that reads it."""
+    """The stage that makes the new value of each model state leaf; if no stage makes it, the first stage that reads the leaf."""
     spine = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
     homes = []
-    for leaf, (place, source) in enumerate(zip(loss.together, loss.sources, strict=True)):
+    for leaf, (place, source) in enumerate(zip(loss.state_spans, loss.sources, strict=True)):
         made = isinstance(source, Var) and source in spine
         known = 0 if owner is None else owner[leaf]
         homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else known)

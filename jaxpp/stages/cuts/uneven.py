@@ -4,9 +4,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxpp.errors import CutError, warn
-from jaxpp.stages.cuts.partition import Cuts, least_largest
+from jaxpp.stages.cuts.balance import Cuts, least_largest
 from jaxpp.stages.jaxpr import inner_jaxprs, kind_of, scan_of, variables
-from jaxpp.stages.loss.roles import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss
 
 __all__ = ["UNEVEN", "UnevenStagesWarning", "check_giant", "uneven", "warn_of"]
 
@@ -19,7 +19,7 @@ class UnevenStagesWarning(UserWarning):
 
 
 def check_giant(loss: TracedLoss, num_stages: int) -> None:
-    """Refuse a loss of which one loop, branch or call does more than two stages' work.
+    """Refuse a loss in which one loop, branch or call does more than two stages' work.
 
     Raises:
         CutError: naming the equation, with advice for its kind and the largest number of stages that works.

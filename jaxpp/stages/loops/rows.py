@@ -10,7 +10,7 @@ import bisect
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,14 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, Rewriter
 from jaxpp.stages.jaxpr import (
+    ELEMENTWISE,
     Atom,
     aval_of,
     concatenated_rows,
-    is_elementwise,
     kind_of,
     new_variable,
     sliced_like,
     split_rows,
-    value_in,
     variables,
     window_of,
 )
@@ -56,11 +55,11 @@ class _Taken(NamedTuple):
 
     start: int
     stop: int
-    finish: Callable[[Any], Any] | None = None
+    finish: Callable[[jax.Array], jax.Array] | None = None
 
 
 def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
-    """Where the rows of parameters are first needed, of each parameter of which anything is read by rows.
+    """Where the rows are first needed of each parameter that the loss reads by rows anywhere.
 
     A loss that reads such a parameter whole as well reads all of its rows there.
     """
@@ -70,7 +69,8 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
     passing: set[int] = set()
     for i, eqn in enumerate(graph.eqns):
         numbers.add(eqn)
-        view = views.get(_operand(eqn))
+        operand = _operand(eqn)
+        view = None if operand is None else views.get(operand)
         results = None if view is None else _follow(eqn, numbers)
         if view is not None and results is not None:
             passing.add(i)
@@ -86,10 +86,10 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
 
 
 def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The rows of each slice of each parameter; empty for one that is not sliced.
+    """The rows of each slice of each parameter; empty for a parameter that is not sliced.
 
-    Rows belong to the first stage that reads them, those that nothing reads to that of the row before. Neighbouring rows of a stage
-    are one slice.
+    Rows belong to the first stage that reads them, and rows that nothing reads belong to the stage of the row before. Neighbouring
+    rows of a stage are one slice.
     """
     unread = len(cuts) + 1
     stages: dict[int, np.ndarray] = {}
@@ -99,7 +99,7 @@ def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[in
     found: list[tuple[int, ...]] = [()] * len(params)
     for leaf, rows in stages.items():
         read = np.flatnonzero(rows < unread)
-        first = np.flatnonzero(np.diff(rows[read])) + 1  # of those that are read, the first of another stage
+        first = np.flatnonzero(np.diff(rows[read])) + 1  # the first row of another stage, among the rows that are read
         if len(first):
             found[leaf] = tuple(np.diff([0, *read[first], len(rows)]).tolist())
     return tuple(found)
@@ -113,9 +113,9 @@ def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
     return placer.graph(graph) if placer.stacks else graph
 
 
-def _operand(eqn: JaxprEqn) -> Any:
-    """The only operand that is not a number, of an elementwise equation; of another, its first; None if there is none such."""
-    if is_elementwise(eqn):
+def _operand(eqn: JaxprEqn) -> Var | None:
+    """The operand whose rows an equation may take: the only array of an elementwise equation, the first operand of any other."""
+    if kind_of(eqn) in ELEMENTWISE:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) or aval_of(atom).shape]
         return operands[0] if len(operands) == 1 and not isinstance(operands[0], Literal) else None
     return eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
@@ -155,7 +155,7 @@ class _Placer(Rewriter):
         results = _follow(eqn, self._numbers) if operand in self.stacks else None
         if results is None:
             self.emit(eqn, name)
-        elif is_elementwise(eqn):
+        elif kind_of(eqn) in ELEMENTWISE:
             (out,), parts = eqn.outvars, self.stacks[operand]
             self.stacks[out] = (out,) if len(parts) == 1 else tuple(self._elementwise(eqn, operand, part, name) for part in parts)
             self.emit(eqn, name)
@@ -196,7 +196,7 @@ class _Placer(Rewriter):
 def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_Taken] | None:
     """The rows that each result of an equation takes of its operand; None if it does anything else with it."""
     shape = tuple(aval_of(eqn.invars[0]).shape)
-    if is_elementwise(eqn):
+    if kind_of(eqn) in ELEMENTWISE:
         return [_Taken(0, aval_of(eqn.outvars[0]).shape[0])]
     split = split_rows(eqn)
     if split is not None:
@@ -226,7 +226,7 @@ class _Integers:
         """The integer that an atom is, if that is known."""
         if not isinstance(atom, Literal):
             return self._known.get(atom)
-        value = np.asarray(value_in(atom))
+        value = np.asarray(atom.val)
         return int(value.item()) if value.size == 1 and value.dtype.kind in "iub" else None
 
     def add(self, eqn: JaxprEqn) -> None:

@@ -14,13 +14,13 @@ import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jaxpp.stages.graph import Graph, Rewriter
 from jaxpp.stages.jaxpr import (
+    CHEAP,
     Atom,
     Scan,
     aval_of,
@@ -28,13 +28,14 @@ from jaxpp.stages.jaxpr import (
     equations_of,
     function_of,
     is_cast,
-    is_cheap,
+    kind_of,
     length_of,
     module_path,
     new_variable,
     scan_of,
     variables,
 )
+from jaxpp.types import Tree
 
 __all__ = ["Layers", "same_layer", "slices_between", "split_scans"]
 
@@ -53,7 +54,7 @@ class Layers:
 
     result: Var
     loop: int
-    stacked: tuple[Var, ...]
+    stacked: tuple[Atom, ...]
     start: int
     stop: int
 
@@ -83,7 +84,7 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
         layers: what the loops were split into.
         stages: the stage of each of these; None for layers that do not depend on data.
     """
-    ends: dict[Var, set[int]] = {}
+    ends: dict[Atom, set[int]] = {}
     for before, after, stage, following in zip(layers, layers[1:], stages, stages[1:], strict=False):
         if stage != following and before.loop == after.loop:
             for var in before.stacked:
@@ -131,7 +132,7 @@ class _Splitter(Rewriter):
         origin = self._origin(atom)
         return bool(aval_of(atom).shape) and (origin in self._params or origin in self._parts)
 
-    def _origin(self, atom: Any) -> Any:
+    def _origin(self, atom: Atom) -> Atom:
         """What a value is a cast of."""
         while atom in self._casts:
             atom = self._casts[atom].invars[0]
@@ -193,11 +194,11 @@ def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: i
     """
     moved, rest = _hoisted(loop, is_param)
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: jax.Array) -> list[jax.Array]:
         consts, carry, rows = args[: loop.num_fixed], list(args[loop.num_fixed : loop.num_before]), args[loop.num_before :]
         early = jax.vmap(moved)(*itertools.compress(rows, is_param)) if moved else []
 
-        def step(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        def step(carry: list[jax.Array], row: tuple[list[jax.Array], ...]) -> tuple[list[jax.Array], list[jax.Array]]:
             results = rest(*consts, *carry, *row[0], *row[1])
             return results[: loop.num_carry], results[loop.num_carry :]
 
@@ -208,7 +209,7 @@ def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: i
     return equations_of(run, atoms)
 
 
-def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] | None, Callable[..., list[jax.Array]]]:
     """What the body makes of rows of parameters by cheap operations, if there are casts among them; and the rest of the body.
 
     Cheap operations have the same bits for all layers at once.
@@ -218,7 +219,7 @@ def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Any] |
     of_params, moved = set(rows), []
     for eqn in inner.eqns:
         operands = variables(eqn.invars)
-        if is_cheap(eqn) and operands and of_params.issuperset(operands) and not eqn.effects:
+        if kind_of(eqn) in CHEAP and operands and of_params.issuperset(operands) and not eqn.effects:
             moved.append(eqn)
             of_params.update(eqn.outvars)
     if not any(map(is_cast, moved)):

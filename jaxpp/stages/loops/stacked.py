@@ -7,11 +7,13 @@ user's tree has the whole array.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+from jaxpp.types import Leaf, Params, Tree
 
 __all__ = [
     "Slices",
@@ -32,16 +34,16 @@ __all__ = [
 class Slices:
     """A stacked leaf as slices of its first axis, in order; a node of the tree."""
 
-    def __init__(self, parts: Sequence[Any], sizes: Sequence[int]):
+    def __init__(self, parts: Sequence[Leaf], sizes: Sequence[int]):
         self.parts, self.sizes = tuple(parts), tuple(sizes)
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[int, ...]]:
         """The parts, each under the rows that it holds: ``0:3``."""
         keys = [jax.tree_util.DictKey(f"{a}:{b}") for a, b in rows(self.sizes)]
         return list(zip(keys, self.parts, strict=True)), self.sizes
 
     @classmethod
-    def tree_unflatten(cls, sizes: Sequence[int], parts: Sequence[Any]) -> "Slices":
+    def tree_unflatten(cls, sizes: Sequence[int], parts: Sequence[Leaf]) -> "Slices":
         """The node of these parts."""
         return cls(parts, sizes)
 
@@ -52,10 +54,10 @@ def rows(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def joined(tree: Any, join: Callable[[Slices], Any]) -> Any:
+def joined(tree: Tree, join: Callable[[Slices], Leaf]) -> Tree:
     """The tree with every ``Slices`` node replaced by what ``join`` makes of it; one without arrays (masked) by its first part."""
 
-    def joined_leaf(leaf: Any) -> Any:
+    def joined_leaf(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Slices):
             return leaf
         return join(leaf) if jax.tree.leaves(leaf.parts) else leaf.parts[0]
@@ -63,26 +65,26 @@ def joined(tree: Any, join: Callable[[Slices], Any]) -> Any:
     return jax.tree.map(joined_leaf, tree, is_leaf=is_slices)
 
 
-def assembled(tree: Any) -> Any:
+def assembled(tree: Tree) -> Tree:
     """The user's tree: whole arrays instead of slices, put together on the host; the tree itself if it has none."""
     if not any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices))):
         return tree
     return joined(tree, lambda node: np.concatenate([np.asarray(jax.device_get(part)) for part in node.parts]))
 
 
-def assembled_shapes(tree: Any) -> Any:
-    """Likewise of shapes."""
+def assembled_shapes(tree: Tree) -> Tree:
+    """The user's tree of shapes: whole shapes instead of those of slices."""
     return joined(tree, whole_shape)
 
 
-def whole_shape(node: Any) -> Any:
-    """The shape of a leaf that is held as slices; of any other, itself."""
+def whole_shape(node: Leaf) -> Leaf:
+    """The shape of the whole leaf for a leaf held as slices; any other leaf itself."""
     if not isinstance(node, Slices):
         return node
     return jax.ShapeDtypeStruct((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
 
 
-def is_slices(node: Any) -> bool:
+def is_slices(node: object) -> bool:
     """Whether a node of a tree is a leaf held as slices."""
     return isinstance(node, Slices)
 
@@ -91,7 +93,7 @@ class Slicing(NamedTuple):
     """Which leaves of the parameters are held as slices.
 
     Attributes:
-        sizes: for each leaf of the user's tree the rows of each slice; empty for one that is not sliced.
+        sizes: for each leaf of the user's tree the rows of each slice; empty for a leaf that is not sliced.
     """
 
     sizes: tuple[tuple[int, ...], ...] = ()
@@ -109,7 +111,7 @@ class Slicing(NamedTuple):
         firsts = list(itertools.accumulate(counts, initial=0))
         return [firsts[leaf] + k for leaf in leaves for k in range(counts[leaf])]
 
-    def of(self, params: Any) -> Any:
+    def of(self, params: Params) -> Params:
         """The parameters with these leaves sliced: arrays, traced ones, or shapes; leaves that are slices already stay."""
         if not self.any:
             return params
@@ -119,7 +121,7 @@ class Slicing(NamedTuple):
 
 
 def slicing_of(*divisions: Sequence[tuple[int, ...]]) -> Slicing:
-    """The leaves sliced wherever one of the divisions does: the sizes of each leaf's slices, empty for one that is whole."""
+    """The leaves sliced wherever one of the divisions slices them: the sizes of each leaf's slices, empty for a whole leaf."""
     return Slicing(tuple(map(_divided, zip(*divisions, strict=True))))
 
 
@@ -128,7 +130,7 @@ def _divided(each: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
 
-def _sliced(leaf: Any, sizes: Sequence[int]) -> Slices:
+def _sliced(leaf: Leaf, sizes: Sequence[int]) -> Slices:
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.devices()) > 1:
         leaf = np.asarray(jax.device_get(leaf))  # sharded in some way of the user's
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -136,8 +138,8 @@ def _sliced(leaf: Any, sizes: Sequence[int]) -> Slices:
     return Slices([leaf[a:b] for a, b in rows(sizes)], sizes)
 
 
-def first_rows(node: Any) -> list[int]:
-    """The first row of each slice of a leaf; 0, for one that is not held as slices."""
+def first_rows(node: object) -> list[int]:
+    """The first row of each slice of a leaf; 0 for a leaf that is not held as slices."""
     return [start for start, _ in rows(node.sizes)] if isinstance(node, Slices) else [0]
 
 

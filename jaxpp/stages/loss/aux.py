@@ -7,27 +7,28 @@ loss. Averages are summed as the microbatches run; all else is held, one value a
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from jaxpp.errors import ArgumentError, LossError
-from jaxpp.stages.jaxpr import aval_of
-from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
+from jaxpp.stages.jaxpr import aval_of, describe
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
+from jaxpp.types import ReduceAux
 
 __all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
 
-Reducer = Callable[[Sequence[jax.Array], jax.Array], Any]
+Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]
 """Takes the values of the microbatches, and their weights, which sum to 1."""
 
 
-def join(values: Sequence[jax.Array], weights: jax.Array) -> jax.Array:  # noqa: ARG001
+def join(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:  # noqa: ARG001
     """The values end to end along their first axis."""
     return jnp.concatenate(values)
 
 
-def _folded(combine: Callable[[Any, Any], Any]) -> Reducer:
+def _folded(combine: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: functools.reduce(combine, values)  # noqa: ARG005
 
 
@@ -43,7 +44,7 @@ REDUCERS: Mapping[str, Reducer | None] = {
 """The reducers with names; None for the mean, which is summed as the microbatches run."""
 
 
-def check_reducers(reduce_aux: Any) -> dict[str, Any]:
+def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.Array]]:
     """What the user passed as ``reduce_aux``, as reducers by path; under the path ``""`` the one for everything.
 
     Raises:
@@ -68,7 +69,7 @@ def check_reducers(reduce_aux: Any) -> dict[str, Any]:
 
 
 def reducers_of(
-    loss: TracedLoss, named: Mapping[str, Any], rows: Callable[[], frozenset[int]], *, strict: bool
+    loss: TracedLoss, named: Mapping[str, str | Callable[..., jax.Array]], rows: Callable[[], frozenset[int]], *, strict: bool
 ) -> dict[int, Reducer]:
     """The reducer of each aux leaf that is not averaged.
 
@@ -95,7 +96,7 @@ def reducers_of(
         )
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
-    found: dict[int, Any] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
+    found: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     if len(chosen) < len(paths):
         found |= {k: join for k in rows() if k not in chosen}
     _try(loss, paths, found)
@@ -114,7 +115,7 @@ def reducers_of(
     return {k: reducer for k, reducer in found.items() if reducer is not None}
 
 
-def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Any]) -> None:
+def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Reducer | None]) -> None:
     """Refuse a reducer that cannot reduce its leaf."""
     for k, reducer in reducers.items():
         aval = jax.ShapeDtypeStruct(aval_of(loss.aux[k]).shape, aval_of(loss.aux[k]).dtype)
@@ -130,12 +131,12 @@ def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Any]) ->
                 ) from error
 
 
-def _stacked(reducer: Callable[[jax.Array, jax.Array], Any]) -> Reducer:
+def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
 
 
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
-    """Refuse aux leaves of which microbatches of different sizes have different shapes, unless they are joined.
+    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined.
 
     Raises:
         LossError: naming them all.

@@ -4,11 +4,11 @@ Everything else in jaxpp calls ``loss_fn(params[, model_state], batch[, key])``;
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxpp.errors import ArgumentError
+from jaxpp.types import LossFn
 
 __all__ = ["KeyArgument", "key_argument", "name_of", "positional_key"]
 
@@ -31,7 +31,7 @@ class KeyArgument(NamedTuple):
     sure: bool = True
 
 
-def key_argument(loss_fn: Callable[..., Any], before: int) -> KeyArgument:
+def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
     """How a loss takes its key.
 
     Args:
@@ -59,7 +59,7 @@ def key_argument(loss_fn: Callable[..., Any], before: int) -> KeyArgument:
     return KeyArgument()
 
 
-def name_of(loss_fn: Callable[..., Any]) -> str:
+def name_of(loss_fn: LossFn) -> str:
     """A loss as people write it: ``loss_fn(params, batch, *, key)``."""
     name = getattr(loss_fn, "__name__", "loss_fn")
     try:
@@ -76,7 +76,7 @@ def positional_key(loss_fn: Any, before: int) -> Any:
         before: how many arguments come before the key.
 
     Raises:
-        ArgumentError: it needs other arguments than those that a loss is given.
+        ArgumentError: it needs other arguments than the loss is called with.
     """
     if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         return loss_fn
@@ -86,7 +86,7 @@ def positional_key(loss_fn: Any, before: int) -> Any:
     return _Loss(loss_fn, name, before) if name or not _hashable(loss_fn) else loss_fn
 
 
-def _check_call(loss_fn: Callable[..., Any], before: int, found: KeyArgument) -> None:
+def _check_call(loss_fn: LossFn, before: int, found: KeyArgument) -> None:
     """Refuse a loss that cannot be called with what a loss is given."""
     try:
         signature = inspect.signature(loss_fn)
@@ -110,7 +110,7 @@ def _check_call(loss_fn: Callable[..., Any], before: int, found: KeyArgument) ->
         ) from error
 
 
-def _hashable(value: Any) -> bool:
+def _hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -122,7 +122,7 @@ def _hashable(value: Any) -> bool:
 class _Loss:
     """A loss whose key is positional, or that can be looked up: equal to another of the same function."""
 
-    function: Callable[..., Any]
+    function: LossFn
     name: str | None
     before: int
 

@@ -5,22 +5,27 @@ loss and the gradient of the step are the means over microbatches, weighted by s
 Numbers (a coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the
 user calls *shared* (a graph that all examples live on).
 
-An evaluation takes any number of examples. With fewer than microbatches there are fewer microbatches. Those that cannot be divided
-evenly among replicas are a last microbatch of one example each, which counts nothing where a replica has none left.
+An evaluation takes any number of examples. If there are fewer examples than microbatches, there are fewer microbatches. Examples
+that cannot be divided evenly among the replicas form a last microbatch of one example each; a replica that has none left repeats
+an example, which counts nothing.
 """
 
 import difflib
 import fnmatch
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import KeyPath
+from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
-from jaxpp.stages.loss.roles import describe, path_name
-from jaxpp.types import Batch
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.types import Batch, DType, Leaf
 
 __all__ = [
     "Split",
@@ -83,7 +88,7 @@ def split_any(num_examples: int, num_microbatches: int, num_replicas: int = 1) -
     return Split((*full, 1), num_replicas - rest)
 
 
-def slice_batch(leaves: Sequence[Any], parts: Sequence[int], shared: Collection[int] = ()) -> list[list[Any]]:
+def slice_batch(leaves: Sequence[Leaf], parts: Sequence[int], shared: Collection[int] = ()) -> list[list[Leaf]]:
     """The batch leaves of each microbatch: ``result[i][k]`` is microbatch i of leaf k, those of ``shared`` whole."""
     ends = list(itertools.accumulate(parts))
     return [
@@ -92,12 +97,12 @@ def slice_batch(leaves: Sequence[Any], parts: Sequence[int], shared: Collection[
     ]
 
 
-def batch_avals(batch: Batch) -> Any:
+def batch_avals(batch: Batch) -> Batch:
     """The tree of shapes and dtypes of a batch, as a traced loss sees them: a Python number takes the type of what it meets."""
     return jax.tree.map(_aval, batch)
 
 
-def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
+def _aval(leaf: Leaf) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf), weak_type=not isinstance(leaf, bool))
     extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -105,7 +110,7 @@ def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
 
 
-def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Any:
+def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Batch:
     """The shapes of a batch of so many examples; the leaves numbered ``shared`` keep theirs."""
     leaves, tree = jax.tree.flatten(avals)
     return tree.unflatten(
@@ -120,12 +125,12 @@ def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
     return frozenset(k for k, (path, leaf) in found if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
 
 
-def num_examples(leaves: Sequence[Any], shared: Collection[int]) -> int:
+def num_examples(leaves: Sequence[Leaf], shared: Collection[int]) -> int:
     """The length of the first axis of the leaves that are split."""
     return next(leaf.shape[0] for k, leaf in enumerate(leaves) if k not in shared)
 
 
-def _matches(path: tuple[Any, ...], name: str) -> bool:
+def _matches(path: KeyPath, name: str) -> bool:
     return any(fnmatch.fnmatchcase(path_name(path), pattern) for pattern in (name, f"{name}/*"))
 
 
@@ -245,7 +250,7 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
     return lengths.pop()
 
 
-def _is_list(node: Any) -> bool:
+def _is_list(node: object) -> bool:
     """Whether it is a list that people take for an array; to JAX it is a tree of numbers."""
     return isinstance(node, list) and bool(node) and all(isinstance(item, (bool, int, float, complex)) for item in node)
 
@@ -254,7 +259,9 @@ _BATCHED = frozenset({"threefry2x32", "rbg"})
 """Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``."""
 
 
-def fold_keys(key: Any, implementation: str | None, first: Any, count: int) -> list[Any]:
+def fold_keys(
+    key: UInt32[Array, " words"], implementation: str | None, first: Int[Array, ""] | int, count: int
+) -> list[UInt32[Array, " words"]]:
     """The raw keys of the microbatches from ``first`` on: each ``jax.random.fold_in(key, microbatch)``, folded by one operation.
 
     Args:
@@ -264,7 +271,7 @@ def fold_keys(key: Any, implementation: str | None, first: Any, count: int) -> l
         count: how many.
     """
 
-    def fold(microbatch: Any) -> Any:
+    def fold(microbatch: Int[Array, ""]) -> UInt32[Array, " words"]:
         if implementation is None:
             return jax.random.fold_in(key, microbatch)
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=implementation), microbatch))
@@ -275,6 +282,6 @@ def fold_keys(key: Any, implementation: str | None, first: Any, count: int) -> l
     return [folded[i] for i in range(count)]
 
 
-def scale_dtype() -> Any:
+def scale_dtype() -> DType:
     """The dtype of microbatch weights: float32, or float64 where enabled."""
     return jnp.zeros(0, float).dtype

@@ -1,33 +1,33 @@
 """The user's loss traced at one microbatch's shapes, and checked: that it is a loss, and that its parameters have gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.tree_util import KeyPath
 
 from jaxpp.errors import JaxppError, LossError, ParamsError
 from jaxpp.stages.graph import Graph, inline_remat, trace
-from jaxpp.stages.jaxpr import is_ordered
+from jaxpp.stages.jaxpr import describe, is_ordered
 from jaxpp.stages.loops.rows import place_rows
 from jaxpp.stages.loops.split_scan import split_scans
 from jaxpp.stages.loops.stacked import concatenated, first_rows, is_slices, joined
-from jaxpp.stages.loss.roles import TracedLoss, describe, path_name
-from jaxpp.types import LossFn
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
+from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
 __all__ = ["check_arrays", "check_floating", "key_implementation", "trace_loss"]
 
 
 def trace_loss(  # noqa: PLR0913  (what the user has decided)
     loss_fn: LossFn,
-    params: Any,
-    batch: Any,
-    key: Any,
+    params: Params,
+    batch: Batch,
+    key: Aval | None,
     *,
     has_aux: bool | None,
-    model_state: Any = None,
+    model_state: Tree = None,
     differentiable: bool = True,
     frozen: frozenset[int] = frozenset(),
     per_layer: bool = False,
@@ -56,9 +56,9 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     keys, wrap = _raw_key(key)
-    aux_trees: list[Any] = []
+    aux_trees: list[Tree] = []
 
-    def flat(leaves: list[Any], state: list[Any], batch_leaves: list[Any], keys: list[Any]) -> tuple[Any, list[Any]]:
+    def flat(leaves: list[Leaf], state: list[Leaf], batch_leaves: list[Leaf], keys: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
         states = () if model_state is None else (state_tree.unflatten(state),)
         args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
         result = loss_fn(*args)
@@ -98,7 +98,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     return traced
 
 
-def _paths(leaves: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
     """The path of each leaf; NNX's ``value`` at the end of all of them is left out."""
     paths = [path_name(path) for path, _ in leaves]
     if paths and all(path.endswith("/value") for path in paths):
@@ -121,7 +121,7 @@ def _check_order(graph: Graph) -> None:
         )
 
 
-def _check_aux(aux: Any, name: str = "aux") -> None:
+def _check_aux(aux: Tree, name: str = "aux") -> None:
     wrong = [
         f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
@@ -131,7 +131,7 @@ def _check_aux(aux: Any, name: str = "aux") -> None:
         raise LossError("loss_fn", f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
 
 
-def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
+def _check_state(aux: Tree, old: Tree) -> tuple[list[Leaf], Tree]:
     """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
     where = "loss_fn with has_state=True"
     if not isinstance(aux, tuple) or len(aux) != 2:
@@ -169,7 +169,7 @@ def _check_state(aux: Any, old: Any) -> tuple[list[Any], Any]:
     return after, aux
 
 
-def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
+def check_floating(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
     """Refuse parameter leaves that have no gradient, all of them at once."""
     where = "params"
     if not leaves:
@@ -189,7 +189,7 @@ def check_floating(leaves: Sequence[tuple[Any, Any]]) -> None:
         raise ParamsError(where, "every parameter leaf must be an array of floating type, because its gradient is", wrong, fix)
 
 
-def check_arrays(model_state: Any) -> None:
+def check_arrays(model_state: Tree) -> None:
     """Refuse model state leaves that are no arrays, all of them at once."""
     wrong = [
         f"model_state{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
@@ -205,7 +205,7 @@ def check_arrays(model_state: Any) -> None:
         )
 
 
-def key_implementation(key: Any) -> str | None:
+def key_implementation(key: Aval | None) -> str | None:
     """The implementation of a typed key; None for a raw one (or none at all)."""
     if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return None
@@ -214,7 +214,7 @@ def key_implementation(key: Any) -> str | None:
     return found[0]
 
 
-def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+def _raw_key(key: Aval | None) -> tuple[list[Aval], Callable[[jax.Array], jax.Array]]:
     if key is None:
         return [], lambda data: data
     implementation = key_implementation(key)
@@ -223,7 +223,7 @@ def _raw_key(key: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     return [jax.eval_shape(jax.random.key_data, key)], lambda data: jax.random.wrap_key_data(data, impl=implementation)
 
 
-def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def _check_result(result: object, has_aux: bool) -> tuple[Leaf, Tree]:
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
             raise LossError(
@@ -252,6 +252,6 @@ def _check_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return loss, aux
 
 
-def _called(result: Any) -> str:
+def _called(result: Leaf) -> str:
     """What a loss returned, as people call it."""
     return f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__

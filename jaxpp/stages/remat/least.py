@@ -25,7 +25,7 @@ from jaxpp.stages.jaxpr import aval_of, kind_of, number_in, variables
 from jaxpp.stages.remat.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.remat.repeatable import EXACT, EXTREMES, is_decision, is_smooth, price_of, repeatable, rounding
 
-__all__ = ["Least", "from_results"]
+__all__ = ["Least", "reuse_maximum"]
 
 _MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
@@ -49,7 +49,7 @@ class Least:
         Args:
             graph: the stage's forward and pullback.
             forward: the equations of the forward.
-            free: those that every program repeats anyway.
+            free: the equations that every program repeats anyway.
             held: inputs that are let go after the forward unless the backward needs them.
             reads: what the backward needs.
         """
@@ -87,8 +87,8 @@ class Least:
         Args:
             graph: the stage's forward and pullback.
             of_input: the equations that I runs.
-            of_weight: those that W would run if I kept nothing for it; those of both are in both.
-            free: those that every program repeats anyway.
+            of_weight: the equations that W would run if I kept nothing for it; some are in both.
+            free: the equations that every program repeats anyway.
             held: what I is given: residuals, activations, cotangents.
 
         Returns:
@@ -115,7 +115,7 @@ class Least:
         return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
 
 
-def from_results(graph: Graph) -> Graph:
+def reuse_maximum(graph: Graph) -> Graph:
     """The graph with ``max(x, 0) > 0`` in place of ``x > 0`` where there is such a maximum: the result of a relu says it all."""
     results: dict[Var, Var] = {}
     eqns = list(graph.eqns)

@@ -32,7 +32,7 @@ class Network:
             self._prices[ends] = self._prices.get(ends, 0.0) + price
 
     def sink_side(self) -> set[Hashable]:
-        """The nodes on the sink's side of a cheapest cut: of all those that are cheapest, the one with the fewest such nodes."""
+        """The nodes on the sink's side of a cheapest cut: if several cuts are cheapest, of the cut with the fewest such nodes."""
         if not self._prices:
             return {SINK}
         ends = np.array(list(self._prices), dtype=np.int32)

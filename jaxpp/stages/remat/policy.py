@@ -10,9 +10,9 @@ from jaxpp.errors import ArgumentError
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.remat.least import Least
-from jaxpp.types import Policy
+from jaxpp.types import Policy, Remat
 
-__all__ = ["RECOMPUTE", "Kept", "dropped", "kept_of"]
+__all__ = ["RECOMPUTE", "Kept", "kept_of", "recomputed"]
 
 Kept = Policy | Least | None
 """What a stage keeps: what a policy says, the least, or (None) everything that its backward reads."""
@@ -24,16 +24,16 @@ _TRANSCENDENTAL = {"cpu": 1.0}
 """The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
 
 
-def kept_of(remat: Any, num_stages: int, platform: str) -> tuple[Kept, ...] | None:
+def kept_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[Kept, ...] | None:
     """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
 
     Args:
-        remat: a way to keep, or a list of one a stage.
+        remat: what every stage keeps, or a list with one entry for each stage.
         num_stages: how many stages there are.
         platform: of the devices: computing again costs more on a CPU.
 
     Raises:
-        ArgumentError: it is no way to keep, or not one a stage.
+        ArgumentError: it says of no stage what to keep, or the list has another length.
     """
     known: dict[str | None, Kept] = {None: None, "keep": None, "recompute": RECOMPUTE}
     known["least"] = Least(_TRANSCENDENTAL.get(platform, 0.0))
@@ -55,7 +55,7 @@ def kept_of(remat: Any, num_stages: int, platform: str) -> tuple[Kept, ...] | No
     return kept if any(item is not None for item in kept) else None
 
 
-def dropped(graph: Graph, forward: Collection[int], policy: Policy) -> set[int]:
+def recomputed(graph: Graph, forward: Collection[int], policy: Policy) -> set[int]:
     """The equations of the forward whose results a policy does not keep.
 
     Raises:

@@ -14,7 +14,6 @@ nothing. The functions of ``TRANSCENDENTAL`` have a price where they cost more t
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
@@ -22,6 +21,7 @@ from jax.extend.core import JaxprEqn, Var
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables
+from jaxpp.types import Aval, DType
 
 __all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_decision", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
 
@@ -106,7 +106,7 @@ def is_smooth(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) in _SMOOTH and not is_decision(eqn)
 
 
-def may_repeat(name: str, operands: Sequence[Any], new_dtype: Any = None) -> bool:
+def may_repeat(name: str, operands: Sequence[Aval], new_dtype: DType | None = None) -> bool:
     """Whether an operation may be run again where nothing is known of its operands.
 
     Args:
@@ -146,7 +146,7 @@ def _is_float(atoms: Iterable[Atom]) -> bool:
     return any(_is_inexact(aval_of(atom).dtype) for atom in atoms)
 
 
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: DType) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

@@ -12,18 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, scan_of, shapes_of, with_body
 from jaxpp.stages.remat.repeatable import may_repeat
+from jaxpp.types import Aval
 
-__all__ = ["leaner"]
+__all__ = ["checkpoint_loops"]
 
 _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 
-def leaner(graph: Graph, chosen: Iterable[int]) -> list[Graph]:
+def checkpoint_loops(graph: Graph, chosen: Iterable[int]) -> list[Graph]:
     """The graph with a checkpoint in the body of each of the chosen equations that is a loop; nothing if there is none."""
     loops = {i: scan_of(graph.eqns[i]) for i in chosen}
     plain = {i: loop.body for i, loop in loops.items() if loop is not None and _is_plain(graph.eqns[i])}
@@ -43,10 +44,10 @@ def _kinds(eqn: JaxprEqn) -> set[str]:
 
 
 def _checkpointed(body: ClosedJaxpr) -> ClosedJaxpr:
-    leaner_body = jax.checkpoint(jaxpr_as_fun(body), policy=_is_kept, prevent_cse=False)
-    return jax.make_jaxpr(leaner_body)(*shapes_of(body.in_avals))
+    checkpointed = jax.checkpoint(jaxpr_as_fun(body), policy=_is_kept, prevent_cse=False)
+    return jax.make_jaxpr(checkpointed)(*shapes_of(body.in_avals))
 
 
-def _is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
     """A policy of ``jax.checkpoint``: keep what is never computed again."""
     return not may_repeat(primitive.name, avals, params.get("new_dtype"))

@@ -9,7 +9,7 @@ Three kinds of equations come out:
   each stage that needs it makes it again, and only the batch leaf travels.
 
 A model state leaf (running statistics) has a new value after every microbatch. The stage that makes it keeps it, so whatever reads
-the old one before lies on the same stage (``together``).
+the old one before lies on the same stage (``state_spans``).
 """
 
 import itertools
@@ -17,35 +17,28 @@ import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
+from jax.tree_util import KeyPath
 
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.graph import Graph, descendants
-from jaxpp.stages.jaxpr import Atom, aval_of, is_cheap, kind_of, variables
+from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, kind_of, variables
 from jaxpp.stages.loops.rows import Read, first_reads
 from jaxpp.stages.loops.split_scan import Layers
 from jaxpp.stages.own_params import without_joint
+from jaxpp.types import Tree
 
-__all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "describe", "path_name"]
+__all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "path_name"]
 
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
 """Why no stage may begin at some places (``TracedLoss.barred``)."""
-
-
-def describe(aval: Any) -> str:
-    """A shape as people write it: ``f32[8,64]``."""
-    short = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c"}
-    name = str(aval.dtype)
-    letters = name.rstrip("0123456789")
-    return f"{short.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, aval.shape))}]"
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class TracedLoss:
         graph: inputs are the parameter leaves, the model state leaves, the batch leaves, then the raw key if there is one; outputs
             the loss, the aux leaves, then the new model state leaves.
         param_paths: the tree path of each parameter leaf, as ``h_2/attn/kernel``.
-        state_paths: likewise of each model state leaf.
+        state_paths: the tree path of each model state leaf.
         num_batch_leaves: how many batch leaves there are.
         aux_tree: the structure of aux.
         remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
@@ -71,8 +64,8 @@ class TracedLoss:
     param_paths: tuple[str, ...]
     state_paths: tuple[str, ...]
     num_batch_leaves: int
-    aux_tree: Any
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    aux_tree: Tree
+    remat: Checkpoint | None
     frozen: frozenset[int] = frozenset()
     layers: tuple[Layers, ...] = ()
     clock: tuple[tuple[float, float], ...] = ()
@@ -218,7 +211,7 @@ class TracedLoss:
     def modules(self) -> tuple[str, ...]:
         """The module of each spine equation.
 
-        Linen leaves its modules' paths in the equations. Where most of those that read parameters are not called as any part of a
+        Linen leaves its modules' paths in the equations. Where most equations that read parameters are not called as any part of a
         parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
         """
         parts = [[part for part in path.split("/") if part] for path in self.own_paths]
@@ -249,21 +242,13 @@ class TracedLoss:
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
         """``boundary_bytes[k]``: bytes that cross a cut between spine positions k - 1 and k."""
-        return self._crossing(count_bytes)
-
-    @cached_property
-    def boundary_values(self) -> tuple[int, ...]:
-        """Likewise how many arrays cross."""
-        return self._crossing(lambda _: 1)
-
-    def _crossing(self, measure: Callable[[Any], int]) -> tuple[int, ...]:
         crossing = [0] * (len(self.spine) + 1)
         for k, i in enumerate(self.spine):
             for var in self.graph.eqns[i].outvars:
                 end = self.last_uses.get(var, -1)
                 if end > k:
-                    crossing[k + 1] += measure(var.aval)
-                    crossing[end + 1] -= measure(var.aval)
+                    crossing[k + 1] += count_bytes(var.aval)
+                    crossing[end + 1] -= count_bytes(var.aval)
         return tuple(itertools.accumulate(crossing))
 
     @cached_property
@@ -282,7 +267,7 @@ class TracedLoss:
         return self._uses_of(self.state)[0]
 
     @cached_property
-    def together(self) -> tuple[tuple[int, int] | None, ...]:
+    def state_spans(self) -> tuple[tuple[int, int] | None, ...]:
         """For each model state leaf the spine position that makes its new value, and before it the first that reads the old one.
 
         No cut lies between the two. They are the same where only one is on the spine; None where neither is.
@@ -307,15 +292,15 @@ class TracedLoss:
     def barred(self) -> dict[int, str]:
         """The spine positions where no stage may begin, each with the model state leaf that it would divide."""
         found: dict[int, str] = {}
-        for path, place in zip(self.state_paths, self.together, strict=True):
+        for path, place in zip(self.state_paths, self.state_spans, strict=True):
             if place is not None:
                 found.update((k, path) for k in range(place[0] + 1, place[1] + 1))
         return found
 
-    def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Any, frozenset[int]]]:
-        """The leaves that each spine equation needs, and those that each value needs which is made again where it is read."""
+    def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Atom, frozenset[int]]]:
+        """The leaves that each spine equation needs, and the leaves needed by each value that is made again where it is read."""
         spine = set(self.spine)
-        needs: dict[Any, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
+        needs: dict[Atom, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
         found: dict[int, frozenset[int]] = {}
         for i, eqn in enumerate(self.graph.eqns):
             uses = frozenset().union(*(needs.get(var, frozenset()) for var in variables(eqn.invars)))
@@ -326,7 +311,7 @@ class TracedLoss:
         return tuple(found[i] for i in self.spine), needs
 
 
-def _passes(eqn: Any) -> bool:
+def _passes(eqn: JaxprEqn) -> bool:
     """Whether gradients go through an equation."""
     return kind_of(eqn) != "stop_gradient"
 
@@ -355,7 +340,7 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
         moving = [var for var in needs if var in sources]
         foreign = any(var in barred or (var in made and var not in sources) for var in needs)
         made.update(eqn.outvars)
-        if is_cheap(eqn) and not foreign and not eqn.effects:
+        if kind_of(eqn) in CHEAP and not foreign and not eqn.effects:
             union = frozenset().union(*(sources[var] for var in moving))
             sources.update((var, union) for var in eqn.outvars)
     inputs = {*leaves, *free}
@@ -366,6 +351,6 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
     }
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
     """A tree path as ``h_2/attn/kernel``."""
     return jax.tree_util.keystr(without_joint(path), simple=True, separator="/")

@@ -17,7 +17,7 @@ import numpy as np
 from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import multiplies
-from jaxpp.stages.loss.roles import STATE_RULE, TracedLoss
+from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
 __all__ = ["Cuts", "align", "balance", "least_largest", "owners"]
 
@@ -44,9 +44,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
         raise _divided(loss, num_stages)
     first = np.searchsorted(total, total - (1 + SLACK) * least * (1 + 1e-12))
     idle = np.zeros((num_stages, size + 1))
-    cuts = _cheapest(loss, num_stages, first, idle, poor=_Poor.of(loss, total, num_stages))
-    assert cuts is not None, "the yardstick itself is a way to cut"
-    return cuts
+    return _cheapest(loss, num_stages, first, idle, poor=_Poor.of(loss, total, num_stages))
 
 
 def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
@@ -86,7 +84,7 @@ class _Poor:
     Args:
         total: prefix sums of the cost.
         floor: the cost below which a stage counts as empty.
-        wanted: the spine positions that read a parameter; those that multiply matrices.
+        wanted: the spine positions that read a parameter, and the positions that multiply matrices.
         price: what each fault counts, in bytes: more than all that could cross.
     """
 
@@ -134,10 +132,7 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
         for k, uses in enumerate(all_uses):
             for stage in range(num_stages):
                 moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
-    cuts = _cheapest(loss, num_stages, np.zeros(size + 1, dtype=int), 8.0 * np.cumsum(moved, axis=1))
-    if cuts is None:
-        raise _divided(loss, num_stages)
-    return cuts
+    return _cheapest(loss, num_stages, np.zeros(size + 1, dtype=int), 8.0 * np.cumsum(moved, axis=1))
 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
@@ -186,7 +181,7 @@ def _cheapest(
     first: np.ndarray,
     misplaced: np.ndarray,
     poor: _Poor | None = None,
-) -> Cuts | None:
+) -> Cuts:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
     Equal bytes are decided by neatness (between modules rather than inside one), then by an even spread of cost.
@@ -198,8 +193,8 @@ def _cheapest(
         misplaced: ``misplaced[stage, e]``, bytes moved if positions 0 to e were all on that stage (prefix sums).
         poor: charges for stages without real work, a matrix product or a parameter.
 
-    Returns:
-        the cuts, or None if there are none.
+    Raises:
+        CutError: there are none, because model state leaves too few places for a stage to begin.
     """
     size = len(loss.spine)
     price = np.asarray(loss.boundary_bytes, dtype=float) + 1e-3 * np.asarray(_untidiness(loss))
@@ -228,7 +223,7 @@ def _cheapest(
         best = following
         came.append(origin)
     if not np.isfinite(best[size]):
-        return None
+        raise _divided(loss, num_stages)
     cuts, at = [], size
     for origin in reversed(came):
         at = int(origin[at])

@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 
 from jaxpp.errors import CutError
-from jaxpp.stages.cuts.partition import Cuts
+from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loops.split_scan import same_layer
-from jaxpp.stages.loss.roles import STATE_RULE, TracedLoss
+from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
 __all__ = ["resolve"]
 
