@@ -1,11 +1,10 @@
-"""The runs of a trace and the instructions of a plan, put together.
+"""Which run in a trace belongs to which instruction of a plan.
 
 A plan hands the programs of a device over in a fixed order, and a compiled program numbers its runs. So the k-th run of a program
-on a device is that of the k-th instruction that runs it there, step after step. What does not add up is an error, not a guess.
+on a device belongs to the k-th instruction that runs it there, step after step. If the numbers do not match, that is an error.
 """
 
 from collections import defaultdict
-from typing import Any
 
 from jaxpp.observe.profile.trace import Run, Runs
 from jaxpp.plan.plan import Plan
@@ -16,16 +15,16 @@ __all__ = ["TraceError", "matched"]
 
 
 class TraceError(Exception):
-    """A trace that does not have the runs of a plan. Never seen by users: the profile says it in its title."""
+    """A trace that does not have the runs of a plan. Users never see it: ``Profile.missing`` says the same."""
 
 
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
-    """The run of each instruction in each step of a trace, from the beginning of the step; None for what runs no program.
+    """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
 
     Args:
-        plan: what was run, and nothing else that has programs of these names.
+        plan: what was run; nothing else in the trace may have programs of these names.
         runs: of the trace.
-        num_steps: how often it was run.
+        num_steps: how often the plan was run.
 
     Raises:
         TraceError: the trace has other runs than the plan.
@@ -65,12 +64,12 @@ def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
 
 
 def _add(step: list[Run | None], line: int, run: Run) -> None:
-    """Of a program on several devices: from the first that begins to the last that ends."""
+    """Add the run of one device; a program on several devices runs from the first that begins to the last that ends."""
     known = step[line]
     step[line] = run if known is None else Run(min(known.start, run.start), max(known.end, run.end))
 
 
 def ordinal_of(device: Device) -> int:
     """The number by which a trace knows a device."""
-    found: Any = getattr(device, "local_hardware_id", None)
-    return device.id if found is None else int(found)
+    ordinal = getattr(device, "local_hardware_id", None)
+    return device.id if ordinal is None else ordinal

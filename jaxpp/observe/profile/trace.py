@@ -1,10 +1,10 @@
 """What JAX's own profiler recorded: when each compiled program ran on its device.
 
-``jax.profiler.trace`` writes a file of planes, lines and events; ``jax.profiler.ProfileData`` reads it. Where the events of a run
-are depends on the backend:
+``jax.profiler.trace`` writes a file of planes, lines and events; ``jax.profiler.ProfileData`` reads it. The events of a run are in
+different places on different backends:
 
 * CPU: each operation is an event of the thread that ran it, with the number of its run, its program and its device.
-* GPU, TPU: the plane of a device has a line "XLA Modules" with one event a run.
+* GPU, TPU: the plane of a device has a line "XLA Modules" with one event for each run.
 
 The name of a module is that of its program (``Program.name``) after ``jit_``.
 """
@@ -12,7 +12,7 @@ The name of a module is that of its program (``Program.name``) after ``jit_``.
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,16 +39,21 @@ class Run(NamedTuple):
     end: float
 
 
+ProgramKey = tuple[int, str, Hashable]
+"""The ordinal of a device, the name of a program, and what tells compiled programs of that name apart."""
+_RunKey = tuple[int, int]  # the ordinal of a device, and the number of a run
+
+
 class Runs(NamedTuple):
     """All runs of a trace.
 
     Attributes:
-        of_program: for each device, program name and compiled program (of which several may have one name) the runs, in the order
-            in which they were handed over.
+        of_program: the runs in the order in which they were handed over, for each device, program name and compiled program
+            (several compiled programs may have the same name).
         steps: when each annotated step began.
     """
 
-    of_program: dict[tuple[int, str, Any], list[Run]]
+    of_program: dict[ProgramKey, list[Run]]
     steps: list[float]
 
 
@@ -67,9 +72,9 @@ def _read(folder: Path) -> Runs:
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")
-    events: defaultdict[tuple[int, str, Any], dict[Any, Run]] = defaultdict(dict)
-    unnamed: dict[tuple[int, int], Run] = {}
-    named: dict[tuple[int, int], tuple[str, Any]] = {}
+    events: defaultdict[ProgramKey, dict[int, Run]] = defaultdict(dict)
+    unnamed: dict[_RunKey, Run] = {}
+    named: dict[_RunKey, tuple[str, Hashable]] = {}
     steps: list[float] = []
     data = ProfileData.from_file(str(files[-1]))  # its planes and events live as long as it does
     for plane in data.planes:
@@ -87,7 +92,7 @@ def _read(folder: Path) -> Runs:
     return Runs({key: [runs[number] for number in sorted(runs)] for key, runs in _apart(events)}, sorted(steps))
 
 
-def _operations(events: Iterable[Any], runs: dict[tuple[int, int], Run], names: dict[tuple[int, int], tuple[str, Any]]) -> None:
+def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_RunKey, tuple[str, Hashable]]) -> None:
     """Add the operations of a thread to the runs that they are of."""
     for event in events:
         found = dict(event.stats)
@@ -101,13 +106,13 @@ def _operations(events: Iterable[Any], runs: dict[tuple[int, int], Run], names: 
             names[key] = _name(found["hlo_module"]), found.get("program_id")
 
 
-def _apart(events: dict[tuple[int, str, Any], dict[Any, Run]]) -> Iterator[tuple[tuple[int, str, Any], dict[Any, Run]]]:
-    """The runs by program; those that have no operation, and so no name, by their numbers, which follow one another."""
+def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKey, dict[int, Run]]]:
+    """The runs by program; runs without an operation, and so without a name, by their numbers, which are consecutive."""
     for (device, name, program), runs in events.items():
         if name:
             yield (device, name, program), runs
             continue
-        groups: list[dict[Any, Run]] = []
+        groups: list[dict[int, Run]] = []
         last = None
         for number in sorted(runs):
             if last is None or number != last + 1:
