@@ -1,4 +1,4 @@
-"""The collectives of a step: those of all its compiled programs, with how often each runs."""
+"""The collectives of a step: of each of its compiled programs, with how often the program runs."""
 
 from collections import Counter
 from typing import Any

@@ -7,10 +7,9 @@ from typing import Any
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import step_liveness
-from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.spans import durations_of, isolated_spans, traced_spans
-from jaxpp.observe.profile.trace import read_runs
+from jaxpp.observe.profile.trace import TraceError, matched, read_runs
 from jaxpp.types import Batch, Key
 
 __all__ = ["from_trace"]

@@ -19,10 +19,9 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.spans import Span, Stamp, durations_of, isolated_spans, traced_spans, watched_spans
-from jaxpp.observe.profile.trace import STEP, Run, read_runs
+from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
 from jaxpp.observe.profile.watch import Watch
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
