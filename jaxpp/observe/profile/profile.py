@@ -6,7 +6,7 @@ and for the host. The other is isolated: every program takes as long as it takes
 cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline shows what the pipeline
 would do on devices of its own.
 
-All numbers describe one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. ``ledger`` says what memory held.
+All numbers describe one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. ``ledger`` tells of memory.
 """
 
 import dataclasses
