@@ -4,8 +4,8 @@ It is found twice. The ledger looks at each device at the moment when the foreca
 kind. A second step is looked at after every instruction, whatever the forecast says; the highest of that is what counts as
 measured. Each array that JAX knows of is in it, the step's or not, except what was there before the pipeline was made.
 
-Both go through ``pipe.engine``, which is not public. ``pipe.profile(...).ledger`` is the public way to the ledger; it compiles
-most programs a second time, to watch them.
+Both go through ``pipe.engine``. ``pipe.profile(...).ledger`` has the ledger too, but compiles most programs a second time, to
+watch them.
 """
 
 import gc
