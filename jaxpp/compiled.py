@@ -20,7 +20,7 @@ from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.table import Stages, tabulate
 from jaxpp.state import States, states_of
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.pipeline import NoBank, Runner, WithBank, with_set
+from jaxpp.tasks.pipeline import BankRunner, Runner, with_set
 from jaxpp.types import Array, Batch, Key, Tree
 
 __all__ = ["Compiled", "compile_step"]
@@ -111,5 +111,5 @@ def compile_step(
     cut = engine.preparer.job(batch, taken).cuts[0]
     alone = functions or by_hand(len(places), engine.cut_at, engine.slicing, has_state=options.has_state)
     stages = tabulate(cut, engine.owner, places, alone)
-    runner = NoBank(engine) if bank is None else WithBank(bank, engine, variables, batch, taken)
+    runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, taken)
     return Compiled(engine, runner, states_of(engine, own=bank is None), stages, Detector(engine.update.watched))

@@ -27,7 +27,7 @@ from jaxpp.state import Metrics, State
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
 from jaxpp.training import Training
-from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat, Task, Tree
+from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat, TaskNames, Tree
 from jaxpp.verify import check_comparable, verify_grads, verify_update
 
 __all__ = ["Metrics", "Pipeline", "State"]
@@ -194,7 +194,7 @@ class Pipeline(Training):
         ]
         return "\n".join(lines)
 
-    def verify(self, state: State, batch: Batch, key: Key | None = None, *, task: Task = None) -> None:
+    def verify(self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> None:
         """Check that a step equals the plain single-device step, leaf by leaf; the state is left as it is.
 
         The loss, aux and every gradient are compared with those of single-device gradient accumulation; then the updated parameters
@@ -242,7 +242,7 @@ class Pipeline(Training):
             engine = open_engine(options, self._optimizer, variables, batch, key)
         return forecast(engine, batch, key, room, waiting_names(self._bank, engine))
 
-    def collectives(self, batch: Batch, key: Key | None = None, *, task: Task = None) -> Collectives:
+    def collectives(self, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Collectives:
         """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.
 
         What stages send to one another is not included. The step is compiled, if it is not yet, and not run.
@@ -270,7 +270,7 @@ class Pipeline(Training):
         *,
         num_steps: int = 3,
         clock: Clock | None = None,
-        task: Task = None,
+        task: TaskNames = None,
     ) -> Profile:
         """What really ran, when, and why ranks idled: steps at full speed under JAX's profiler; the state is left as it is.
 

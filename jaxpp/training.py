@@ -23,7 +23,7 @@ from jaxpp.stages.table import Stages
 from jaxpp.state import Metrics, State, check_kept
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import with_set
-from jaxpp.types import Array, Batch, Key, LossFn, Task, Tree
+from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree
 
 __all__ = ["Training"]
 
@@ -112,7 +112,9 @@ class Training:
         return found
 
     @contextmanager
-    def _whole(self, where: str, state: State, batch: Batch, key: Key | None, task: Task) -> Iterator[tuple[Engine, Leaves[Array]]]:
+    def _whole(
+        self, where: str, state: State, batch: Batch, key: Key | None, task: TaskNames
+    ) -> Iterator[tuple[Engine, Leaves[Array]]]:
         """The engine, and the leaves of a state and of the task's set; for what changes neither."""
         refuse_tracers(f"pipe.{where}(state, batch, key)", batch, key)
         found = self._opened(where)
@@ -155,7 +157,7 @@ class Training:
         return state
 
     def step(
-        self, state: State, batch: Batch, key: Key | None = None, *, task: Task = None, donate: bool = True
+        self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None, donate: bool = True
     ) -> tuple[State, Metrics]:
         """One training step.
 
@@ -204,7 +206,7 @@ class Training:
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
 
     def evaluate(
-        self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: Task = None
+        self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: TaskNames = None
     ) -> Metrics:
         """The loss and aux of a batch, forward only; the state is left as it is.
 
@@ -229,7 +231,7 @@ class Training:
             outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
         return Metrics(loss=outcome.loss, aux=outcome.aux)
 
-    def prefetch(self, task: Task) -> None:
+    def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.
 
         Args:

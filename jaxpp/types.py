@@ -26,7 +26,7 @@ __all__ = [
     "Policy",
     "ReduceAux",
     "Remat",
-    "Task",
+    "TaskNames",
     "Tree",
 ]
 
@@ -62,7 +62,7 @@ Grads = Any
 """A tree like Params: the gradient of the loss by each leaf."""
 Batch = Any
 """A tree of arrays that share their leading axis, the examples."""
-Task = Any
+TaskNames = Any
 """The name of a parameter set of a bank, or a list with one name for each replica; None without a bank."""
 Key = jax.Array
 """A PRNG key: typed (``jax.random.key``) or raw (``jax.random.PRNGKey``)."""

@@ -125,7 +125,7 @@ def test_without_nan_a_step_is_the_same_and_nothing_is_consumed():
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(new), jax.device_get(wanted))
 
 
-def test_infinities_are_looked_for_likewise():
+def test_infinities_are_looked_for_too():
     pipe = pipeline(net_loss, stages=4)
     state = pipe.init(ONES, FINE)
     bad = FINE.copy()

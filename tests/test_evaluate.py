@@ -123,7 +123,7 @@ def test_a_batch_of_another_size_compiles_what_depends_on_it_alone():
         before = len(pipe.engine.programs)
         pipe.step(state, X[:size], donate=False)
         _, drafted = pipe.engine.plan("update", X[:size], None, donate=False)
-        programs = {id(line.job[0]): line.label for line in drafted.draft.lines if line.job}
+        programs = {id(line.program): line.label for line in drafted.bound.lines if line.program}
         new = sorted({label for program, label in programs.items() if program not in known})
         assert not known or len(pipe.engine.programs) - before == len(programs.keys() - known)
         known.update(programs)

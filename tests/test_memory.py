@@ -14,7 +14,7 @@ from jaxpp.errors import ArgumentError, OptimizerError
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.memory.ledger import Ledger, homes_of, live_bytes, sample_step
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
-from jaxpp.plan.builder import HOST, Name
+from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.transfer import put, to_host
 from jaxpp.stages.program import Ref, Role
 from tests.conftest import gpt_case, mlp_case
@@ -119,7 +119,7 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
 def test_a_batch_that_is_already_on_the_device_of_the_first_stage_is_not_counted_twice():
     case, pipe, _ = ready("mlp 1f1b")
     drafted = pipe.engine.draft("update", case.batch, None)
-    here = {Name(HOST, Ref(Role.BATCH, k)): jax.devices()[0] for k in range(2)}
+    here = {Name(CALLER, Ref(Role.BATCH, k)): jax.devices()[0] for k in range(2)}
     peaks = [step_liveness(pipe.engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
     assert peaks[0] >= peaks[1]
     first = [step_liveness(pipe.engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]

@@ -79,7 +79,7 @@ def test_no_labels_of_the_figure_overlap(result):
 
 
 def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("experiments.options.available", lambda: False)
+    monkeypatch.setattr("experiments.options.has_matplotlib", lambda: False)
     config = dataclasses.replace(TINY, pairs=("mlp-1f1b",), no_figure=False, figure=tmp_path / "memory.png")
     assert run(config).figure is None
     assert 'no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"' in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_every_leaf_is_on_its_owner_after_every_step():
 def levels(optimizer, owner=(0, 0, 1, 1, 2, 2)):
     params = {f"w{k}": jnp.ones((40, 40)) for k in range(len(owner))}
     update = plan_update(optimizer, params, owner, 2, jax.ShapeDtypeStruct((), jnp.float32))
-    big = {color for color, eqn in zip(update.colors, update.graph.eqns, strict=True) if color and eqn.outvars[0].aval.size > 1}
+    big = {part for part, eqn in zip(update.parts, update.graph.eqns, strict=True) if part and eqn.outvars[0].aval.size > 1}
     return {stage: {level for level, s in big if s == stage} for stage in range(3)}
 
 

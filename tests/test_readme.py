@@ -61,7 +61,26 @@ def test_the_formulae_of_the_schedules_are_what_the_clock_says(name, usual, make
         assert max(found.peak_residuals) * unit == value(residuals, **sizes)
 
 
-def test_every_module_is_named():
-    table = README[README.index("## How it works") :]
-    for file in (ROOT / "jaxpp").rglob("*.py"):
-        assert file.stem == "__init__" or file.stem in table, file
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "experiments").glob("*/README.md"))]
+
+
+def paths_in(document):
+    """The paths that a document mentions, as links or in backticks, outside of its code blocks."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|#", link)]
+    quoted = re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text)
+    return [*links, *(name for name in quoted if re.search(r"\.(py|md|toml|typed|txt|png|gif)$|^(jaxpp|tests|models|experiments)/", name))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_path_that_a_document_mentions_exists(document):
+    found = paths_in(document)
+    assert found
+    for name in found:
+        assert (document.parent / name).exists() or (name.startswith(("jaxpp/", "models/")) and (ROOT / name).exists()), name
+
+
+def test_the_architecture_names_every_file_of_the_library_once():
+    named = re.findall(r"^\| `(jaxpp/[^`]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    files = [file for file in (ROOT / "jaxpp").rglob("*") if file.suffix in (".py", ".typed") and file.name != "__init__.py"]
+    assert sorted(named) == sorted(str(file.relative_to(ROOT)) for file in files)

@@ -113,8 +113,8 @@ def test_of_all_batch_shapes_the_last_ones_used_are_kept():
     assert {drafted.job.batch[0].shape[0] for _, drafted in engine.kept} == {6, 10}, "the least recently used one goes"
     assert len(engine.kept) == engine.preparer.num_cuts == 2
     count = len(engine.programs)
-    drafts = [drafted.draft for _, drafted in engine.kept]
-    used = {line.job[0] for draft in drafts for line in draft.lines if line.job is not None}
+    drafts = [drafted.bound for _, drafted in engine.kept]
+    used = {line.program for draft in drafts for line in draft.lines if line.program is not None}
     alive = [ref() for ref in held if ref() is not None]
     assert used.issuperset(alive) and len(alive) < len(held), "programs go with the last plan that uses them"
     assert used.issuperset(engine.programs._compiled.keys())
@@ -224,8 +224,8 @@ def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
     pipe = jaxpp.Pipeline(dropout, optax.sgd(0.1), num_stages=2, num_microbatches=6)
     state = pipe.init({f"w{k}": jnp.full(4, 0.5) for k in range(4)}, jnp.ones((12, 4)))
     pipe.verify(state, jnp.ones((12, 4)), key)
-    lines = pipe.engine.draft("update", jnp.ones((12, 4)), key).draft.lines
-    begins = [line.job[0] for line in lines if line.label.startswith("begin") and line.job]
+    lines = pipe.engine.draft("update", jnp.ones((12, 4)), key).bound.lines
+    begins = [line.program for line in lines if line.label.startswith("begin") and line.program]
     folds = [str(jax.make_jaxpr(program.function)(*program.avals)).count("random_fold_in") for program in begins]
     assert set(folds) <= {0, 1} and 1 in folds
 

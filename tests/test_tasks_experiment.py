@@ -267,7 +267,7 @@ def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, c
 
 
 def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_path, capsys, result):
-    monkeypatch.setattr("experiments.options.available", lambda: False)
+    monkeypatch.setattr("experiments.options.has_matplotlib", lambda: False)
     monkeypatch.setattr(module, "compare", lambda *_: result.groups[0])
     config = dataclasses.replace(TINY, no_figure=False, figure=tmp_path / "tasks.png")
     assert run(config).figure is None

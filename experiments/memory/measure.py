@@ -4,8 +4,8 @@ It is found twice. The ledger looks at each device at the moment when the foreca
 kind. A second step is looked at after every instruction, whatever the forecast says; the highest of that is what counts as
 measured. Each array that JAX knows of is in it, the step's or not, except what was there before the pipeline was made.
 
-Both go through ``pipe.engine``, which is not public. ``pipe.profile(...).ledger`` is the public way to the ledger; it compiles
-most programs a second time, to watch them.
+Both go through ``pipe.engine``. ``pipe.profile(...).ledger`` has the ledger too, but compiles most programs a second time, to
+watch them.
 """
 
 import gc
@@ -102,7 +102,7 @@ def _highest(pipe: jaxpp.Pipeline, leaves: Leaves[Array], batch: Any, key: jax.A
     """The most that each device holds after any instruction of a step, in bytes; the leaves are consumed."""
     engine = pipe.engine
     _, drafted = engine.plan("update", batch, key)
-    extras = iter(temporaries(drafted.draft, engine.programs))
+    extras = iter(temporaries(drafted.bound, engine.programs))
     highest = dict.fromkeys(engine.options.placement.ranks_shown, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:
@@ -120,6 +120,6 @@ def _in_flight(liveness: Liveness, device: Device, moment: int) -> int:
     """How many forwards have run on a device of which the last of the backward has not, or does at that moment."""
     spans: dict[tuple[int, int], list[int]] = {}
     for number, line in enumerate(liveness.lines):
-        if line.job is not None and line.action is not None and line.device == device:
+        if line.program is not None and line.action is not None and line.device == device:
             spans.setdefault((line.action.stage, line.action.microbatch), []).append(number + 1)
     return sum(span[0] <= moment <= span[-1] for span in spans.values())

@@ -208,7 +208,7 @@ def bytes_sent(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, key: jax.Ar
     """Run a step, and look at what arrives by each send from one stage to another; the state is left as it is."""
     engine = pipe.engine
     _, drafted = engine.plan("update", batch, key, donate=False)
-    lines, found = iter(drafted.draft.lines), dict.fromkeys(Sent._fields, 0)
+    lines, found = iter(drafted.bound.lines), dict.fromkeys(Sent._fields, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:
         line = next(lines)

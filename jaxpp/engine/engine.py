@@ -16,15 +16,16 @@ from jaxpp.engine.outcome import Drafted, Outcome
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
-from jaxpp.optim.emit import draft_birth, draft_update
-from jaxpp.optim.place import Update
+from jaxpp.optim.emit import add_update, lower_opt_init
+from jaxpp.optim.update import Update, flat
 from jaxpp.options import Options
-from jaxpp.plan.builder import HOST, Draft, Name
-from jaxpp.plan.init_params import INIT_KEY, draft_params
+from jaxpp.plan.builder import CALLER, Builder, Name
+from jaxpp.plan.init_params import INIT_KEY, lower_init
 from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.lower import draft_wait, draft_zeros, forward_actions, lower
+from jaxpp.plan.lower import add_wait, add_zero_gradients, forward_actions, lower
 from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Job, state_name, total_name
+from jaxpp.plan.step import Step, state_name, total_name
+from jaxpp.runtime.bind import bind, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
@@ -42,7 +43,7 @@ from jaxpp.types import Array, Batch, Key, LossFn, Tree
 __all__ = ["Engine", "open_engine"]
 
 Purpose = Literal["update", "grads", "forward"]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -68,7 +69,7 @@ class Engine:
     ):
         self.options, self.optimizer, self.placed, self.preparer, self.programs = options, optimizer, placed, preparer, programs
         self.opened_at = opened_at
-        self._drafts: dict[tuple[Hashable, ...], tuple[Job, Draft]] = {}
+        self._drafts: dict[tuple[Hashable, ...], tuple[Step, Builder]] = {}
         self._plans: dict[tuple[Hashable, ...], tuple[Plan, Drafted]] = {}
         self._recent: dict[Hashable, None] = {}
 
@@ -139,17 +140,22 @@ class Engine:
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
         names = wanted.flat()
-        draft = draft_params(graph, names, self.placement)
-        return wanted.fill(execute(draft.finish(self.programs, [INIT_KEY], names), [key]))
+        return wanted.fill(self._run_once(lower_init(graph, names), [INIT_KEY], names, [key]))
 
     def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
         """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
-        names, draft = self.placed.names, draft_birth(self.update, self.placement)
-        return execute(draft.finish(self.programs, names.all_params, names.all_opt), params)
+        names = self.placed.names
+        return self._run_once(lower_opt_init(self.update), names.all_params, names.all_opt, params)
+
+    def _run_once(
+        self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
+    ) -> list[Array]:
+        plan, _ = compile_plan(bind(builder, self.placement), self.programs, self.preparer.groups, inputs, outputs)
+        return execute(plan, arguments)
 
     def make_loss_scale(self) -> list[Array]:
         """Make the loss scale, on its owner."""
-        leaves = [] if self.options.loss_scale is None else self.options.loss_scale.birth()
+        leaves = [] if self.options.loss_scale is None else self.options.loss_scale.init()
         names = self.placed.names.loss_scale
         return [put_at(place, name.ref, x) for x, name, place in zip(leaves, names, self.placed.places(names), strict=True)]
 
@@ -169,13 +175,12 @@ class Engine:
         found = self._plans.get(cache_key)
         if found is None:
             drafted = self.draft(purpose, batch, key, loss_fn=loss_fn, donate=donate)
-            draft = drafted.draft.copy()
             what = f"for a batch of {drafted.job.split.num_examples(self.placement.num_replicas)}"
             checked = Checked(drafted.job, scaled=self.options.loss_scale is not None) if any(flags()) else None
-            options = {"watched": watched, "checked": checked, "what": what}
-            plan = draft.finish(self.programs, drafted.inputs, drafted.outputs, **options)
-            drafted.draft.chosen.update(draft.chosen)
-            found = self._plans[cache_key] = plan, drafted
+            options = {"watched": watched, "check": checked, "what": what}
+            names = drafted.inputs, drafted.outputs
+            plan, bound = compile_plan(drafted.bound, self.programs, self.preparer.groups, *names, **options)
+            found = self._plans[cache_key] = plan, dataclasses.replace(drafted, bound=bound)
         self._use(shape)
         return found
 
@@ -210,40 +215,39 @@ class Engine:
             self._drafts[cache_key] = job, lower(job, actions)
         self._use(shape)
         job, lines = self._drafts[cache_key]
-        draft = lines.copy()
+        builder = lines.copy()
         names = self.placed.names
         found = Outcome(total_name(job.loss_stage, Role.LOSS), _aux_names(job))
         states = [state_name(name.stage, leaf, len(job.sizes)) for leaf, name in enumerate(names.model_state)]
         if purpose == "update":
-            found = self._draft_update(draft, job, found, states, donate=donate)
+            found = self._add_update(builder, job, found, states, donate=donate)
         elif purpose == "grads":
-            draft_zeros(draft, job, range(len(self.owner)))
+            add_zero_gradients(builder, job, range(len(self.owner)))
             grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
             found = found._replace(grads=grads, model_state=states)
         else:
             found = found._replace(model_state=states)
         inputs = _read_by(purpose, names).flat()
-        inputs += [Name(HOST, job.batch_ref(k)) for k in range(len(job.batch))]
-        inputs += [] if key is None else [Name(HOST, Ref(Role.KEY))]
-        return Drafted(draft, job, inputs, found)
+        inputs += [Name(CALLER, job.batch_ref(k)) for k in range(len(job.batch))]
+        inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
+        return Drafted(bind(builder, self.placement), job, inputs, found)
 
-    def _draft_update(self, draft: Draft, job: Job, found: Outcome[Name], states: Sequence[Name], *, donate: bool) -> Outcome[Name]:
+    def _add_update(
+        self, builder: Builder, job: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
+    ) -> Outcome[Name]:
         """Add the update to the lines of a step, after what its host callbacks may refuse."""
         update, names = self.update, self.placed.names
-        draft_zeros(draft, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
+        add_zero_gradients(builder, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if job.calls_host:
             grads = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in job.trained]
-            draft_wait(draft, "the loss", [found.loss, *found.aux, *grads, *states])
+            add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = draft_update(draft, update, self.placement, found.loss, states, donate=donate and not calls)
+        made = add_update(builder, update, found.loss, states, self.placement.own, donate=donate and not calls)
         if calls:
-            draft_wait(draft, "the optimizer", made)
-        supply, scaled = iter(made), self.options.loss_scale is not None
-        params, opts = ([next(supply) for _ in group] for group in (names.all_params, names.all_opt))
-        states = [next(supply) for _ in states] if scaled else states
-        new = names.fill([*params, *opts, *states, *(next(supply) for _ in names.loss_scale)])
-        finite = next(supply) if scaled else None
-        return found._replace(state=new, finite=finite, grad_norm=next(supply), squares=list(supply))
+            add_wait(builder, "the optimizer", flat(made))
+        new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale])
+        finite = made.finite[0] if made.finite else None
+        return found._replace(state=new, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
 
     def run(
         self,
@@ -317,7 +321,7 @@ def open_engine(
     return Engine(options, optimizer, placed, preparer, programs, shapes)
 
 
-def _read_by(purpose: Purpose, leaves: Leaves[T]) -> Leaves[T]:
+def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
     """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
     if purpose == "update":
         return leaves
@@ -341,7 +345,7 @@ def _shape(leaf: Any) -> Hashable:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def _aux_names(job: Job) -> list[Name]:
+def _aux_names(job: Step) -> list[Name]:
     found: dict[int, Name] = {}
     for stage in range(job.num_stages):
         for ref in job.codes(stage)[0].forward.outputs:

@@ -127,12 +127,12 @@ def lay_out(
     check_shared(batch, options.shared)
     found = _Layouts(options, optimizer, tuple(map(avals_of, variables)), batch, key, frozen, like)
     schedule = options.schedule
-    layout, first = found.at(found.singly)
+    layout, first = found.at(found.layered)
     if options.balance == "time" and options.cuts is None and schedule.num_stages > 1 and like is None:
         kinds = {action.kind for action in schedule.order} - {Kind.F}
         seconds = stage_times(first, kinds, options.placement.places, programs)
         clock = clock_of([code.flops for code in first.stages], seconds)
-        layout, first = found.at(replace(found.singly, clock=clock))
+        layout, first = found.at(replace(found.layered, clock=clock))
     return layout, found.microbatch, first
 
 
@@ -154,7 +154,7 @@ class _Layouts:
         size = sizes(check_batch(batch, *counts, options.shared), counts[0])[0]
         tracing = Tracing(options, frozen)
         self.microbatch = resized(batch_avals(batch), size, tracing.shared(batch))
-        self.singly = tracing.trace(options.loss_fn, given, self.microbatch, key, per_layer=True)
+        self.layered = tracing.trace(options.loss_fn, given, self.microbatch, key, per_layer=True)
 
     def at(self, loss: TracedLoss) -> tuple[Layout, CutLoss]:
         """Cut the loss, every layer of whose loops is an equation of its own, and say what that decides."""

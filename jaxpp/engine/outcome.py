@@ -7,17 +7,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from jaxpp.plan.builder import Draft, Name
+from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.step import Job
+from jaxpp.plan.step import Step
+from jaxpp.runtime.bind import Bound
 from jaxpp.types import Array, Tree
 
 __all__ = ["Drafted", "Outcome"]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class Outcome(NamedTuple, Generic[T]):
+class Outcome(NamedTuple, Generic[_T]):
     """What a step returns; or, while the step is lowered, what its results are called.
 
     Attributes:
@@ -31,14 +32,14 @@ class Outcome(NamedTuple, Generic[T]):
         squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
     """
 
-    loss: T
+    loss: _T
     aux: Any
-    grads: Sequence[T] = ()
-    state: Leaves[T] = Leaves()
-    model_state: Sequence[T] = ()
-    grad_norm: T | None = None
-    finite: T | None = None
-    squares: Sequence[T] = ()
+    grads: Sequence[_T] = ()
+    state: Leaves[_T] = Leaves()
+    model_state: Sequence[_T] = ()
+    grad_norm: _T | None = None
+    finite: _T | None = None
+    squares: Sequence[_T] = ()
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,14 @@ class Drafted:
     """A step as lines.
 
     Attributes:
-        draft: the lines.
+        bound: the lines, with their places.
         job: what was lowered.
         inputs: the names of the arguments: leaves of the state, batch leaves, the key.
         results: the names of the results.
     """
 
-    draft: Draft
-    job: Job
+    bound: Bound
+    job: Step
     inputs: list[Name]
     results: Outcome[Name]
 

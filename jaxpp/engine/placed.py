@@ -10,7 +10,8 @@ import optax
 
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.sharding_rules import opt_specs_of
-from jaxpp.optim.place import Update, opt_name, plan_update
+from jaxpp.optim.place import plan_update
+from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
@@ -62,7 +63,7 @@ class Placed:
     @cached_property
     def shapes(self) -> Leaves[Aval]:
         """The shape of each leaf of a state."""
-        opts = [] if self.update is None else [atom.aval for atom in self.update.birth.outputs]
+        opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
         flat = [*jax.tree.leaves(self.layout.params), *opts, *self.layout.state_shapes, *self.scales]
         return self.names.fill(flat)
 
@@ -96,7 +97,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
     Raises:
         OptimizerError: the optimizer would move large arrays between stages.
     """
-    scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.birth()))
+    scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.init()))
     params, replicated = layout.params, options.placement.num_replicas > 1
     own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
     known: dict[str, Any] = {"specs": layout.specs, "own": frozenset(own if replicated else ())}

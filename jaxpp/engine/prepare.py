@@ -8,10 +8,10 @@ import jax
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing, raw_key
 from jaxpp.options import Options
-from jaxpp.plan.step import Job
+from jaxpp.plan.step import Step
 from jaxpp.plan.weights import weigh
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.replica_groups import Groups
+from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.cuts.balance import align
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.aux import check_aux
@@ -35,7 +35,7 @@ class Preparer:
 
     def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
         self.options, self.layout, self.placement = options, layout, placement
-        self.groups = Groups()
+        self.groups = ReplicaGroups()
         self.tracing = Tracing(options, layout.frozen)
         self._cuts: dict[Hashable, CutLoss] = {_cache_key(options.loss_fn, microbatch, key, True): first}
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
@@ -81,7 +81,7 @@ class Preparer:
             return split_any(check_batch(batch, 1, shared=options.shared), *counts)
         return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
 
-    def job(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Job:
+    def job(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
         """What to lower for a batch of these shapes.
 
         Raises:
@@ -97,13 +97,14 @@ class Preparer:
         different = tuple(dict.fromkeys(parts))
         cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
-        weights = None if options.weight is None else weigh(options.weight, batch, shared, split, self.placement)
-        return Job(
+        weights = None if options.weight is None else weigh(options.weight, batch, shared, split, self.placement.num_replicas)
+        return Step(
             cuts=cuts,
             variants=tuple(different.index(size) for size in parts),
             split=split,
             owner=layout.owner,
-            placement=self.placement,
+            num_replicas=self.placement.num_replicas,
+            own=self.placement.own,
             params=tuple(jax.tree.leaves(layout.params)),
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,
@@ -111,7 +112,6 @@ class Preparer:
             shared=shared,
             key=None if key is None else jax.eval_shape(raw_key, key),
             implementation=key_implementation(key),
-            groups=self.groups,
             known=self._known_programs,
             weights=weights,
         )

@@ -22,24 +22,24 @@ from jaxpp.errors import JaxppError
 
 __all__ = ["entries", "entry", "fold", "managed"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
-C = TypeVar("C", bound=type)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+_C = TypeVar("_C", bound=type)
 
 _OURS = frozenset({"jaxpp", "jax", "jaxlib"})
 _BETWEEN = frozenset({"contextlib", "concurrent", "functools", "threading"})
 """Modules of Python whose frames are taken out where jaxpp or JAX called them."""
 
 
-def entry(function: Callable[P, R]) -> Callable[P, R]:
+def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A public function: the traceback of what it raises ends at the user's line, and goes on in the user's own functions.
 
     To see every frame, ``jax.config.update("jax_traceback_filtering", "off")``.
     """
 
     @functools.wraps(function)
-    def public(*args: P.args, **kwargs: P.kwargs) -> R:
+    def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -49,7 +49,7 @@ def entry(function: Callable[P, R]) -> Callable[P, R]:
     return public
 
 
-def entries(cls: C) -> C:
+def entries(cls: _C) -> _C:
     """A public class: its constructor, and all methods and properties without an underscore, are each an ``entry``."""
     for name, value in list(vars(cls).items()):
         if name != "__init__" and name.startswith("_"):
@@ -63,23 +63,23 @@ def entries(cls: C) -> C:
     return cls
 
 
-def managed(function: Callable[P, Iterator[T]]) -> Callable[P, contextlib.AbstractContextManager[T]]:
+def managed(function: Callable[_P, Iterator[_T]]) -> Callable[_P, contextlib.AbstractContextManager[_T]]:
     """``contextlib.contextmanager`` for a public method: to enter and to leave it is an ``entry`` each."""
     made = contextlib.contextmanager(function)
 
     @functools.wraps(function)
-    def manager(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
+    def manager(*args: _P.args, **kwargs: _P.kwargs) -> contextlib.AbstractContextManager[_T]:
         return _Managed(made(*args, **kwargs))
 
     return manager
 
 
-class _Managed(contextlib.AbstractContextManager[T]):
-    def __init__(self, inner: contextlib.AbstractContextManager[T]):
+class _Managed(contextlib.AbstractContextManager[_T]):
+    def __init__(self, inner: contextlib.AbstractContextManager[_T]):
         self._inner = inner
 
     @entry
-    def __enter__(self) -> T:
+    def __enter__(self) -> _T:
         return self._inner.__enter__()
 
     @entry

@@ -1,16 +1,16 @@
-"""Stages that do not learn: a boundary that carries no gradient raises no error, the stages before it only stay as they are.
+"""Warns of stages that do not learn: a boundary that carries no gradient raises no error, but the stages before it never change.
 
-Each update returns, for each stage, the sum of its squared gradients, which the gradient's norm needs anyway. The detector looks at
-them some steps later, when they are there, so that nothing waits: at the first steps each, then now and then.
+Each update returns the sum of squared gradients of each stage, which the gradient norm needs anyway. The detector looks at these
+sums some steps later, when they are there, so that nothing waits: after each of the first steps, then now and then.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from jax.errors import JaxRuntimeError
 
 from jaxpp.errors import warn
+from jaxpp.types import Leaf
 
 __all__ = ["DeadStageWarning", "Detector"]
 
@@ -25,17 +25,17 @@ class Detector:
     """Follows the training of one pipeline, and warns once.
 
     Args:
-        stages: those that have parameters, in order.
+        stages: the stages that have parameters, in order.
     """
 
     def __init__(self, stages: Sequence[int]):
         self._zeros = dict.fromkeys(stages, 0)
         self._num_steps = 0
-        self._waiting: deque[Sequence[Any]] = deque()
+        self._waiting: deque[Sequence[Leaf]] = deque()
         self._warned = False
 
-    def add(self, squares: Sequence[Any]) -> None:
-        """Take the sums of squared gradients of one step, one a stage, to be looked at later."""
+    def add(self, squares: Sequence[Leaf]) -> None:
+        """Take the sum of squared gradients of each stage in one step, to be looked at later."""
         if not self._warned and (self._num_steps < _EAGER or self._num_steps % _EVERY == 0):
             self._waiting.append(squares)
         self._num_steps += 1
@@ -44,7 +44,7 @@ class Detector:
         """Look at the sums that are there by now.
 
         Warns:
-            DeadStageWarning: some stage's were zero several times in a row.
+            DeadStageWarning: the sums of some stage were zero several times in a row.
         """
         while self._waiting and all(value.is_ready() for value in self._waiting[0]):
             try:

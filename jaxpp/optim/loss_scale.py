@@ -62,7 +62,7 @@ class Scaling(NamedTuple):
     scale: int
     fin_steps: int
 
-    def birth(self) -> list[jax.Array]:
+    def init(self) -> list[jax.Array]:
         """The leaves at the beginning."""
         scale, fin_steps = jnp.asarray(self.example.scale, jnp.float32), jnp.asarray(self.example.fin_steps, int)
         values = {self.scale: scale, self.fin_steps: fin_steps}

@@ -15,10 +15,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -28,90 +25,19 @@ from jax.extend.core import Literal, Var
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.loss_scale import Scaling
-from jaxpp.plan.builder import Name
-from jaxpp.plan.step import param_name, scale_name, state_name, total_name
+from jaxpp.optim.update import HUB, Part, Update, UpdateInputs, flat
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import aval_of, describe, shapes_of, variables
 from jaxpp.stages.loss.traced_loss import path_name
-from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.types import Array, Aval
 
-__all__ = ["HUB", "Color", "Update", "flat_update", "opt_name", "plan_update", "trace_update", "unread_gradients"]
-
-HUB = 0
-"""The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
+__all__ = ["flat_update", "plan_update", "trace_update", "unread_gradients"]
 
 _MOVABLE = 1024
 """The most elements of a value that may move between stages in an update."""
 
 _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")
 """What Python says of an update that wants to call the loss."""
-
-Color = tuple[int, int]
-"""(level, stage): one program of the update."""
-
-
-def opt_name(stage: int, leaf: int) -> Name:
-    """An optimizer state leaf, as its owner holds it."""
-    return Name(stage, Ref(Role.OPT, leaf))
-
-
-@dataclass(frozen=True)
-class Update:
-    """An optimizer's init and update, traced and placed.
-
-    Attributes:
-        graph: inputs are gradient leaves, optimizer leaves, parameter leaves, the loss, and for a scaled loss the scale's leaves
-            and the model state before and after the step; outputs new parameter leaves, new optimizer leaves, for a scaled loss the
-            model state, the scale's leaves and whether all was finite, then the norm of the gradient, and its square on each stage
-            of ``watched``.
-        birth: ``optimizer.init``: parameter leaves to optimizer leaves.
-        tree: structure of the optimizer state.
-        owner: the stage of each parameter leaf.
-        opt_owner: the stage of each optimizer leaf.
-        colors: the level and stage of each equation; None is repeated where needed.
-        watched: the stages that own parameters which are not frozen.
-        state_owner: the stage of each model state leaf, if the loss is scaled.
-        loss_stage: the stage that has the loss, and its scale.
-        programs: made so far, for as long as a plan has them: they are the same at every batch size.
-    """
-
-    graph: Graph
-    birth: Graph
-    tree: Any
-    owner: tuple[int, ...]
-    opt_owner: tuple[int, ...]
-    colors: tuple[Color | None, ...]
-    watched: tuple[int, ...]
-    scaling: Scaling | None
-    state_owner: tuple[int, ...]
-    loss_stage: int
-    programs: WeakValueDictionary[Any, Program] = field(default_factory=WeakValueDictionary)
-
-    @property
-    def scales(self) -> tuple[Name, ...]:
-        """The names of the loss scale's leaves."""
-        return () if self.scaling is None else (scale_name(self.loss_stage, 0), scale_name(self.loss_stage, 1))
-
-    @property
-    def num_params(self) -> int:
-        """How many parameter leaves there are."""
-        return len(self.owner)
-
-    @cached_property
-    def homes(self) -> tuple[int, ...]:
-        """The stage of each result."""
-        scaled = () if self.scaling is None else (*self.state_owner, self.loss_stage, self.loss_stage, HUB)
-        return (*self.owner, *self.opt_owner, *scaled, HUB, *self.watched)
-
-    def names(self, loss: Name, states: Sequence[Name]) -> list[Name]:
-        """The names of the inputs, each on its owner; ``states`` are those of the new model state."""
-        grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
-        opts = [opt_name(stage, leaf) for leaf, stage in enumerate(self.opt_owner)]
-        params = [param_name(stage, leaf) for leaf, stage in enumerate(self.owner)]
-        scaled = []
-        if self.scaling is not None:
-            scaled = [*self.scales, *(state_name(stage, leaf) for leaf, stage in enumerate(self.state_owner)), *states]
-        return [*grads, *opts, *params, loss, *scaled]
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss: Any) -> frozenset[int]:
@@ -163,41 +89,39 @@ def plan_update(
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
     counted = range(len(leaves)) if counted is None else counted
     apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
-    wanted = sorted({home for leaf, home in enumerate(owner) if leaf not in apart})
+    watched = sorted({stage for leaf, stage in enumerate(owner) if leaf not in apart})
 
-    def update(
-        given: list[Any], opt: list[Any], params: list[Any], loss: Any, scale: list[Any], old: list[Any], new: list[Any]
-    ) -> list[Any]:
-        made = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(given)]
+    def update(given: UpdateInputs[Array]) -> list[Array]:
+        grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(given.grads)]
+        scale, finite = [], []
         if scaling is None:
-            results = plain(made, opt, params, loss)
+            results = plain(grads, given.opt, given.params, *given.loss)
         else:
-            made, finite = scaling.unscale(made, scale)
-            pairs = zip((*plain(made, opt, params, loss), *new), (*params, *opt, *old), strict=True)
-            results = [jnp.where(finite, after, before) for after, before in pairs]
-            results += [*scaling.adjust(scale, finite), finite]
-        free = [(home, _wide(grad)) for k, (home, grad) in enumerate(zip(owner, made, strict=True)) if k not in apart]
-        parts = [optax.tree.norm([grad for home, grad in free if home == stage], squared=True) for stage in wanted]
-        return [
-            jnp.array(leaf, copy=True)
-            for leaf in (*results, optax.tree.norm([grad for k, grad in enumerate(made) if k in counted]), *parts)
-        ]
+            grads, all_finite = scaling.unscale(grads, given.scale)
+            after = *plain(grads, given.opt, given.params, *given.loss), *given.new_state
+            before = *given.params, *given.opt, *given.old_state
+            results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
+            scale, finite = scaling.adjust(given.scale, all_finite), [all_finite]
+        free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
+        squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
+        norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted])
+        return [jnp.array(leaf, copy=True) for leaf in (*results, *scale, *finite, norm, *squares)]
 
-    def birth(params: list[Any]) -> list[Any]:
+    def init(params: list[Array]) -> list[Array]:
         return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
 
-    scale = [] if scaling is None else shapes_of(scaling.birth())
-    stages, shapes = tuple(stage for stage, _ in states), [shape for _, shape in states]
-    graph = trace_update(update, leaves, opt_leaves, leaves, loss, scale, shapes, shapes)
+    scale = () if scaling is None else shapes_of(scaling.init())
+    state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
+    inputs = UpdateInputs[Aval](tuple(leaves), tuple(opt_leaves), tuple(leaves), (loss,), scale, state, state)
+    graph = trace_update(update, inputs)
     if len(set(owner)) > 1:
         graph = open_conditions(graph)
-    born, _ = trace(birth, leaves)
-    homes = (*owner, *(loss_stage for _ in (loss, *scale)), *stages, *stages)
-    placer = _Placer(graph, len(leaves), len(opt_leaves), tuple(owner), homes)
-    placer.own(_born_with(born, owner))
+    init_graph, _ = trace(init, leaves)
+    known = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
+    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *known))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    colors = placer.color(paths)
-    return Update(graph, born, opt_tree, tuple(owner), placer.opt_owner(), colors, tuple(wanted), scaling, stages, loss_stage)
+    placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
+    return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
 
 
 def flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
@@ -247,11 +171,11 @@ def _wide(grad: Any) -> Any:
     return grad.astype(jnp.float32) if grad.dtype == jnp.float16 else grad
 
 
-def _born_with(birth: Graph, owner: Sequence[int]) -> list[int | None]:
+def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:
     """The stage of each optimizer leaf that is made from one parameter (a copy, an average), None for others."""
-    found = marked(birth, {var: 1 << stage for var, stage in zip(birth.inputs, owner, strict=True)})
-    stages = [0 if isinstance(atom, Literal) else found.get(atom, 0) for atom in birth.outputs]
-    return [bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages]
+    found = marked(init, {var: 1 << stage for var, stage in zip(init.inputs, owner, strict=True)})
+    stages = [0 if isinstance(atom, Literal) else found.get(atom, 0) for atom in init.outputs]
+    return tuple(bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages)
 
 
 def _size(atom: Any) -> int:
@@ -261,17 +185,15 @@ def _size(atom: Any) -> int:
 class _Placer:
     """Finds the owner of every optimizer leaf, then the level and stage of every equation."""
 
-    def __init__(self, graph: Graph, num_params: int, num_opt: int, owner: tuple[int, ...], homes: tuple[int, ...]):
-        """``homes`` are the stages of the inputs after the gradients and the optimizer leaves."""
-        self.graph = graph
-        inputs = graph.inputs
-        self.opt = inputs[num_params : num_params + num_opt]
-        self.stage: dict[Var, int] = dict(zip(inputs[:num_params], owner, strict=True))
-        self.stage |= dict(zip(inputs[num_params + num_opt :], homes, strict=True))
+    def __init__(self, graph: Graph, inputs: UpdateInputs[Var], stages: UpdateInputs[int | None]):
+        """``stages`` are those of the inputs; None for an optimizer leaf that is to be placed."""
+        self.graph, self.opt = graph, inputs.opt
+        pairs = zip(flat(inputs), flat(stages), strict=True)
+        self.stage: dict[Var, int] = {var: stage for var, stage in pairs if stage is not None}
+        self._follow()
 
-    def own(self, born: Sequence[int | None]) -> None:
-        """Follow the dataflow: a leaf goes to the stage of the first owned value it is combined with."""
-        self.stage |= {var: stage for var, stage in zip(self.opt, born, strict=True) if stage is not None}
+    def _follow(self) -> None:
+        """Follow the dataflow: an optimizer leaf goes to the stage of the first owned value it is combined with."""
         stage = dict(self.stage)
         lost = {1 << k: var for k, var in enumerate(self.opt) if var not in stage}  # leaves without a stage yet, a bit each
         origins = {var: bit for bit, var in lost.items()}
@@ -298,31 +220,31 @@ class _Placer:
         """The stage of each optimizer leaf."""
         return tuple(self.stage.get(var, HUB) for var in self.opt)
 
-    def color(self, paths: Sequence[str]) -> tuple[Color | None, ...]:
-        """Level and stage of each equation.
+    def parts(self, paths: Sequence[str]) -> tuple[Part | None, ...]:
+        """The part that each equation belongs to.
 
         Raises:
             OptimizerError: an equation combines large values of several stages.
         """
-        place: dict[Var, Color] = {var: (0, stage) for var, stage in self.stage.items()}
-        colors: list[Color | None] = []
+        place: dict[Var, Part] = {var: Part(0, stage) for var, stage in self.stage.items()}
+        parts: list[Part | None] = []
         crossed: list[str] = []
         for eqn in self.graph.eqns:
             owned = [var for var in variables(eqn.invars) if var in place]
             if not owned:
-                colors.append(None)
+                parts.append(None)
                 continue
-            stages = {place[var][1] for var in owned}
+            stages = {place[var].stage for var in owned}
             largest = max(owned, key=_size)
-            home = place[largest][1] if len(stages) == 1 or _size(largest) > 1 else HUB
+            home = place[largest].stage if len(stages) == 1 or _size(largest) > 1 else HUB
             for var in owned:
-                away = place[var][1]
+                away = place[var].stage
                 if away != home and _size(var) > _MOVABLE:
                     both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
                     crossed.append(f"{eqn.primitive.name}: {both}")
-            level = max(place[var][0] + (place[var][1] != home and var not in self.stage) for var in owned)
-            colors.append((level, home))
-            place.update((var, (level, home)) for var in eqn.outvars)
+            level = max(place[var].level + (place[var].stage != home and var not in self.stage) for var in owned)
+            parts.append(Part(level, home))
+            place.update(dict.fromkeys(eqn.outvars, Part(level, home)))
         if crossed:
             raise OptimizerError(
                 "optimizer",
@@ -331,17 +253,17 @@ class _Placer:
                 "use a transformation that treats each parameter by itself, or pass num_stages=1",
                 f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
             )
-        return self._late(colors)
+        return self._late(parts)
 
-    def _late(self, colors: Sequence[Color | None]) -> tuple[Color | None, ...]:
+    def _late(self, parts: Sequence[Part | None]) -> tuple[Part | None, ...]:
         """Each equation at the last level at which it serves its readers, so that no moment is held from one level to the next."""
         users, results = self.graph.users(), set(variables(self.graph.outputs))
-        late = list(colors)
+        late = list(parts)
         for i, eqn in reversed(list(enumerate(self.graph.eqns))):
-            color = colors[i]
+            part = parts[i]
             readers = [late[j] for var in eqn.outvars for j in users.get(var, ())]
             large = any(_size(var) > 1 for var in eqn.outvars)
-            if color is not None and large and readers and results.isdisjoint(eqn.outvars):
-                latest = min(reader[0] - (reader[1] != color[1]) for reader in readers if reader is not None)
-                late[i] = max(color[0], latest), color[1]
+            if part is not None and large and readers and results.isdisjoint(eqn.outvars):
+                latest = min(reader.level - (reader.stage != part.stage) for reader in readers if reader is not None)
+                late[i] = Part(max(part.level, latest), part.stage)
         return tuple(late)

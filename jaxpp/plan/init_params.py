@@ -10,16 +10,15 @@ from typing import Any
 import jax
 
 from jaxpp.errors import InitError
-from jaxpp.plan.builder import HOST, Draft, Name
-from jaxpp.runtime.placement import Placement
+from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
 
-__all__ = ["INIT_KEY", "closed_function", "draft_params", "trace_init"]
+__all__ = ["INIT_KEY", "closed_function", "lower_init", "trace_init"]
 
 _KEY = Ref(Role.KEY, shared=True)
-INIT_KEY = Name(HOST, _KEY)
+INIT_KEY = Name(CALLER, _KEY)
 """The key that parameters are made from."""
 
 
@@ -59,15 +58,14 @@ def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Any], atoms: Se
     return lambda *args: run(*args, *constants.values())
 
 
-def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> Draft:
+def lower_init(graph: Graph, names: Sequence[Name]) -> Builder:
     """The lines that make parameters and model state from the key, ``INIT_KEY``.
 
     Args:
         graph: of the init function.
         names: of its results, each on its owner.
-        placement: where each stage lives.
     """
-    draft = Draft()
+    builder = Builder()
     for stage in sorted({name.stage for name in names}):
         mine = [leaf for leaf, name in enumerate(names) if name.stage == stage]
         atoms = [graph.outputs[leaf] for leaf in mine]
@@ -75,10 +73,10 @@ def draft_params(graph: Graph, names: Sequence[Name], placement: Placement) -> D
         inputs = [var for var in piece.inputs if var in graph.inputs]
         names_in = [Name(stage, _KEY) for _ in inputs]
         for name in names_in:
-            draft.send(f"send key to stage {stage}", INIT_KEY, name, placement[stage])
+            builder.send(f"send key to stage {stage}", INIT_KEY, name)
         names_out = [names[leaf] for leaf in mine]
         function = closed_function(graph, piece, inputs, atoms)
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         program = Program(function, *refs, shapes_of(inputs), name=f"stage_{stage}_init")
-        draft.compute(f"init stage {stage}", program, placement[stage], names_in, names_out, ())
-    return draft
+        builder.compute(f"init stage {stage}", program, stage, names_in, names_out, ())
+    return builder

@@ -1,6 +1,6 @@
 """Lowering: a schedule and a cut loss become the lines of a plan.
 
-A step is written in six passes over one ``Draft``:
+A step is written in six passes by one ``Builder``:
 
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
 2. *begin*: one program a stage for what it does once (``plan.stage_setup``);
@@ -22,17 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp.plan.builder import HOST, Draft, Name
+from jaxpp.plan.builder import CALLER, Builder, GroupMean, Name
 from jaxpp.plan.model_state import Passing
-from jaxpp.plan.stage_setup import draft_begin
-from jaxpp.plan.step import Job, grad_name, local_name, param_name, scale_name, state_name, total_name
+from jaxpp.plan.stage_setup import add_stage_setup
+from jaxpp.plan.step import Step, grad_name, local_name, param_name, scale_name, total_name
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.microbatch import Split, scale_dtype
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.program import Program, Ref, Role
 
-__all__ = ["draft_wait", "draft_zeros", "forward_actions", "lower"]
+__all__ = ["add_wait", "add_zero_gradients", "forward_actions", "lower"]
 
 
 def forward_actions(num_stages: int, num_microbatches: int) -> list[Action]:
@@ -41,85 +41,75 @@ def forward_actions(num_stages: int, num_microbatches: int) -> list[Action]:
     return [Action(s, Kind.F, i) for s, i in sorted(pairs, key=lambda pair: (sum(pair), -pair[0]))]
 
 
-def lower(job: Job, actions: Sequence[Action]) -> Draft:
+def lower(step: Step, actions: Sequence[Action]) -> Builder:
     """Write the lines of one step up to its gradients.
 
     Args:
-        job: what to run.
+        step: what to run.
         actions: in dispatch order.
 
     Returns:
-        the draft; the model state after the step is on its owners, under the names that a further microbatch would read.
+        the lines; the model state after the step is on its owners, under the names that a further microbatch would read.
     """
-    draft = Draft()
-    draft.homes.update({param_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.owner)})
-    draft.homes.update({state_name(stage, leaf): job.placement[stage] for leaf, stage in enumerate(job.state_owner)})
-    draft.homes.update({scale_name(job.loss_stage, k): job.placement[job.loss_stage] for k in range(2)})
-    _feed(draft, job)
-    chosen, zeros = job.choose(actions)
-    for stage in sorted(range(job.num_stages), key=lambda s: s != job.loss_stage):
-        draft_begin(draft, job, stage, zeros[stage])
-    passing = Passing(draft, job)
+    builder = Builder()
+    _feed(builder, step)
+    chosen, zeros = step.choose(actions)
+    for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
+        add_stage_setup(builder, step, stage, zeros[stage])
+    passing = Passing(builder, step)
     for action, program in chosen:
         passing.supply(action, program)
-        _act(draft, job, action, program)
+        _act(builder, step, action, program)
         passing.note(action, program)
-    _unpack(draft, job)
-    _tie(draft, job)
-    for stage in range(job.num_stages):
-        _total(draft, job, stage)
-    _reduce(draft, job)
+    _unpack(builder, step)
+    _tie(builder, step)
+    for stage in range(step.num_stages):
+        _total(builder, step, stage)
+    _reduce(builder, step)
     passing.go_home()
-    return draft
+    return builder
 
 
-def _feed(draft: Draft, job: Job) -> None:
-    sent: dict[Any, Name] = {}
-
-    def feed(label: str, source: Name, target: Name) -> None:
-        device = job.placement[target.stage]
-        draft.send(label, sent.get((source, device), source), target, device)
-        sent.setdefault((source, device), target)
-
-    for stage in range(job.num_stages):
-        given = [*map(job.batch_ref, job.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in job.read(stage, Role.KEY))]
+def _feed(builder: Builder, step: Step) -> None:
+    for stage in range(step.num_stages):
+        given = [*map(step.batch_ref, step.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in step.read(stage, Role.KEY))]
         for ref in given:
-            feed(f"send {ref.role} {ref.index} to stage {stage}", Name(HOST, ref), Name(stage, ref))
-        for k in job.read(stage, Role.LOSS_SCALE):
-            feed(f"send loss scale to stage {stage}", scale_name(job.loss_stage, k), scale_name(stage, k))
-        for leaf in job.read(stage, Role.PARAM):
-            if job.owner[leaf] != stage:
-                path = job.cuts[0].loss.param_paths[leaf]
-                feed(f"send {path} to stage {stage}", param_name(job.owner[leaf], leaf), param_name(stage, leaf))
+            builder.send(f"send {ref.role} {ref.index} to stage {stage}", Name(CALLER, ref), Name(stage, ref))
+        for k in step.read(stage, Role.LOSS_SCALE):
+            builder.send(f"send loss scale to stage {stage}", scale_name(step.loss_stage, k), scale_name(stage, k))
+        for leaf in step.read(stage, Role.PARAM):
+            if step.owner[leaf] != stage:
+                path = step.cuts[0].loss.param_paths[leaf]
+                builder.send(f"send {path} to stage {stage}", param_name(step.owner[leaf], leaf), param_name(stage, leaf))
 
 
-def _act(draft: Draft, job: Job, action: Action, program: Program) -> None:
+def _act(builder: Builder, step: Step, action: Action, program: Program) -> None:
     """Write one action and the sends it feeds."""
     stage, _, i = action
-    variant = job.variants[i]
-    cut = job.cuts[variant]
+    variant = step.variants[i]
+    cut = step.cuts[variant]
     label = str(action)
     inputs = [local_name(stage, ref, i, variant) for ref in program.inputs]
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
-    draft.compute(label, program, job.placement[stage], inputs, outputs, action=action)
+    builder.compute(label, program, stage, inputs, outputs, action=action)
     for ref in program.outputs:
         if ref.role == Role.ACTIVATION:
             for peer in cut.consumers[ref.index]:
-                draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer], action)
+                builder.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), action)
         elif ref.role == Role.COTANGENT:
             peer = cut.producer[ref.index]
-            draft.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), job.placement[peer], action)
+            builder.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), action)
 
 
-def _unpack(draft: Draft, job: Job) -> None:
+def _unpack(builder: Builder, step: Step) -> None:
     """Gradients that were summed as one vector become leaves."""
-    for stage in range(job.num_stages):
-        packs = job.codes(stage)[0].packs
+    for stage in range(step.num_stages):
+        packs = step.codes(stage)[0].packs
         if packs:
-            program = job.once(("unpack", stage, packs), functools.partial(_unpacking, stage, packs))
+            program = step.once(("unpack", stage, packs), functools.partial(_unpacking, stage, packs))
             names_in = [Name(stage, ref) for ref in program.inputs]
             names_out = [Name(stage, ref) for ref in program.outputs]
-            draft.compute(f"unpack stage {stage}", program, job.placement[stage], names_in, names_out, ())
+            builder.compute(f"unpack stage {stage}", program, stage, names_in, names_out, ())
 
 
 def _unpacking(stage: int, packs: Sequence[Pack]) -> Program:
@@ -131,24 +121,24 @@ def _unpacking(stage: int, packs: Sequence[Pack]) -> Program:
     return Program(unpack, refs, members, avals, name=f"stage_{stage}_unpack")
 
 
-def _tie(draft: Draft, job: Job) -> None:
+def _tie(builder: Builder, step: Step) -> None:
     """Gradients of parameters used away from home go back, once, and are summed."""
-    for home in range(job.num_stages):
+    for home in range(step.num_stages):
         back: dict[int, list[Name]] = {}
-        for stage in range(job.num_stages):
-            for ref in job.accumulators(stage):
-                if ref.role == Role.GRAD and ref.index >= 0 and stage != home and job.owner[ref.index] == home:
+        for stage in range(step.num_stages):
+            for ref in step.accumulators(stage):
+                if ref.role == Role.GRAD and ref.index >= 0 and stage != home and step.owner[ref.index] == home:
                     target = Name(home, Ref(Role.GRAD, ref.index, stage))
-                    path = job.cuts[0].loss.param_paths[ref.index]
-                    draft.send(f"send grad of {path} to stage {home}", Name(stage, ref), target, job.placement[home])
+                    path = step.cuts[0].loss.param_paths[ref.index]
+                    builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
                     back.setdefault(ref.index, [grad_name(home, ref.index)]).append(target)
         if back:
-            _sum(draft, job, home, list(back.values()))
+            _sum(builder, step, home, list(back.values()))
 
 
-def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
+def _sum(builder: Builder, step: Step, stage: int, groups: list[list[Name]]) -> None:
     names = [name for group in groups for name in group]
-    avals = [job.params[name.ref.index] for name in names]
+    avals = [step.params[name.ref.index] for name in names]
 
     def tie(*args: Any) -> list[Any]:
         supply = iter(args)
@@ -156,47 +146,43 @@ def _sum(draft: Draft, job: Job, stage: int, groups: list[list[Name]]) -> None:
 
     totals = [group[0] for group in groups]
     refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
-    program = job.once(("tie", refs), lambda: Program(tie, *refs, shapes_of(avals), name=f"stage_{stage}_tie"))
+    program = step.once(("tie", refs), lambda: Program(tie, *refs, shapes_of(avals), name=f"stage_{stage}_tie"))
     donated = tuple(k for k, name in enumerate(names) if name in totals)
-    draft.compute(f"tie stage {stage}", program, job.placement[stage], names, totals, donated)
+    builder.compute(f"tie stage {stage}", program, stage, names, totals, donated)
 
 
-def _total(draft: Draft, job: Job, stage: int) -> None:
+def _total(builder: Builder, step: Step, stage: int) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    leaves = job.trained if job.trains else ()
-    grads = [Ref(Role.GRAD, leaf) for leaf in leaves if job.owner[leaf] == stage]
-    place = job.placement[stage]
-    own = [ref for ref in grads if place.per_replica(total_name(stage, Role.GRAD, ref.index).ref)]
-    _total_of_tasks(draft, job, stage, own)
-    found = [(ref, job.params[ref.index]) for ref in grads if ref not in own]
-    if stage == job.loss_stage:
-        forward = job.codes(stage)[0].forward
+    leaves = step.trained if step.trains else ()
+    grads = [Ref(Role.GRAD, leaf) for leaf in leaves if step.owner[leaf] == stage]
+    own = [ref for ref in grads if (Role.GRAD, ref.index) in step.own]
+    _mean_of_own(builder, step, stage, own)
+    found = [(ref, step.params[ref.index]) for ref in grads if ref not in own]
+    if stage == step.loss_stage:
+        forward = step.codes(stage)[0].forward
         totals = zip(forward.outputs, forward.results, strict=True)
         found += [(ref, aval) for ref, aval in totals if ref.role in (Role.LOSS, Role.AUX)]
     refs = [ref for ref, _ in found]
     names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
-    if job.placement.num_replicas == 1:
+    if step.num_replicas == 1:
         for source, target in zip(*names, strict=True):
-            draft.send("", source, target, place)  # another name for it
+            builder.send(f"rename {source.ref.role} {source.ref.index} of stage {stage}", source, target)
     elif found:
-        count = job.placement.num_replicas
+        count = step.num_replicas
         avals = tuple(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype) for _, aval in found)
         outputs = tuple(name.ref for name in names[1])
         make = functools.partial(Program, _sum_replicas, tuple(refs), outputs, avals, spans=True)
-        program = job.once(("total", tuple(refs), avals), make)
-        draft.compute(f"total stage {stage}", program, place, *names, ())
+        program = step.once(("total", tuple(refs), avals), make)
+        builder.compute(f"total stage {stage}", program, stage, *names, ())
 
 
-def _total_of_tasks(draft: Draft, job: Job, stage: int, refs: Sequence[Ref]) -> None:
-    """The gradients of tasks, each over the replicas that ran it."""
-    place = job.placement[stage]
-    if not refs:
-        return
-    scales = [] if job.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(job.sizes))]
-    avals = [job.params[ref.index] for ref in refs]
-    mean = job.groups.mean([place.sharding(ref) for ref in (*refs, *(name.ref for name in scales))], avals)
-    totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
-    draft.call(f"total of tasks stage {stage}", mean, place, [*(Name(stage, ref) for ref in refs), *scales], totals)
+def _mean_of_own(builder: Builder, step: Step, stage: int, refs: Sequence[Ref]) -> None:
+    """The gradients of parameters of which each replica has its own, each over the replicas with the same."""
+    if refs:
+        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+        mean = GroupMean(tuple(step.params[ref.index] for ref in refs))
+        totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
+        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in refs), *scales], totals)
 
 
 def _sum_replicas(*values: Any) -> list[Any]:
@@ -204,38 +190,38 @@ def _sum_replicas(*values: Any) -> list[Any]:
     return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
 
-def draft_zeros(draft: Draft, job: Job, wanted: Sequence[int]) -> None:
+def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> None:
     """The gradients of those of the leaves that have none: zeros, on their owners."""
-    missing = [leaf for leaf in wanted if leaf not in job.trained and Ref(Role.GRAD, leaf) not in job.packed]
-    for stage in range(job.num_stages):
-        names = [total_name(stage, Role.GRAD, leaf) for leaf in missing if job.owner[leaf] == stage]
-        avals = [job.params[name.ref.index] for name in names]
+    missing = [leaf for leaf in wanted if leaf not in step.trained and Ref(Role.GRAD, leaf) not in step.packed]
+    for stage in range(step.num_stages):
+        names = [total_name(stage, Role.GRAD, leaf) for leaf in missing if step.owner[leaf] == stage]
+        avals = [step.params[name.ref.index] for name in names]
         if names:
             zeros, refs = functools.partial(_zeros, avals), tuple(n.ref for n in names)
-            program = job.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
-            draft.compute(f"zeros stage {stage}", program, job.placement[stage], [], names, ())
+            program = step.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
+            builder.compute(f"zeros stage {stage}", program, stage, [], names, ())
 
 
-def draft_wait(draft: Draft, what: str, names: Sequence[Name]) -> None:
+def add_wait(builder: Builder, what: str, names: Sequence[Name]) -> None:
     """Wait until these values are there: a host callback that raises does so here, before anything is taken over or returned."""
 
     def wait(*values: Any) -> list[Any]:
         return jax.block_until_ready(values)[:1]
 
-    draft.call(f"the wait for host callbacks of {what}", wait, draft.homes[draft.resolve(names[0])], names, names[:1])
+    builder.call(f"the wait for host callbacks of {what}", wait, names[0].stage, names, names[:1])
 
 
 def _zeros(avals: Sequence[Any]) -> list[Any]:
     return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
 
-def _reduce(draft: Draft, job: Job) -> None:
-    for stage in range(job.num_stages):
-        forwards = [job.cuts[variant].stages[stage].forward for variant in job.variants]
+def _reduce(builder: Builder, step: Step) -> None:
+    for stage in range(step.num_stages):
+        forwards = [step.cuts[variant].stages[stage].forward for variant in step.variants]
         for ref in forwards[0].outputs:
             if ref.role != Role.ROWS:
                 continue
-            reducer, count = job.cuts[0].reducers[ref.index], len(job.sizes)
+            reducer, count = step.cuts[0].reducers[ref.index], len(step.sizes)
             names = [*(Name(stage, ref, i) for i in range(count)), *(Name(stage, Ref(Role.SCALE), i) for i in range(count))]
             avals = [forward.results[forward.outputs.index(ref)] for forward in forwards]
             avals += [jax.ShapeDtypeStruct((), scale_dtype())] * count
@@ -246,9 +232,9 @@ def _reduce(draft: Draft, job: Job) -> None:
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
             output = total_name(stage, Role.AUX, ref.index)
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
-            if job.placement.num_replicas > 1:
-                program = _across(program, job.placement.num_replicas, job.split)
-            draft.compute(f"reduce aux {ref.index}", program, job.placement[stage], names, [output], ())
+            if step.num_replicas > 1:
+                program = _across(program, step.num_replicas, step.split)
+            builder.compute(f"reduce aux {ref.index}", program, stage, names, [output], ())
 
 
 def _across(program: Program, num_replicas: int, split: Split) -> Program:

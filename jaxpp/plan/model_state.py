@@ -5,8 +5,8 @@ nobody changes, once a step. (No stage before it reads it: no cut lies there.)
 """
 
 from jaxpp.errors import CutError
-from jaxpp.plan.builder import Draft, Name
-from jaxpp.plan.step import Job, state_name
+from jaxpp.plan.builder import Builder, Name
+from jaxpp.plan.step import Step, state_name
 from jaxpp.schedule.action import Action
 from jaxpp.stages.program import Program, Role
 
@@ -16,9 +16,9 @@ __all__ = ["Passing"]
 class Passing:
     """Knows where each model state leaf is, as every microbatch finds it, while the lines of a step are written."""
 
-    def __init__(self, draft: Draft, job: Job):
-        self._draft, self._job = draft, job
-        self._made = {(leaf, 0): state_name(stage, leaf) for leaf, stage in enumerate(job.state_owner)}
+    def __init__(self, builder: Builder, step: Step):
+        self._builder, self._step = builder, step
+        self._made = {(leaf, 0): state_name(stage, leaf) for leaf, stage in enumerate(step.state_owner)}
         self._there = set(self._made.values())
         self._sent: dict[tuple[Name, int], Name] = {}
 
@@ -38,8 +38,8 @@ class Passing:
 
     def go_home(self) -> None:
         """Bring the leaves to their owners, as the last microbatch left them."""
-        for leaf, stage in enumerate(self._job.state_owner):
-            self._bring(leaf, len(self._job.sizes), stage, "the step")
+        for leaf, stage in enumerate(self._step.state_owner):
+            self._bring(leaf, len(self._step.sizes), stage, "the step")
 
     def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
         """Make a leaf, as a microbatch finds it, known to a stage; it is sent there if need be."""
@@ -49,20 +49,20 @@ class Passing:
             near = self._sent.setdefault(
                 (source, stage), target
             )  # what a stage was sent before serves as long as nobody changes it
-            path = self._job.cuts[0].loss.state_paths[leaf]
+            path = self._step.cuts[0].loss.state_paths[leaf]
             label = f"send {path} to stage {stage} for {reader}"
-            self._draft.send(label, source if near == target else near, target, self._job.placement[stage])
+            self._builder.send(label, source if near == target else near, target)
 
     def _find(self, leaf: int, microbatch: int) -> Name:
         """Where a leaf is that no microbatch has changed since."""
         while (leaf, microbatch) not in self._made:
             microbatch -= 1
-            loss = self._job.cuts[self._job.variants[microbatch]].loss
+            loss = self._step.cuts[self._step.variants[microbatch]].loss
             if leaf not in loss.unchanged:
                 raise CutError(
                     f"model_state {loss.state_paths[leaf]}",
                     "a stage reads what a later stage makes of the microbatch before, and does not wait for it",
-                    f"microbatch {microbatch + 1} of {len(self._job.sizes)} reads it before {microbatch} has made it",
+                    f"microbatch {microbatch + 1} of {len(self._step.sizes)} reads it before {microbatch} has made it",
                     "update the state where it is read, or pass fewer stages",
                 )
         return self._made[leaf, microbatch]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxpp.types import Device
 
-__all__ = ["About", "Instruction", "Plan", "Slots"]
+__all__ = ["About", "Instruction", "Plan", "SlotNumbers"]
 
 
 class Instruction(NamedTuple):
@@ -91,7 +91,7 @@ def _numbers(slots: Sequence[int]) -> str:
     return " ".join(map(str, slots)) or "-"
 
 
-class Slots:
+class SlotNumbers:
     """Numbers for names, those used last first."""
 
     def __init__(self):

@@ -1,6 +1,6 @@
 """What is to be lowered, and the names of its values.
 
-A ``Job`` is a cut loss at every microbatch size of a step, with the owners and the placement: all that decides the lines of a step,
+A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves: all that decides the lines of a step,
 but for the order of its actions.
 """
 
@@ -11,19 +11,17 @@ from typing import Any
 
 from jaxpp.plan.builder import Name
 from jaxpp.plan.weights import Weights
-from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.replica_groups import Groups
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 
-__all__ = ["Job", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
+__all__ = ["Step", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
 
 
 @dataclass(frozen=True)
-class Job:
+class Step:
     """What is to be lowered.
 
     Attributes:
@@ -31,7 +29,8 @@ class Job:
         variants: ``cuts[variants[i]]`` is the one for microbatch i.
         split: examples of a replica in each microbatch, and the replicas that have one fewer.
         owner: the stage that owns each parameter leaf.
-        placement: where each stage lives.
+        num_replicas: how many replicas share the work of a microbatch.
+        own: the parameters and gradients of which each replica has its own, by role and number.
         params: shape of each parameter leaf.
         state: shape of each model state leaf.
         state_owner: the stage that keeps each model state leaf between steps.
@@ -39,7 +38,6 @@ class Job:
         shared: the batch leaves that every microbatch gets as they are.
         key: shape of the raw key, or None.
         implementation: of the key, if it was typed.
-        groups: which replicas run the same task.
         known: programs that are the same for batches of all sizes, by what they do, for as long as a plan has them.
         weights: of the microbatches, computed from batch leaves; None when sizes decide.
     """
@@ -48,7 +46,8 @@ class Job:
     variants: tuple[int, ...]
     split: Split
     owner: tuple[int, ...]
-    placement: Placement
+    num_replicas: int
+    own: frozenset[tuple[Role, int]]
     params: tuple[Any, ...]
     state: tuple[Any, ...]
     state_owner: tuple[int, ...]
@@ -57,7 +56,6 @@ class Job:
     key: Any
     implementation: str | None
     weights: Weights | None
-    groups: Groups
     known: MutableMapping[Any, Program]
 
     @property
@@ -85,7 +83,7 @@ class Job:
     @property
     def num_stages(self) -> int:
         """How many stages there are."""
-        return len(self.placement.places)
+        return len(self.cuts[0].stages)
 
     @property
     def loss_stage(self) -> int:

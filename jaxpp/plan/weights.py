@@ -16,7 +16,6 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxpp.errors import LossError
-from jaxpp.runtime.placement import Placement
 from jaxpp.stages.graph import Graph, descendants, trace
 from jaxpp.stages.jaxpr import describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
@@ -55,7 +54,7 @@ class Weights:
         self.looked = True
 
 
-def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], split: Split, placement: Placement) -> Weights:
+def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
     """What computes every microbatch's share of the total weight.
 
     Raises:
@@ -63,7 +62,7 @@ def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], spl
     """
     parts = split.sizes
     leaves, tree = jax.tree.flatten(batch)
-    lead = (placement.num_replicas,) if placement.num_replicas > 1 else ()
+    lead = (num_replicas,) if num_replicas > 1 else ()
     leaves = [
         leaf if k in shared else jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, weak_type=leaf.weak_type)
         for k, leaf in enumerate(leaves)
@@ -76,8 +75,8 @@ def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], spl
         if any(value.shape != () for value in found):
             shape = describe(next(value for value in found if value.shape != ()))
             raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
-        counts = np.ones((placement.num_replicas, len(parts)))
-        counts[placement.num_replicas - split.num_idle :, -1] = 0
+        counts = np.ones((num_replicas, len(parts)))
+        counts[num_replicas - split.num_idle :, -1] = 0
         stacked = jnp.where(counts.ravel() > 0, jnp.stack(found).astype(scale_dtype()), 0)
         return [(stacked / stacked.sum()).reshape(*lead, len(parts)), *found]
 

@@ -7,26 +7,28 @@ stages on one device, an update at another batch shape) share what is compiled.
 import hashlib
 import os
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
+from jax.stages import Compiled, Lowered
 
+from jaxpp.plan.builder import Constant
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
+from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.types import Array
 
-__all__ = ["Job", "Programs", "free_inputs"]
+__all__ = ["Executable", "PlacedProgram", "Programs"]
 
-Job = tuple[Program, Place, tuple[int, ...]]
-"""A program, where it runs, and the arguments whose buffers it takes over."""
-
-Shardings = tuple[Any, ...]
+Shardings = tuple[Sharding, ...]
 
 _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
 
@@ -34,14 +36,30 @@ _PATIENCE = 2.0
 """Seconds of compiling after which a progress bar is shown."""
 
 
-class _Executable:
-    """What was compiled; shared by the programs that are the same."""
+class PlacedProgram(NamedTuple):
+    """A program, where it runs, and the arguments whose buffers its results take over."""
 
-    __slots__ = ("__weakref__", "call", "name")
+    program: Program
+    place: Place
+    donated: tuple[int, ...]
 
-    def __init__(self, call: Any, name: str):
-        self.call = call
-        self.name = name
+    @property
+    def free_inputs(self) -> list[int]:
+        """The arguments whose sharding the compiler chose when it made them."""
+        return [k for k, ref in enumerate(self.program.inputs) if self.place.is_free(ref)]
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """What was compiled; shared by the programs that are the same.
+
+    Attributes:
+        call: the compiled program.
+        name: what it is called in a trace: by the name of the first program that is the same.
+    """
+
+    call: Compiled
+    name: str
 
 
 class Programs:
@@ -51,9 +69,10 @@ class Programs:
     """
 
     def __init__(self):
-        self._compiled: WeakKeyDictionary[Program, dict[Any, _Executable]] = WeakKeyDictionary()
-        self._same: WeakValueDictionary[Any, _Executable] = WeakValueDictionary()
+        self._compiled: WeakKeyDictionary[Program, dict[tuple[Place, tuple[int, ...], Shardings], Executable]] = WeakKeyDictionary()
+        self._same: WeakValueDictionary[Hashable, Executable] = WeakValueDictionary()
         self._tokened: WeakValueDictionary[int, Program] = WeakValueDictionary()
+        self._constants: WeakKeyDictionary[Constant, dict[tuple[Place, Ref], Array]] = WeakKeyDictionary()
 
     def with_token(self, program: Program) -> Program:
         """The same program with one more result, a byte that is there when the program is done."""
@@ -66,7 +85,7 @@ class Programs:
             )
         return found
 
-    def compile(self, jobs: Iterable[Job], given: Iterable[Shardings] | None = None, what: str = "") -> None:
+    def compile(self, jobs: Iterable[PlacedProgram], given: Iterable[Shardings] | None = None, what: str = "") -> None:
         """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered.
 
         Args:
@@ -74,7 +93,7 @@ class Programs:
             given: for each how the arguments are sharded whose sharding the compiler chose when it made them.
             what: what for, for the progress bar.
         """
-        fresh: dict[Any, tuple[Job, Shardings]] = {}
+        fresh: dict[Hashable, tuple[PlacedProgram, Shardings]] = {}
         for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
             program, place, donated = job
             if (place, donated, chosen) not in self._compiled.get(program, ()):
@@ -85,8 +104,8 @@ class Programs:
             ThreadPoolExecutor(os.cpu_count()) as pool,
             progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar,
         ):
-            waiting: dict[Any, Any] = {}
-            wanted: dict[Any, list[Job]] = {}
+            waiting: dict[Future[Compiled], tuple[Hashable, Shardings]] = {}
+            wanted: dict[Hashable, list[PlacedProgram]] = {}
             for job, chosen in fresh.values():
                 lowered = _lower(job, chosen)
                 text = _text(job, chosen, lowered)
@@ -101,26 +120,28 @@ class Programs:
                     waiting[pool.submit(lowered.compile)] = text, chosen
             for done in as_completed(waiting):
                 text, chosen = waiting[done]
-                made = self._same[text] = _Executable(done.result(), wanted[text][0][0].name)
+                made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
                 for job in wanted[text]:
                     self._keep(job, chosen, made)
                     bar.update()
 
-    def _keep(self, job: Job, given: Shardings, executable: _Executable) -> None:
+    def _keep(self, job: PlacedProgram, given: Shardings, executable: Executable) -> None:
         program, place, donated = job
         self._compiled.setdefault(program, {})[place, donated, given] = executable
 
-    def get(self, job: Job, given: Shardings = ()) -> Any:
+    def get(self, job: PlacedProgram, given: Shardings = ()) -> Executable:
         """The compiled program, for arguments sharded so."""
         program, place, donated = job
-        return self._compiled[program][place, donated, given].call
+        return self._compiled[program][place, donated, given]
 
-    def name(self, job: Job, given: Shardings = ()) -> str:
-        """What the compiled program is called in a trace: its own name, or that of the first that is the same."""
-        program, place, donated = job
-        return self._compiled[program][place, donated, given].name
+    def constant(self, constant: Constant, place: Place, ref: Ref) -> Array:
+        """The array of a constant at a place: put there at the first call, and kept for as long as there is the constant."""
+        known = self._constants.setdefault(constant, {})
+        if (place, ref) not in known:
+            known[place, ref] = put(constant.value, place.home(ref)) if constant.split else put_at(place, ref, constant.value)
+        return known[place, ref]
 
-    def __getitem__(self, job: Job) -> Any:
+    def __getitem__(self, job: PlacedProgram) -> Compiled:
         """The compiled program, however its arguments are sharded."""
         program, place, donated = job
         found = self._compiled[program]
@@ -135,21 +156,15 @@ class Programs:
         return len(self._same)
 
 
-def free_inputs(job: Job) -> list[int]:
-    """The arguments of a program whose sharding the compiler chose when it made them."""
-    program, place, _ = job
-    return [k for k, ref in enumerate(program.inputs) if place.is_free(ref)]
-
-
-def _lower(job: Job, given: Shardings) -> Any:
+def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
     program, place, donated = job
-    chosen = dict(zip(free_inputs(job), given, strict=True))
+    chosen = dict(zip(job.free_inputs, given, strict=True))
     pairs = enumerate(zip(program.inputs, program.avals, strict=True))
     avals = [place.aval(ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
     return place.jit(program, donated).lower(*avals)
 
 
-def _text(job: Job, given: Shardings, lowered: Any) -> Any:
+def _text(job: PlacedProgram, given: Shardings, lowered: Lowered) -> Hashable:
     """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
 
     They may be called otherwise. A function on the host is known to a text by a number alone, so a program that calls one is

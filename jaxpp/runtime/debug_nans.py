@@ -9,7 +9,7 @@ remembered where that was made. The flag off, nothing of this is there.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +19,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxpp.errors import NonFiniteError
-from jaxpp.plan.builder import Line
-from jaxpp.plan.step import Job
+from jaxpp.plan.step import Step
+from jaxpp.runtime.bind import BoundLine, Call
+from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import describe, source_frames, variables
 from jaxpp.stages.program import Ref, Role
+from jaxpp.types import Array
 
 __all__ = ["Checked", "flags"]
 
@@ -57,12 +59,12 @@ class Checked:
     """Looks at the results of the programs of one plan.
 
     Args:
-        job: what was lowered.
+        step: what was lowered.
         scaled: whether the loss is scaled: its gradients may overflow, which the step sees to.
     """
 
-    def __init__(self, job: Job, *, scaled: bool):
-        self._job, self._nans, self._infs = job, *flags()
+    def __init__(self, step: Step, *, scaled: bool):
+        self._step, self._nans, self._infs = step, *flags()
         self._unchecked = _UNCHECKED | ({Role.COTANGENT, Role.GRAD, Role.VALUE} if scaled else set())
         self._kept: dict[tuple[int, int], str] = {}
 
@@ -70,22 +72,21 @@ class Checked:
     def _what(self) -> str:
         return " or ".join(["NaN"] * self._nans + ["infinity"] * self._infs)
 
-    def __call__(self, line: Line, call: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, line: BoundLine, job: PlacedProgram, call: Call) -> Call:
         """What runs instead of ``call``, the compiled program of a line."""
-        assert line.job is not None
-        outputs = line.job[0].outputs
+        outputs = job.program.outputs
 
-        def checked(*args: Any) -> Any:
+        def checked(*args: Array) -> Sequence[Array]:
             with jax.debug_nans(False), jax.debug_infs(False):
                 results = call(*args)
                 wrong = [k for k, value in enumerate(results) if self._count(value)]
                 if wrong:
-                    self._tell(line, args, [(outputs[k], results[k]) for k in wrong])
+                    self._tell(line, job, args, [(outputs[k], results[k]) for k in wrong])
             return results
 
         return checked
 
-    def _count(self, value: Any) -> int:
+    def _count(self, value: Array | np.ndarray) -> int:
         """How many elements are not what they should be."""
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return 0
@@ -93,8 +94,8 @@ class Checked:
         array = array.astype(np.float32) if array.dtype.itemsize < 4 else array
         return int(self._nans * np.isnan(array).sum() + self._infs * np.isinf(array).sum())
 
-    def _tell(self, line: Line, args: Sequence[Any], wrong: Sequence[tuple[Ref, Any]]) -> None:
-        found = self._find(line, args)
+    def _tell(self, line: BoundLine, job: PlacedProgram, args: Sequence[Array], wrong: Sequence[tuple[Ref, Array]]) -> None:
+        found = self._find(job, args)
         microbatch = -1 if line.action is None else line.action.microbatch
         here = line.stage, microbatch
         origin = found.made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in found.given))
@@ -113,7 +114,7 @@ class Checked:
         )
 
     def _name(self, ref: Ref) -> str:
-        loss = self._job.cuts[0].loss
+        loss = self._step.cuts[0].loss
         if ref.role in _ALONE:
             return _ALONE[ref.role]
         paths = {Role.PARAM: loss.param_paths, Role.GRAD: loss.param_paths, Role.STATE: loss.state_paths}.get(ref.role, ())
@@ -126,15 +127,14 @@ class Checked:
             return self._kept.get(here, "it was kept by the forward")
         return f"it comes in with {self._name(ref)}"
 
-    def _find(self, line: Line, args: Sequence[Any]) -> _Found:
+    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> _Found:
         """Run the equations of a program one by one."""
-        assert line.job is not None
-        program, place, _ = line.job
+        program = job.program
         given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
         avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
         graph, _ = trace(program.function, *avals)
         read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
-        for row in _rows(program, place, args):
+        for row in _rows(job, args):
             values = dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants)
             for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
                 inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]
@@ -155,14 +155,15 @@ class Checked:
 
     def _lines_like(self, eqn: JaxprEqn, module: str) -> str:
         """The lines of the loss's own equations of that kind in that module."""
-        graph = self._job.cuts[0].loss.graph
+        graph = self._step.cuts[0].loss.graph
         pairs = zip(graph.eqns, graph.names, strict=True)
         found = [_lines(other) for other, name in pairs if other.primitive.name == eqn.primitive.name and name == module]
         return ", ".join(dict.fromkeys(filter(None, found)))
 
 
-def _rows(program: Any, place: Any, args: Sequence[Any]) -> Iterator[list[Any]]:
+def _rows(job: PlacedProgram, args: Sequence[Array]) -> Iterator[list[np.ndarray]]:
     """The arguments as the program sees them: once, or once a replica."""
+    program, place, _ = job
     host = [np.asarray(arg) for arg in args]
     own = [not program.spans and place.per_replica(ref) for ref in program.inputs]
     for replica in range(place.num_replicas if any(own) else 1):

@@ -3,19 +3,18 @@
 import statistics
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
-from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.trace import key_implementation
-from jaxpp.stages.program import Program
-from jaxpp.types import Device
+from jaxpp.types import Aval
 
 __all__ = ["clock_of", "stage_times"]
 
@@ -33,18 +32,18 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
         places: where the stages live.
         programs: compiles and keeps the programs; they serve the pipeline afterwards if it is not cut elsewhere.
     """
-    jobs: list[list[Any]] = []
+    jobs: list[list[PlacedProgram]] = []
     for code, place in zip(cut.stages, places, strict=True):
         mine = [code.forward, *(backward.then for kind, backward in code.backward.items() if kind in kinds)]
-        jobs.append([(program, OneDevice(place.devices[0]), program.donated) for program in mine])
+        jobs.append([PlacedProgram(program, OneDevice(place.devices[0]), program.donated) for program in mine])
     programs.compile(job for stage in jobs for job in stage)
-    return [sum(_seconds(programs[job], job[0], job[1].device) for job in stage) for stage in jobs]
+    return [sum(_seconds(programs[job], job) for job in stage) for stage in jobs]
 
 
-def _seconds(call: Any, program: Program, device: Device) -> float:
+def _seconds(call: Compiled, job: PlacedProgram) -> float:
     taken = []
     for _ in range(_RUNS + 1):
-        arguments = [put(_zeros(aval), device) for aval in program.avals]
+        arguments = [put(_zeros(aval), job.place.devices[0]) for aval in job.program.avals]
         jax.block_until_ready(arguments)
         begun = time.perf_counter()
         jax.block_until_ready(call(*arguments))
@@ -52,7 +51,7 @@ def _seconds(call: Any, program: Program, device: Device) -> float:
     return statistics.median(taken[1:])
 
 
-def _zeros(aval: Any) -> jax.Array:
+def _zeros(aval: Aval) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, aval)
         return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(aval))

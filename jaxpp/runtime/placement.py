@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_devices
-from jaxpp.runtime.place import DATA, MODEL, OneDevice, Place, Submesh
+from jaxpp.runtime.place import DATA, MODEL, OneDevice, Own, Place, Submesh
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Device
@@ -33,6 +33,11 @@ class Placement:
 
     def __getitem__(self, stage: int) -> Place:
         return self.places[stage]
+
+    @property
+    def own(self) -> Own:
+        """The parameters, gradients and optimizer leaves of which each replica has its own."""
+        return self.places[0].own
 
     @property
     def num_replicas(self) -> int:

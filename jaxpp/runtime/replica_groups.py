@@ -1,7 +1,7 @@
-"""Replicas that run different tasks: each gradient of theta[t] is the mean over the replicas that used it.
+"""Parameters of which each replica has its own: their gradient is the mean over the replicas that have the same.
 
-The host knows which replica runs which task before it dispatches anything, so nothing is discovered and nothing is sent that nobody
-needs: a group of replicas with one task reduces by itself, on a mesh of its own devices, and a replica alone not at all.
+The host knows which replicas have the same before it dispatches anything, so nothing is discovered and nothing is sent that nobody
+needs: a group of replicas reduces by itself, on a mesh of its own devices, and a replica alone not at all.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Device
 
-__all__ = ["Groups", "Mean", "shards_of"]
+__all__ = ["Mean", "ReplicaGroups", "shards_of"]
 
 
-class Groups:
-    """Which replicas run the same task; the means over them.
+class ReplicaGroups:
+    """Which replicas have the same parameters of their own; the means over them.
 
     Attributes:
-        current: the replicas of each task of the step that is about to run; it runs before another is told of.
+        current: the groups of replicas for the step that is about to run; it runs before others are set.
         compiled: the programs of the groups met so far, for all batch shapes.
     """
 
@@ -31,11 +31,11 @@ class Groups:
         self.current: tuple[tuple[int, ...], ...] = ()
         self.compiled: dict[Any, Any] = {}
 
-    def set(self, tasks: Sequence[Hashable]) -> None:
-        """Say which task each replica runs in the steps to come."""
+    def set(self, names: Sequence[Hashable]) -> None:
+        """Say what the parameters of each replica are called in the steps to come; equal names mean equal parameters."""
         found: dict[Hashable, list[int]] = {}
-        for replica, task in enumerate(tasks):
-            found.setdefault(task, []).append(replica)
+        for replica, name in enumerate(names):
+            found.setdefault(name, []).append(replica)
         self.current = tuple(map(tuple, found.values()))
 
     def mean(self, homes: Sequence[Sharding], avals: Sequence[Any]) -> "Mean":
@@ -52,7 +52,7 @@ class Groups:
 class Mean:
     """Runs one program a group, compiled when it is first needed."""
 
-    groups: Groups
+    groups: ReplicaGroups
     homes: tuple[NamedSharding, ...]
     avals: tuple[Any, ...]
     _known: dict[tuple[int, ...], "_Known"] = field(default_factory=dict)

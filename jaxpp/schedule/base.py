@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from jaxpp.errors.tracebacks import entries
 from jaxpp.schedule.action import Action
-from jaxpp.schedule.clock import UNIT, Number, Row, Times, Timing, bars, replay
+from jaxpp.schedule.clock import UNIT, ActionRow, Number, Times, Timing, bars, replay
 from jaxpp.schedule.deadlock import check_runs
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.validate import check_complete, check_owners, count, infer_owners, read_rows
@@ -25,15 +25,15 @@ __all__ = ["Schedule"]
 @entries
 @dataclass(frozen=True)
 class Schedule(Drawn):
-    """Rows of actions, one row a rank, checked when made.
+    """Rows of actions, one row for each rank, checked when made.
 
-    Two schedules are equal if their rows and owners are, whatever their names.
+    Two schedules are equal if their rows and owners are equal, whatever their names.
 
     Args:
-        name: what to call it.
+        name: what to call the schedule.
         rows: ``rows[rank]`` holds the rank's actions in the order it runs them, each an ``Action`` or its printed form, ``"2F0"``;
             or one string of them.
-        stage_to_rank: ``stage_to_rank[stage]`` is the rank that owns the stage; read off the rows unless given.
+        stage_to_rank: ``stage_to_rank[stage]`` is the rank that owns the stage; inferred from the rows unless given.
 
     Raises:
         ScheduleError: an action is missing, doubled, out of range or on the wrong rank, or the rows wait for one another for ever;
@@ -49,7 +49,7 @@ class Schedule(Drawn):
     """
 
     name: str = field(compare=False)
-    rows: tuple[Row, ...]
+    rows: tuple[ActionRow, ...]
     stage_to_rank: tuple[int, ...] = ()
     times: Times = field(init=False, repr=False, compare=False)
     """Start and end of every action on the unit clock, an as-soon-as-possible replay of the rows."""
@@ -99,7 +99,7 @@ class Schedule(Drawn):
         return Drawing(self.heading, self.num_ranks, self.stage_to_rank, tuple(bars(self.rows, self.times)))
 
     def to_csv(self) -> str:
-        """The rows in PyTorch's compute-only grammar: a line a rank, a cell an action."""
+        """The rows in PyTorch's compute-only grammar: a line for each rank, a cell for each action."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
 
     def __str__(self) -> str:

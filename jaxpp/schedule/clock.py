@@ -3,7 +3,7 @@
 One pass over the rows: a rank runs until it needs something that another rank has not done yet, and goes on when that is done. The
 unit clock of a ``Schedule``, the costs of a ``Simulation`` and the measured times of a profile are all given to this ``replay``.
 
-The dependencies are those of the mathematics, no more: F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the
+The dependencies are what the mathematics needs, no more: F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the
 cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs I(s, i). Microbatches do not depend on one another: the backward of
 microbatch k waits for that of k + 1 only if a row puts them in that order.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 
-__all__ = ["UNIT", "Bar", "Number", "Row", "Times", "Timing", "bars", "dependencies", "makespan", "replay"]
+__all__ = ["UNIT", "ActionRow", "Bar", "Number", "Times", "Timing", "bars", "dependencies", "makespan", "replay"]
 
-Row = tuple[Action, ...]
+ActionRow = tuple[Action, ...]
 Number = int | float
 _Cell = tuple[int, Kind, int]  # equal to an action, and made several times as fast
 
@@ -88,7 +88,7 @@ class Bar(NamedTuple):
     end: Number
 
 
-def bars(rows: Sequence[Row], times: Times) -> Iterator[Bar]:
+def bars(rows: Sequence[ActionRow], times: Times) -> Iterator[Bar]:
     """Every action with its rank, start and end, rank by rank."""
     for rank, (row, starts, ends) in enumerate(zip(rows, times.starts, times.ends, strict=True)):
         for action, start, end in zip(row, starts, ends, strict=True):
@@ -100,7 +100,7 @@ def makespan(times: Times) -> Number:
     return max(ends[-1] for ends in times.ends if ends)
 
 
-def replay(rows: Sequence[Row], stage_to_rank: Sequence[int], timing: Timing) -> Times:
+def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing) -> Times:
     """Run the rows on a clock.
 
     Args:

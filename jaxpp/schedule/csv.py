@@ -1,6 +1,6 @@
-"""Schedules as CSV, in PyTorch's grammar (its ``compute_only`` format): one line a rank, one cell an action, such as ``2F0``.
+"""Schedules as CSV, in PyTorch's grammar (``compute_only``): a line for each rank, a cell for each action, such as ``2F0``.
 
-Empty cells are idle slots and are passed over: the clock finds them again. A pair that PyTorch writes as overlapped,
+Empty cells are idle slots and are skipped: the clock finds them again. A pair that PyTorch writes as overlapped,
 ``(0F8;7B0)OVERLAP_F_B``, is read as the two actions one after the other.
 """
 
@@ -30,7 +30,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         the schedule, its stages on the ranks whose lines they stand in.
 
     Raises:
-        ScheduleError: a cell that is no action (every one is named with its line and column), or rows that break a law.
+        ScheduleError: a cell that is no action (every one is named with its line and column), or rows that break a rule.
 
     Example:
         >>> from jaxpp.schedule import make

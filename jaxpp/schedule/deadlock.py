@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action
-from jaxpp.schedule.clock import Row, Times, dependencies
+from jaxpp.schedule.clock import ActionRow, Times, dependencies
 from jaxpp.schedule.validate import mark_cells
 
 __all__ = ["check_runs"]
@@ -13,7 +13,7 @@ __all__ = ["check_runs"]
 _MOST_ROOTS = 1000
 
 
-def check_runs(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], times: Times) -> None:
+def check_runs(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], times: Times) -> None:
     """Check that a replay came to the end of every row.
 
     Raises:
@@ -44,16 +44,16 @@ class _Link(NamedTuple):
 
 
 class _Stuck:
-    """The actions that never ran, of which each waits for others: those it depends on, and those before it in its row."""
+    """The actions that never ran. Each waits for the actions that it depends on, and for the actions before it in its row."""
 
-    def __init__(self, rows: Sequence[Row], begun: Sequence[int], num_stages: int):
+    def __init__(self, rows: Sequence[ActionRow], begun: Sequence[int], num_stages: int):
         self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
         self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
         present = frozenset(action for row in rows for action in row)
         self.needs = {a: [need for need in dependencies(a, num_stages, present) if need in self.place] for a in self.place}
 
     def shortest_cycle(self) -> dict[Action, _Link]:
-        """The fewest actions of which each waits for the next and the last for the first.
+        """The shortest cycle of actions, each of which waits for the next, and the last for the first.
 
         In a table with more than a thousand stuck actions: two actions of one row, or the shortest cycle through the first stuck
         action of a rank, which always exists.

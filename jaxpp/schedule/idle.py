@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Action
-from jaxpp.schedule.clock import Number, Row, Timing, makespan, replay
+from jaxpp.schedule.clock import ActionRow, Number, Timing, makespan, replay
 
 __all__ = ["Idle", "bubble_fraction", "idle_causes"]
 
@@ -41,7 +41,7 @@ def bubble_fraction(busy: Sequence[Number], length: Number) -> float:
 
 
 def idle_causes(
-    rows: Sequence[Row],
+    rows: Sequence[ActionRow],
     stage_to_rank: Sequence[int],
     timing: Timing,
     equal: Mapping[Action, Number],

@@ -64,13 +64,13 @@ def simulate_prefetch(
 
     Args:
         num_steps: how many steps.
-        compute: time of a step, one number or one a step; any unit, the same for all.
-        load: time to load the set of a step, one number or one a step.
-        store: time to store the set of a step, one number or one a step.
+        compute: time of a step, one number, or one number for each step; in any unit, the same for all times.
+        load: time to load the set of a step, one number, or one number for each step.
+        store: time to store the set of a step, one number, or one number for each step.
         slots: how many sets the device has room for; with 1 nothing is prefetched.
 
     Raises:
-        ScheduleError: fewer than one step or slot, or a time that is negative or not one a step.
+        ScheduleError: fewer than one step or slot, a negative time, or not one time for each step.
 
     Example:
         >>> simulate_prefetch(1000, compute=10, load=9).makespan
@@ -89,20 +89,19 @@ def simulate_prefetch(
         raise ScheduleError(
             "simulate_prefetch(...)", rule, wrong, f"pass one number, or {num_steps} of them; slots=2 prefetches one"
         )
-    loads: list[_Span] = []
-    steps: list[_Span] = []
-    stores: list[_Span] = []
-    loaded: Number = 0
-    computed: Number = 0
-    stored: Number = 0
+    loads, steps, stores = list[_Span](), list[_Span](), list[_Span]()
+    loaded = computed = stored = (0, 0)
     for k, (work, bring, write) in enumerate(zip(*lists.values(), strict=True)):
-        begin = max(loaded, stores[k - slots][1]) if k >= slots else loaded
-        loaded = begin + bring
-        loads.append((begin, loaded))
-        begin = max(loaded, computed)
-        computed = begin + work
-        steps.append((begin, computed))
-        begin = max(computed, stored)
-        stored = begin + write
-        stores.append((begin, stored))
+        loaded = _next(loaded, stores[k - slots] if k >= slots else loaded, bring)
+        computed = _next(computed, loaded, work)
+        stored = _next(stored, computed, write)
+        loads.append(loaded)
+        steps.append(computed)
+        stores.append(stored)
     return PrefetchSimulation(tuple(loads), tuple(steps), tuple(stores))
+
+
+def _next(before: _Span, source: _Span, time: Number) -> _Span:
+    """What an engine does next, once it is free and its source is there."""
+    start = max(before[1], source[1])
+    return start, start + time

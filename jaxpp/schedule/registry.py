@@ -76,7 +76,7 @@ def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_
         num_ranks: ranks, at least 1.
         num_microbatches: microbatches, at least 1; as many as stages unless said.
         stages_per_rank: stages on each rank; what the schedule is made for unless said (1, or 2 for interleaved, looped-bfs and
-            those in a V).
+            the schedules in a V).
 
     Raises:
         ScheduleError: an unknown name (the nearest one is suggested), a count below 1, or sizes for which there is no such

@@ -188,17 +188,17 @@ def simulate(
 
     Args:
         schedule: what to run.
-        forward: time of F, a number or one a stage; in any unit of time, the same for all costs.
-        input_grad: time of I, a number or one a stage.
-        weight_grad: time of W, a number or one a stage; B takes I and W together.
-        transfer: time from one rank to another, a number or one a stage: ``transfer[s]`` is the time across the boundary between
-            stages s and s + 1, in either direction, so the last stage's may be left out. Links are not shared; nothing is sent
-            between stages on the same rank.
+        forward: time of F, one number, or one number for each stage; in any unit of time, the same for all costs.
+        input_grad: time of I, one number, or one number for each stage.
+        weight_grad: time of W, one number, or one number for each stage; B takes I and W together.
+        transfer: time from one rank to another, one number, or one number for each stage: ``transfer[s]`` is the time across the
+            boundary between stages s and s + 1, in either direction, so the last stage's may be left out. Links are not shared;
+            nothing is sent between stages on the same rank.
         dispatch: time the host takes to hand over one action, in ``schedule.order``.
         overlap: whether a rank goes on computing while it sends.
 
     Raises:
-        ScheduleError: a cost that is negative or not finite (1e100 is the most), or costs that are not one a stage.
+        ScheduleError: a cost that is negative or not finite (1e100 is the most), or not one cost for each stage.
 
     Example:
         >>> from jaxpp.schedule import make

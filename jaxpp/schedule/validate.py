@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind, parse
-from jaxpp.schedule.clock import Row
+from jaxpp.schedule.clock import ActionRow
 
 __all__ = ["check_complete", "check_owners", "count", "infer_owners", "is_count", "mark_cells", "read_rows"]
 
@@ -37,18 +37,18 @@ def count(present: Iterable[int]) -> int:
     return n
 
 
-def read_rows(name: str, rows: object) -> tuple[Row, ...]:
+def read_rows(name: str, rows: object) -> tuple[ActionRow, ...]:
     """The rows as tuples of actions.
 
     Args:
         name: of the schedule.
-        rows: one a rank: actions or their text, one by one or in one string.
+        rows: for each rank its actions or their text, one by one or in one string.
 
     Raises:
         ScheduleError: naming every cell that is no action, and every row that has none.
     """
     wrong: list[str] = []
-    found: list[Row] = []
+    found: list[ActionRow] = []
     for rank, row in enumerate(rows if _is_listing(rows) else [rows]):
         cells = row.split() if isinstance(row, str) else tuple(row) if _is_listing(row) else (row,)
         actions = [_read_cell(cell) for cell in cells]
@@ -77,7 +77,7 @@ def _read_cell(cell: object) -> Action | None:
     return None
 
 
-def infer_owners(rows: Sequence[Row]) -> tuple[int, ...]:
+def infer_owners(rows: Sequence[ActionRow]) -> tuple[int, ...]:
     """The rank of each stage: the row that holds most of its actions, the first of equals."""
     votes = Counter((action.stage, rank) for rank, row in enumerate(rows) for action in row)
     best: dict[int, int] = {}
@@ -101,7 +101,7 @@ def check_owners(name: str, stage_to_rank: object, num_ranks: int) -> tuple[int,
     raise ScheduleError(f"schedule {name!r}", rule, got, f"use whole numbers below {num_ranks}, or leave it out")
 
 
-def check_complete(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int], num_microbatches: int) -> None:
+def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], num_microbatches: int) -> None:
     """Check rules 1 and 2.
 
     Raises:
@@ -146,7 +146,7 @@ def check_complete(name: str, rows: Sequence[Row], stage_to_rank: Sequence[int],
         )
 
 
-def _outside(what: str, rows: Sequence[Row], size: int) -> list[str]:
+def _outside(what: str, rows: Sequence[ActionRow], size: int) -> list[str]:
     """A line for the numbers that lie behind a gap."""
     beyond = [action for row in rows for action in row if getattr(action, what) >= size]
     if not beyond:
@@ -174,7 +174,7 @@ def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str]) -> list[s
     return lacks
 
 
-def mark_cells(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
+def mark_cells(rows: Sequence[ActionRow], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
     """The rows, ``>bad<`` cells marked, missing ones at the end; what is long and unmarked is left out."""
     touched = {rank for rank, _ in marked} | set(missing)
     lines = []
@@ -187,7 +187,7 @@ def mark_cells(rows: Sequence[Row], marked: Collection[tuple[int, int]], missing
     return "\n".join(lines)
 
 
-def _cells(row: Row, rank: int, marked: Collection[tuple[int, int]], missing: Sequence[str]) -> Iterator[str]:
+def _cells(row: ActionRow, rank: int, marked: Collection[tuple[int, int]], missing: Sequence[str]) -> Iterator[str]:
     for bad, group in itertools.groupby(enumerate(row), key=lambda cell: (rank, cell[0]) in marked):
         cells = [str(action) for _, action in group]
         left_out = len(cells) - _RUN

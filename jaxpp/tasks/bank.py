@@ -34,13 +34,13 @@ from jaxpp.tasks.set_layout import SetLayout, check_params
 from jaxpp.tasks.subtree import bind, take
 from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
 
-__all__ = ["Bank", "Task"]
+__all__ = ["ActiveTask", "Bank"]
 
 _PATIENCE = 2
 """Seconds before a progress bar shows."""
 
 
-class Task:
+class ActiveTask:
     """A set in use: its trees, on the device, to be read and assigned inside the ``with`` block that made it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Bank:
         self._home = SingleDeviceSharding(self.device)
         self._init = jax.jit(optimizer.init, out_shardings=self._home)
         self._layouts: dict[Hashable, SetLayout] = {}
-        self._task: Task | None = None
+        self._task: ActiveTask | None = None
         with _each("sets", sets) as bar:
             for name, params in bar:
                 self.add(name, params)
@@ -232,7 +232,7 @@ class Bank:
         self.host_store.prefetch(name, (self._home,) * len(layout.shapes))
 
     @managed
-    def use(self, name: Hashable) -> Iterator[Task]:
+    def use(self, name: Hashable) -> Iterator[ActiveTask]:
         """Bring a set to the device; where the block ends, write it back without waiting.
 
         What the block assigns to ``task.params`` and ``task.opt_state`` is written; if it assigns nothing, nothing is written.
@@ -253,7 +253,7 @@ class Bank:
             )
         leaves = self.host_store.fetch(name, (self._home,) * len(layout.shapes))
         lent = list(map(weakref.ref, leaves))
-        self._task = task = Task(name, *layout.fill(leaves))
+        self._task = task = ActiveTask(name, *layout.fill(leaves))
         del leaves  # the task alone holds them: what the step gives up is gone
         try:
             yield task
@@ -326,7 +326,7 @@ class Bank:
         layout = self.layout(name, where)
         return layout.fill([leaf if _is_key(leaf) else np.asarray(leaf) for leaf in self.host_store.read(name)])
 
-    def _give_back(self, task: Task, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:
+    def _give_back(self, task: ActiveTask, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:
         """Write a task back, if it was changed."""
         where = f"with bank.use({task.name!r})"
         (leaves, tree), (moments, opt_tree) = jax.tree.flatten(task.params), jax.tree.flatten(task.opt_state)

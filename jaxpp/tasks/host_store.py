@@ -17,7 +17,6 @@ the step that the transfer should hide behind.
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -31,8 +30,6 @@ from jaxpp.tasks.set_packing import HostCopy, SetPacking
 from jaxpp.types import Array, Leaf
 
 __all__ = ["HostStore"]
-
-R = TypeVar("R")
 
 _WRITES = 2
 """How many write-backs a row may have under way."""
@@ -322,7 +319,7 @@ class HostStore:
                 f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets",
             ) from error
 
-    def _again(self, work: Callable[[], R]) -> R:
+    def _again(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The result of ``work``; if there is no room, again without the copies that wait and with no write-back under way."""
         try:
             return work()

@@ -8,9 +8,9 @@ The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether th
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 
@@ -29,11 +29,11 @@ from jaxpp.stages.own_params import Joint, join_losses
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.replica_sets import ReplicaSets
 from jaxpp.tasks.set_layout import SetLayout
-from jaxpp.types import Array, Batch, Key, LossFn, Tree
+from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree
 
-__all__ = ["NoBank", "Runner", "WithBank", "check_bank", "check_scaling", "waiting_names", "with_set"]
+__all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def check_bank(bank: object) -> None:
@@ -82,109 +82,60 @@ def waiting_names(bank: Bank | None, engine: Engine) -> list[Name]:
     return [] if bank is None else engine.placed.names.own * (bank.host_store.slots - 1)
 
 
-class Runner(Protocol):
-    """Runs steps on the leaves of a state; with a bank, on the leaves of the step's sets too."""
+class Runner:
+    """Runs steps whose parameters are all in the state; ``BankRunner`` runs those that a bank takes part in.
 
-    def engine(self, task: Tree) -> Engine:
-        """The engine for these tasks."""
-        ...
-
-    def loss(self, loss_fn: LossFn | None) -> LossFn | None:
-        """Another loss over the user's parameters, as the engine takes it."""
-        ...
-
-    def held(self, leaves: Leaves[T]) -> Leaves[T]:
-        """Of the leaves of a step those that the state holds."""
-        ...
-
-    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """Make the optimizer state of the parameters that the state holds."""
-        ...
-
-    def whole(self, task: Tree, leaves: Leaves[Array]) -> AbstractContextManager[tuple[Engine, Leaves[Array]]]:
-        """An engine, and all that its steps read; for what leaves everything as it is."""
-        ...
-
-    def step(
-        self,
-        task: Tree,
-        leaves: Leaves[Array],
-        batch: Batch,
-        key: Key | None,
-        *,
-        donate: bool,
-        hold: Callable[[], None] | None = None,
-    ) -> Outcome[Array]:
-        """A step on the leaves of a state."""
-        ...
-
-    def prefetch(self, task: Tree) -> None:
-        """Begin to bring what a later step will use; waits for nothing."""
-        ...
-
-    def other_bytes(self, task: Tree) -> int:
-        """Bytes of the parameters of all sets but that of the step."""
-        ...
-
-
-class NoBank:
-    """Runs steps whose parameters are all in the state."""
+    Args:
+        engine: runs plans.
+    """
 
     def __init__(self, engine: Engine):
         self._engine = engine
 
-    def engine(self, task: Tree) -> Engine:
-        """The engine.
+    def engine(self, task: TaskNames) -> Engine:
+        """The engine for these tasks.
 
         Raises:
-            ArgumentError: there is a task.
+            ArgumentError: there is a task, and no bank.
+            BankError: there is a bank, and no such task.
         """
         if task is not None:
             raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
         return self._engine
 
     def loss(self, loss_fn: LossFn | None) -> LossFn | None:
-        """The loss, with its key by position."""
+        """Another loss over the user's parameters, as the engine takes it."""
         return positional_key(loss_fn, 2 + self._engine.options.has_state)
 
-    def held(self, leaves: Leaves[T]) -> Leaves[T]:
-        """All of them."""
+    def held(self, leaves: Leaves[_T]) -> Leaves[_T]:
+        """Of the leaves of a step those that the state holds."""
         return leaves
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """With the optimizer state."""
+        """With the optimizer state of the parameters that the state holds."""
         made, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
         return leaves._replace(opt=made[:shared], own_opt=made[shared:])
 
     @contextmanager
-    def whole(self, task: Tree, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
-        """The engine and the leaves."""
+    def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
+        """An engine, and all leaves that its steps read; for what leaves everything as it is."""
         yield self.engine(task), leaves
 
-    def step(
-        self,
-        task: Tree,
-        leaves: Leaves[Array],
-        batch: Batch,
-        key: Key | None,
-        *,
-        donate: bool,
-        hold: Callable[[], None] | None = None,
-    ) -> Outcome[Array]:
-        """A step on the leaves of the state."""
-        return self.engine(task).run("update", leaves, batch, key, donate=donate, hold=hold)
+    def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
+        """A step on the leaves of a state; ``options`` are those of ``Engine.run``."""
+        return self.engine(task).run("update", leaves, batch, key, **options)
 
-    def prefetch(self, task: Tree) -> None:
-        """Nothing to bring; a task is refused."""
+    def prefetch(self, task: TaskNames) -> None:
+        """Begin to bring what a later step will use; waits for nothing."""
         self.engine(task)
 
-    def other_bytes(self, task: Tree) -> int:
-        """None."""
+    def other_bytes(self, task: TaskNames) -> int:
+        """Bytes of the parameters of all sets but that of the step."""
         self.engine(task)
         return 0
 
 
-class WithBank:
+class BankRunner(Runner):
     """Runs steps of Theta and of sets of a bank.
 
     Args:
@@ -196,6 +147,7 @@ class WithBank:
     """
 
     def __init__(self, bank: Bank, engine: Engine, variables: tuple[Tree, ...], batch: Batch, key: Key | None):
+        super().__init__(engine)
         self.bank = bank
         layout = bank.layout(bank.tasks[0])
         self._first = ReplicaSets(engine, layout)
@@ -208,7 +160,7 @@ class WithBank:
     def _num_replicas(self) -> int:
         return len(self._first.homes)
 
-    def engine(self, task: Tree) -> Engine:
+    def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks, told which replica runs which.
 
         Raises:
@@ -226,7 +178,7 @@ class WithBank:
         before = 2 + self._first.engine.options.has_state
         return None if loss_fn is None else positional_key(join_losses(positional_key(loss_fn, before + 1)), before)
 
-    def held(self, leaves: Leaves[T]) -> Leaves[T]:
+    def held(self, leaves: Leaves[_T]) -> Leaves[_T]:
         """Those of Theta."""
         return leaves.shared
 
@@ -238,12 +190,12 @@ class WithBank:
             self._keep(names, own)
         return leaves._replace(opt=made[: len(engine.placed.names.opt)])
 
-    def other_bytes(self, task: Tree) -> int:
+    def other_bytes(self, task: TaskNames) -> int:
         """Bytes of the parameters of all sets but one of these."""
         sizes = [sum(map(count_bytes, jax.tree.leaves(self.bank.shapes(name)[0]))) for name in self.bank.tasks]
         return sum(sizes) - sizes[self.bank.tasks.index(self.names(task)[0])]
 
-    def names(self, task: Tree) -> list[Hashable]:
+    def names(self, task: TaskNames) -> list[Hashable]:
         """The set of each replica.
 
         Raises:
@@ -318,7 +270,7 @@ class WithBank:
         for r, (name, row) in enumerate(zip(names, self._sets(names[0]).of_rows(leaves), strict=True)):
             self.bank.host_store.keep(name, row, self._row(r))
 
-    def prefetch(self, task: Tree) -> None:
+    def prefetch(self, task: TaskNames) -> None:
         """Begin to bring the sets of a later step; waits for nothing.
 
         Raises:
@@ -340,7 +292,7 @@ class WithBank:
             raise
 
     @contextmanager
-    def whole(self, task: Tree, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
+    def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
         """An engine, and the leaves of a state joined by those of the sets."""
         names = self.names(task)
         sets = self._told(names)
@@ -348,25 +300,16 @@ class WithBank:
             yield sets.engine, leaves.with_own(own, sets.engine.placed.names)
             self._keep(names, own)
 
-    def step(
-        self,
-        task: Tree,
-        leaves: Leaves[Array],
-        batch: Batch,
-        key: Key | None,
-        *,
-        donate: bool,
-        hold: Callable[[], None] | None = None,
-    ) -> Outcome[Array]:
+    def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
         """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
         names = self.names(task)
         sets = self._told(names)
         engine = sets.engine
-        engine.plan("update", batch, key, donate=donate)  # what is refused is so before anything moves
+        engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves
         for name in names:
             self.bank.host_store.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
             whole = leaves.with_own(own, engine.placed.names)
-            outcome = engine.run("update", whole, batch, key, donate=donate, hold=hold)
+            outcome = engine.run("update", whole, batch, key, **options)
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)

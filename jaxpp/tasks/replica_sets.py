@@ -15,7 +15,7 @@ from jaxpp.types import Array, Device, Home
 
 __all__ = ["ReplicaSets"]
 
-Row = Sequence[Array]
+_Row = Sequence[Array]
 """The leaves of one replica's set."""
 
 
@@ -47,7 +47,7 @@ class ReplicaSets:
         self.homes = tuple(tuple(placement[name.stage].replica(r).sharding(name.ref) for name in names) for r in replicas)
         self._reshaped: dict[Hashable, jax.stages.Wrapped] = {}
 
-    def of_replicas(self, rows: Sequence[Row]) -> list[Array]:
+    def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
         """The sets that the replicas run as arrays with the replicas as their first axis, sharing their buffers."""
         if len(rows) == 1:
             return list(rows[0])
@@ -59,7 +59,7 @@ class ReplicaSets:
             found.append(jax.make_array_from_single_device_arrays(shape, home, shards))
         return found
 
-    def of_rows(self, leaves: Sequence[Array]) -> list[Row]:
+    def of_rows(self, leaves: Sequence[Array]) -> list[_Row]:
         """For each replica the leaves of its set."""
         if len(self.homes) == 1:
             return [list(leaves)]
@@ -79,7 +79,7 @@ class ReplicaSets:
         """The homes of several replicas, which live on sub-meshes."""
         return cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)
 
-    def _reshape(self, replica: int, row: Row, *, lead: bool) -> Row:
+    def _reshape(self, replica: int, row: _Row, *, lead: bool) -> _Row:
         """A set with an axis of one replica before the others, or without; it gives up its buffers to the result.
 
         One program a device, as leaves of a set may live on several stages.

@@ -82,10 +82,10 @@ class SetPacking:
             other._siblings = self._siblings
         return self._siblings[homes]
 
-    def pack(self, leaves: Sequence[Array]) -> list[Array]:
+    def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         """The arrays that travel, of device arrays at their homes; waits for nothing, and the leaves may be given up at once."""
         vectors = [vector for bundle in self._bundles for vector in bundle.join(*(leaves[k] for k in bundle.members))]
-        return [*vectors, *(leaves[k] for k in self._alone)]
+        return (*vectors, *(leaves[k] for k in self._alone))
 
     def unpack(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The leaves, each at its home with a buffer of its own, of device arrays that have travelled; waits for nothing."""

@@ -92,7 +92,7 @@ class Collectives:
 
     Attributes:
         rows: the collectives of each program.
-        parameter_bytes: bytes of all parameters, those of inactive tasks included; None if that is of no interest.
+        parameter_bytes: bytes of all parameters, including inactive tasks; None if not of interest.
 
     Example:
         >>> grads = Collective("all-reduce", 2048, ((0, 1),), ("data",), ("f32[512]",), False, 1, False, True)
@@ -197,7 +197,7 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
         mesh_shape: the size of each axis of the mesh on which it runs, in the order of the mesh: ``mesh.shape``.
 
     Returns:
-        the collectives in the order of the program, those of a loop where the loop is.
+        the collectives in the order of the program; the collectives of a loop stand where the loop is.
 
     Raises:
         ArgumentError: the text is not the HLO of a compiled program, or not of one for this mesh.

@@ -1,6 +1,6 @@
-"""Optimized HLO text, as far as one must read it to know what a program communicates.
+"""A parser of optimized HLO text, for as much of it as says what a program communicates.
 
-A compiled program prints as computations, one instruction a line (``compiled.as_text()``)::
+A compiled program prints as computations, an instruction on each line (``compiled.as_text()``)::
 
     %body (arg: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
       %psum = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
@@ -9,8 +9,8 @@ A compiled program prints as computations, one instruction a line (``compiled.as
       %loop = (s32[], f32[4,8]{1,0}) while(%t), body=%body, condition=%cond, backend_config={"known_trip_count":{"n":"5"}}
     }
 
-The text is taken apart into names, shapes, operands and calls; what an instruction computes is not looked at. That holds across
-versions of XLA, which print shapes beside operands or not, and groups of devices in any of four forms (``parse_groups``).
+The text is parsed into names, shapes, operands and calls; what an instruction computes is ignored. This works across versions of
+XLA, some of which print shapes beside operands, and which write groups of devices in any of four forms (``parse_groups``).
 """
 
 import itertools
@@ -27,21 +27,12 @@ _ARRAY = re.compile(r"(?P<type>[a-z]\w*)\[(?P<sizes>[^\]]*)\](?P<layout>\{[^}]*\
 _HEADER = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s+=\s+(?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
-_CALLED = re.compile(r"\b(?P<role>\w+)=(?:\{(?P<many>[^{}]*)\}|%?(?P<one>[\w.\-]+))")
+_ROLES = "calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation"
+_CALLED = re.compile(rf"\b(?P<role>{_ROLES})=(?:\{{(?P<many>[^{{}}]*)\}}|%?(?P<one>[\w.\-]+))")
 _TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"(\d+)"')
 _IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
-_CALLS = (
-    "calls",
-    "called_computations",
-    "to_apply",
-    "body",
-    "condition",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-)
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _WITHOUT_BITS = ("token", "opaque")
 _HOST_MEMORY = re.compile(r"S\(5\)")
@@ -188,12 +179,11 @@ def _calls(opcode: str, bare: str, attributes: str) -> Iterator[Call]:
         return  # they name again what their start runs
     trips = _TRIPS.search(attributes.replace("\\", ""))
     for found in _CALLED.finditer(bare):
-        if found["role"] in _CALLS:
-            loops = opcode == "while"
-            times = 1 if not loops else int(trips[1]) + (found["role"] == "condition") if trips else None
-            times = None if found["role"] in _BRANCHES else times
-            for name in _split(found["many"] or found["one"] or ""):
-                yield Call(name.strip().lstrip("%"), times, loops)
+        loops = opcode == "while"
+        times = 1 if not loops else int(trips[1]) + (found["role"] == "condition") if trips else None
+        times = None if found["role"] in _BRANCHES else times
+        for name in _split(found["many"] or found["one"] or ""):
+            yield Call(name.strip().lstrip("%"), times, loops)
 
 
 def _bits(kind: str, layout: str) -> int:

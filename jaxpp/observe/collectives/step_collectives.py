@@ -1,4 +1,4 @@
-"""The collectives of a step: those of all its compiled programs, with how often each runs."""
+"""The collectives of a step: of each of its compiled programs, with how often the program runs."""
 
 from collections import Counter
 from typing import Any
@@ -7,41 +7,40 @@ import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
-from jaxpp.plan.builder import Line
+from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.own_params import Joint
+from jaxpp.types import Batch, Key
 
 __all__ = ["collectives_of"]
 
 
-def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> Collectives:
+def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int = 0) -> Collectives:
     """Read the programs of a step.
 
     Args:
-        engine: settled.
+        engine: whose step.
         batch: of the step, or its shapes.
-        key: likewise.
-        num_other: bytes of the parameters of other tasks, whole.
+        key: of the step, or its shape.
+        num_other: bytes of the parameters of all other tasks, before they are sharded.
 
     Returns:
-        the collectives; programs are named by what they do, and those that run alike for every microbatch are one. The bytes of all
-        parameters are those that one device would hold of them, each stage's counted once.
+        the collectives. Programs are named by what they do, and a program that runs for every microbatch is named once. The bytes
+        of all parameters are what one device would hold of them, with the parameters of each stage counted once.
     """
     plan, drafted = engine.plan("update", batch, key)
     calls = [instruction.call for instruction in plan.instructions]
     runs: Counter[tuple[str, int]] = Counter()
     found: dict[tuple[str, int], tuple[Collective, ...]] = {}
-    for line, call in zip(drafted.draft.lines, calls, strict=True):
+    for line, call in zip(drafted.bound.lines, calls, strict=True):
         for label, program, shape in _programs(line, call):
             name = label, id(program)
             runs[name] += 1
             if name not in found:
                 found[name] = read_collectives(program.as_text(), shape)
-    rows = tuple(
-        ProgramCollective(name[0], runs[name], collective) for name, collectives in found.items() for collective in collectives
-    )
+    rows = tuple(ProgramCollective(name[0], runs[name], each) for name, collectives in found.items() for each in collectives)
     params = engine.layout.params
     pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
     sizes = [engine.placement[name.stage].num_bytes(name.ref, aval) for name, aval in pairs]
@@ -50,7 +49,7 @@ def collectives_of(engine: Engine, batch: Any, key: Any, num_other: int = 0) -> 
     return Collectives(rows, sum(sizes) + round(share * num_other))
 
 
-def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
+def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
     """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
     sizes = dict(line.place.axis_sizes)
     if not sizes:
@@ -58,7 +57,7 @@ def _programs(line: Line, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
     if isinstance(call, Mean):
         groups = call.groups.current
         return [(f"{line.label}, replicas {_and(g)}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
-    if line.job is None:
+    if line.program is None:
         return []
     label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
     return [(label, call, sizes)]

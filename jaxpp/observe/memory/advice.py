@@ -1,17 +1,18 @@
-"""What to change when a step does not fit: other pipelines tried on paper.
+"""What to change when a step does not fit: other schedules, microbatches, stages and remat, tried on paper.
 
-Each is lowered and its liveness kept; temporaries are taken in proportion to the microbatch and the stage; a step is timed on the
-virtual clock with equal stages. Nothing is run, and compiled only where by the estimates nothing fits but something nearly does.
+Each change is lowered, and its arrays are counted. Temporaries are estimated in proportion to the microbatch and the stage, and the
+time of a step on the virtual clock with equal stages. Nothing runs. Only if no change fits by these estimates, but some nearly do,
+are these compiled.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.errors import JaxppError
-from jaxpp.observe.memory.liveness import step_liveness, temporaries
+from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.options import Options
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.base import Schedule
@@ -19,7 +20,7 @@ from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.remat.policy import kept_of
-from jaxpp.types import Device
+from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Change", "changes"]
 
@@ -34,9 +35,9 @@ class Change(NamedTuple):
     """A change that makes it fit.
 
     Attributes:
-        what: as one writes it: ``num_microbatches=16``.
+        what: the argument as the user writes it: ``num_microbatches=16``.
         peak: bytes on the device that then holds most; an estimate.
-        slowdown: time of a step over today's, on the virtual clock with equal stages: below 1 it is faster.
+        slowdown: time of a step over the time without the change, on the virtual clock with equal stages; faster if below 1.
     """
 
     what: str
@@ -44,14 +45,16 @@ class Change(NamedTuple):
     slowdown: float
 
 
-def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[int, int]], room: int) -> tuple[Change, ...]:
+def changes(
+    engine: Engine, batch: Batch, key: Key | None, needs: Mapping[Device, tuple[int, int]], room: int
+) -> tuple[Change, ...]:
     """The changes that make a step fit, each kind in its mildest form, the quickest first.
 
     Args:
         engine: whose step does not fit.
         batch: of the step, or its shapes.
-        key: likewise.
-        needs: for each device, bytes of temporaries at its peak, and of a microbatch's residuals, which are temporaries of a
+        key: of the step, or its shape.
+        needs: for each device, bytes of temporaries at its peak, and bytes of a microbatch's residuals, which are temporaries of a
             program that recomputes them.
         room: bytes that each device has.
     """
@@ -83,14 +86,14 @@ def changes(engine: Engine, batch: Any, key: Any, needs: Mapping[Device, tuple[i
     return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
 
 
-def _compiled_peak(engine: Engine, batch: Any, key: Any) -> int:
+def _compiled_peak(engine: Engine, batch: Batch, key: Key | None) -> int:
     """What ``forecast`` would say."""
     _, drafted = engine.plan("update", batch, key)
-    liveness, extra = step_liveness(engine, drafted), temporaries(drafted.draft, engine.programs)
-    return max(liveness.most(device, extra) for device in liveness.devices)
+    liveness = step_liveness(engine, drafted, compiled=True)
+    return max(map(liveness.most, liveness.devices))
 
 
-def _tried(engine: Engine, options: Options, batch: Any, key: Any) -> Engine:
+def _tried(engine: Engine, options: Options, batch: Batch, key: Key | None) -> Engine:
     now, new = engine.options.schedule, options.schedule
     same = (now.stage_to_rank, now.num_microbatches) == (new.stage_to_rank, new.num_microbatches)
     if same and options.remat == engine.options.remat:
@@ -98,8 +101,8 @@ def _tried(engine: Engine, options: Options, batch: Any, key: Any) -> Engine:
     return open_engine(options, engine.optimizer, engine.layout.given, batch, key)
 
 
-def _candidates(now: Options, batch: Any) -> Iterator[tuple[str, str, Options]]:
-    """Changes to try: the family, of which the first that fits is enough; how to write it; the options."""
+def _candidates(now: Options, batch: Batch) -> Iterator[tuple[str, str, Options]]:
+    """Changes to try: the family, the change as the user writes it, the options. Of each family the first that fits is enough."""
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
     platform = now.devices[0].platform
     for other in SCHEDULES:
@@ -123,7 +126,7 @@ def _candidates(now: Options, batch: Any) -> Iterator[tuple[str, str, Options]]:
             yield "stages", f"num_stages={2 * stages}", options
 
 
-def _made(now: Options, name: str, stages: int, microbatches: int, **more: Any) -> Iterator[Options]:
+def _made(now: Options, name: str, stages: int, microbatches: int, **more: object) -> Iterator[Options]:
     """The options with another schedule, if it exists at these sizes."""
     with contextlib.suppress(JaxppError):
         schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)

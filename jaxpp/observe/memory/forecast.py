@@ -1,7 +1,7 @@
 """Memory before the first step: what each device will hold when it holds most, from shapes alone.
 
-The step is lowered and compiled, not run. The liveness of its lines says which arrays are alive at each moment; the compiler says
-what each program needs besides. Their sum at its highest is a device's peak. If that is too much, ``advice`` says what to change.
+The step is lowered and compiled, not run. ``liveness`` says which arrays are alive at each moment, and the compiler what each
+program needs besides. The highest sum of both is a device's peak. If that is too much, ``advice`` says what to change.
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.advice import Change, changes
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, step_liveness, temporaries
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, step_liveness
 from jaxpp.plan.builder import Name
 from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
-from jaxpp.types import Device
+from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Forecast", "StageMemory", "forecast", "parse_bytes"]
 
@@ -31,10 +31,10 @@ class StageMemory(NamedTuple):
     """What one stage takes when its device holds most.
 
     Attributes:
-        stage: which.
+        stage: the number of the stage.
         device: where it lives.
-        kinds: bytes of arrays, one for each of ``MEMORY_KINDS``.
-        num_residuals: microbatches of which residuals are held.
+        kinds: bytes of arrays, one number for each of ``MEMORY_KINDS``.
+        num_residuals: how many microbatches have residuals there.
         temporaries: bytes that the program running then needs besides.
     """
 
@@ -46,7 +46,7 @@ class StageMemory(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Bytes of all arrays and temporaries."""
         return sum(self.kinds) + self.temporaries
 
     @property
@@ -60,11 +60,11 @@ class Forecast:
     """Memory of a step. ``print`` it for a table and, if it does not fit, for what to change.
 
     Attributes:
-        liveness: the lives of all arrays of the step.
+        liveness: when each array of the step is alive, and where.
         stages: what each stage takes at the peak of its device.
         moments: the line that runs at the peak of each device.
         hbm: bytes that each device has; None if that is not known.
-        changes: what would make it fit, the least slowdown first; empty if it fits, or nothing tried does.
+        changes: what would make it fit, the least slowdown first; empty if it fits, or if nothing that was tried fits.
     """
 
     liveness: Liveness
@@ -121,29 +121,27 @@ def _size(num_bytes: int) -> str:
     return bytes_in_words(num_bytes) if num_bytes else "0"
 
 
-def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, waiting: Sequence[Name] = ()) -> Forecast:
+def forecast(engine: Engine, batch: Batch, key: Key | None, room: int | None = None, waiting: Sequence[Name] = ()) -> Forecast:
     """The memory of a step that takes over the buffers of its state.
 
     Args:
-        engine: settled.
+        engine: whose step.
         batch: of the step, or its shapes; leaves on the host are counted where they are sent.
-        key: likewise.
+        key: of the step, or its shape.
         room: bytes that each device has; what the devices say themselves unless given.
-        waiting: leaves of which a second one waits for the next step (the prefetched set of a bank), for each set that may wait.
+        waiting: leaves of which another copy waits for the next step (the prefetched set of a bank), once for each copy.
     """
     limits = [stats["bytes_limit"] for d in engine.options.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room
     _, drafted = engine.plan("update", batch, key)
-    liveness = step_liveness(engine, drafted)
+    liveness = step_liveness(engine, drafted, compiled=True)
     if waiting:
         held = {life.name: life for life in liveness.lives if life.begins == 0}
-        liveness = dataclasses.replace(
-            liveness, lives=(*liveness.lives, *(held[n]._replace(ends=len(liveness.lines) + 1) for n in waiting))
-        )
-    extra = temporaries(drafted.draft, engine.programs)
-    peaks = {device: liveness.peak(device, extra) for device in liveness.devices}
+        copies = (held[name]._replace(ends=len(liveness.lines) + 1) for name in waiting)
+        liveness = dataclasses.replace(liveness, lives=(*liveness.lives, *copies))
+    peaks = {device: liveness.peak(device) for device in liveness.devices}
     devices = [place.shown for place in engine.placement.places]
-    stages = tuple(_stage_memory(liveness, stage, device, peaks[device], extra) for stage, device in enumerate(devices))
+    stages = tuple(_stage_memory(liveness, stage, device, peaks[device]) for stage, device in enumerate(devices))
     moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}
     found = Forecast(liveness, stages, moments, room, ())
     if found.fits or room is None:
@@ -155,24 +153,23 @@ def forecast(engine: Engine, batch: Any, key: Any, room: int | None = None, wait
     return dataclasses.replace(found, changes=changes(engine, batch, key, needs, room))
 
 
-def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int, extra: tuple[int, ...]) -> StageMemory:
+def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int) -> StageMemory:
     alive = [life for life in liveness.alive(device, moment) if life.name.stage == stage]
     kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
     held = {life.name.microbatch for life in alive if life.kind == "residuals"}
-    line = liveness.lines[moment - 1]
-    runs = line.device == device and line.stage == stage
-    return StageMemory(stage, device, kinds, len(held), extra[moment - 1] * runs)
+    runs = liveness.lines[moment - 1].stage == stage
+    return StageMemory(stage, device, kinds, len(held), liveness.temporary(device, moment) * runs)
 
 
 def parse_bytes(size: float | str) -> int:
-    """Bytes of a size as people write it.
+    """The bytes of a size as people write sizes.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("80GB"), parse_bytes(4096)
         (1536, 80000000000, 4096)
 
     Raises:
-        ArgumentError: it is none, or less than a byte.
+        ArgumentError: it is not a size, or less than a byte.
     """
     text = format(size, "f") if isinstance(size, numbers.Real) and not isinstance(size, bool) else str(size)
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)b)?\s*", text, re.IGNORECASE)

@@ -1,30 +1,30 @@
-"""What is really alive on each device, beside what the account says.
+"""What is really alive on each device during a step, beside what the shapes say (``liveness``).
 
-At the beginning of a step, at the moment at which each device holds most, and at the end, every array that JAX knows of is looked
-up (``jax.live_arrays``), each buffer once: two arrays may share one. What belongs to the step is told apart by kind; what is
-left belongs to the caller, to other plans, or to other code of the process.
+At the beginning of a step, at the moment at which each device holds most, and at the end, every array that JAX knows of
+(``jax.live_arrays``) is looked up; a buffer that two arrays share counts once. The arrays of the step are told apart by kind. All
+others belong to the caller, to other plans, or to other code of the process.
 
-What the compiled programs need while they run is no array; the compiler says how much. Where a backend counts for itself
-(``device.memory_stats()``, on GPUs), its number is shown beside: it has all of this in it, padding, and the programs themselves.
+What compiled programs need while they run is no array; the compiler says how much that is. Where a backend counts for itself
+(``device.memory_stats()``, on GPUs), its number is shown beside. It includes all of these, padding, and the programs themselves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Drafted
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness, temporaries
-from jaxpp.plan.builder import HOST, Name
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness
+from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.program import Role
 from jaxpp.stages.table import bytes_in_words
-from jaxpp.types import Array, Device
+from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
 
@@ -34,9 +34,9 @@ class Sample(NamedTuple):
 
     Attributes:
         when: ``begins``, the label of the line that had been handed over, or ``ends``.
-        moment: of the liveness.
-        device: which.
-        kinds: bytes of the step's arrays, one for each of ``MEMORY_KINDS``.
+        moment: the same as a number, as ``Liveness`` counts them.
+        device: which device.
+        kinds: bytes of the step's arrays, one number for each of ``MEMORY_KINDS``.
         total: bytes of all arrays there.
         temporaries: bytes that the program running then needs besides.
     """
@@ -65,8 +65,8 @@ class Ledger:
 
     Attributes:
         liveness: what the shapes say.
-        samples: what was there: of each device at the beginning, at its peak, at the end.
-        stats: what the backend counts for itself, of each device; empty where it does not.
+        samples: what was there, on each device at the beginning, at its peak, and at the end.
+        stats: what the backend counts for itself on each device; empty where it does not.
     """
 
     liveness: Liveness
@@ -104,14 +104,14 @@ class Ledger:
 
 
 def live_bytes(device: Device) -> int:
-    """Bytes of all arrays in a device's own memory, each buffer once; what waits in host memory is not there.
+    """Bytes of all arrays in a device's own memory, each buffer once; arrays in host memory do not count.
 
-    Of a rank that is several devices, the first one's.
+    Of a rank that has several devices, only the first device counts.
     """
     return sum(_buffers(jax.live_arrays(), device).values())
 
 
-def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
+def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
     """Bytes of each buffer on a device, by address."""
     device = devices_of(device)[0]
     kinds = (None, device.default_memory().kind)
@@ -122,25 +122,24 @@ def _buffers(arrays: Iterable[Any], device: Device) -> dict[int, int]:
     return {data.block_until_ready().unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
 
 
-def sample_step(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any) -> tuple[Ledger, Leaves[Array]]:
+def sample_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> tuple[Ledger, Leaves[Array]]:
     """Run one step and look at what is alive; it waits at each look.
 
     Args:
         engine: whose step.
         leaves: of the state; they are consumed.
         batch: of the step.
-        key: likewise.
+        key: of the step.
 
     Returns:
         the ledger, and the leaves of the new state.
     """
     plan, drafted = engine.plan("update", batch, key)
-    liveness = step_liveness(engine, drafted, homes_of(drafted, batch, key))
-    extra = temporaries(drafted.draft, engine.programs)
+    liveness = step_liveness(engine, drafted, homes_of(drafted, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
     state = dict(zip(drafted.inputs, leaves.flat(), strict=False))
     kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
-    sampler = _Sampler(plan, drafted, liveness, extra, foreign, kept)
+    sampler = _Sampler(plan, drafted, liveness, foreign, kept)
     sampler.look(0, state, liveness.devices)
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
     values = dict(zip(drafted.outputs, jax.tree.leaves(outcome), strict=True))
@@ -149,9 +148,9 @@ def sample_step(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any) -> 
     return Ledger(liveness, tuple(sampler.samples), stats), outcome.state
 
 
-def homes_of(drafted: Drafted, batch: Any, key: Any) -> dict[Name, Device]:
-    """The devices of the caller's batch leaves and key, of those that are on one."""
-    names = [name for name in drafted.inputs if name.stage == HOST]
+def homes_of(drafted: Drafted, batch: Batch, key: Key | None) -> dict[Name, Device]:
+    """The devices of the caller's batch leaves and key, of each that is on one device."""
+    names = [name for name in drafted.inputs if name.stage == CALLER]
     given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
     arrays = [(name, leaf.devices()) for name, leaf in zip(names, given, strict=True) if isinstance(leaf, jax.Array)]
     return {name: next(iter(devices)) for name, devices in arrays if len(devices) == 1}
@@ -165,18 +164,17 @@ class _Sampler:
         plan: Plan,
         drafted: Drafted,
         liveness: Liveness,
-        extra: Sequence[int],
-        foreign: Sequence[Any],
-        kept: Mapping[Name, Any],
+        foreign: Sequence[Leaf],
+        kept: Mapping[Name, Leaf],
     ):
         self.samples: list[Sample] = []
-        self._lines, self._book, self._extra, self._foreign = drafted.draft.lines, liveness, extra, foreign
-        self._peaks = {device: liveness.peak(device, extra) for device in liveness.devices}
+        self._lines, self._liveness, self._foreign = liveness.lines, liveness, foreign
+        self._peaks = {device: liveness.peak(device) for device in liveness.devices}
         self._moment = 0
-        self._always = [*drafted.draft.constants.items(), *kept.items()]  # the old model state is the caller's until the step ends
-        self._holds = dict(zip(plan.inputs, map(drafted.draft.resolve, drafted.inputs), strict=True))
+        self._always = [*drafted.bound.placed.items(), *kept.items()]  # the old model state is the caller's until the step ends
+        self._holds = dict(zip(plan.inputs, map(drafted.bound.resolve, drafted.inputs), strict=True))
 
-    def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
+    def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
         """Called by the executor after each instruction."""
         self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=True))
         self._moment += 1
@@ -186,11 +184,11 @@ class _Sampler:
         for slot in instruction.free:
             self._holds.pop(slot, None)
 
-    def look(self, moment: int, values: Mapping[Name, Any], devices: Iterable[Device]) -> None:
+    def look(self, moment: int, values: Mapping[Name, Leaf], devices: Iterable[Device]) -> None:
         """Note what is alive on the devices."""
         inside = 0 < moment <= len(self._lines)
         label = self._lines[moment - 1].label if inside else "ends" if moment else "begins"
-        kinds = {life.name: life.kind for life in self._book.lives if life.begins <= moment <= life.ends}
+        kinds = {life.name: life.kind for life in self._liveness.lives if life.begins <= moment <= life.ends}
         for device in devices:
             seen = _buffers(self._foreign, device)
             sums: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
@@ -198,5 +196,5 @@ class _Sampler:
                 fresh = {at: size for at, size in _buffers([value], device).items() if at not in seen}
                 sums[kinds.get(name) or memory_kind(name)] += sum(fresh.values())
                 seen |= fresh
-            extra = self._extra[moment - 1] * (self._lines[moment - 1].device == device) if inside else 0
+            extra = self._liveness.temporary(device, moment)
             self.samples.append(Sample(label, moment, device, tuple(sums.values()), live_bytes(device), extra))

@@ -1,25 +1,28 @@
-"""What is alive on each device while a step runs: an account kept over the lines of its draft, without running them.
+"""What is alive on each device while a step runs, from the lines of its draft and the shapes of its values; nothing runs.
 
-Every value of a step has a name, a size, a line that makes it and a line after which it is let go. So what a device holds at any
-moment is a sum over values, known from shapes alone: before the first step (``forecast``), and to be compared with what is really
+Every value of a step has a name, a size, a line that makes it and a line after which it is freed. So the bytes that a device holds
+at any moment are a sum over values, which is known before the first step (``forecast``), and can be compared with what is really
 alive (``ledger``).
 
-Moment 0 is the beginning of the step, moment k + 1 when line k has been handed over and nothing was freed after it, the last moment
-the end of the step. Devices run their programs in the order they are handed over, so these are also the moments of the device.
+Moment 0 is the beginning of the step. At moment k + 1 line k has been handed over and nothing has been freed after it. The last
+moment is the end of the step. Devices run their programs in the order in which they are handed over, so these are also the moments
+of the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Drafted
-from jaxpp.plan.builder import HOST, Draft, Line, Name
-from jaxpp.runtime.compile import Programs
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.runtime.bind import Bound, BoundLine
+from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
@@ -53,11 +56,11 @@ class Life(NamedTuple):
     Attributes:
         name: of the value.
         device: where it is.
-        num_bytes: how large.
+        num_bytes: its size.
         kind: one of ``MEMORY_KINDS``.
         begins: the first moment at which it is alive.
-        ends: the last.
-        taken: whether its buffer is then taken over by a result of the next line.
+        ends: the last moment at which it is alive.
+        donated: whether a result of the next line takes over its buffer.
     """
 
     name: Name
@@ -66,26 +69,29 @@ class Life(NamedTuple):
     kind: str
     begins: int
     ends: int
-    taken: bool = False
+    donated: bool = False
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """The lives of all values of a step.
+    """When each value of a step is alive, and where.
 
     Attributes:
         devices: in the order of the ranks.
         lines: of the step.
         lives: of its values.
+        temporaries: bytes that the compiled program of each line needs while it runs, besides its arguments and results; empty if
+            the programs are not compiled.
     """
 
     devices: tuple[Device, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[BoundLine, ...]
     lives: tuple[Life, ...]
+    temporaries: tuple[int, ...] = ()
 
     @cached_property
-    def levels(self) -> Mapping[Device, np.ndarray]:
-        """Bytes on each device: a row a moment, a column a kind."""
+    def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
+        """Bytes on each device: a row for each moment, a column for each kind."""
         changes = {device: np.zeros((len(self.lines) + 3, len(MEMORY_KINDS)), np.int64) for device in self.devices}
         for _, device, num_bytes, kind, begins, ends, _ in self.lives:
             changes[device][begins, MEMORY_KINDS.index(kind)] += num_bytes
@@ -93,81 +99,86 @@ class Liveness:
         return {device: np.cumsum(change, axis=0)[:-1] for device, change in changes.items()}
 
     @cached_property
-    def freed(self) -> Mapping[Device, np.ndarray]:
-        """Bytes that each device lets go after each moment, not those that are taken over: a row a moment, a column a kind."""
+    def freed(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
+        """Bytes that each device frees after each moment, without those that are donated; rows and columns as in ``levels``."""
         found = {device: np.zeros((len(self.lines) + 2, len(MEMORY_KINDS)), np.int64) for device in self.devices}
-        for _, device, num_bytes, kind, _, ends, taken in self.lives:
-            found[device][ends, MEMORY_KINDS.index(kind)] += num_bytes * (not taken)
+        for _, device, num_bytes, kind, _, ends, donated in self.lives:
+            found[device][ends, MEMORY_KINDS.index(kind)] += num_bytes * (not donated)
         return found
 
-    def peak(self, device: Device, temporaries: Sequence[int] = ()) -> int:
-        """The moment at which a device holds most.
+    def temporary(self, device: Device, moment: int) -> int:
+        """Bytes of the temporaries of the program that runs on a device at a moment."""
+        if not self.temporaries or not 0 < moment <= len(self.lines):
+            return 0
+        return self.temporaries[moment - 1] * (self.lines[moment - 1].device == device)
 
-        Args:
-            device: which.
-            temporaries: bytes that each line's program needs while it runs, besides its arguments and results.
-        """
-        return int(self._held(device, temporaries).argmax())
+    def peak(self, device: Device) -> int:
+        """The moment at which a device holds most, temporaries included."""
+        return int(self._held(device).argmax())
 
-    def most(self, device: Device, temporaries: Sequence[int] = ()) -> int:
-        """The bytes that a device holds then, temporaries included."""
-        return int(self._held(device, temporaries).max())
+    def most(self, device: Device) -> int:
+        """The bytes that a device holds at its peak."""
+        return int(self._held(device).max())
 
-    def _held(self, device: Device, temporaries: Sequence[int]) -> np.ndarray:
+    def _held(self, device: Device) -> Int[np.ndarray, " moments"]:
         held = self.levels[device].sum(axis=1)
-        if temporaries:
-            held[1:-1] += [extra * (line.device == device) for extra, line in zip(temporaries, self.lines, strict=True)]
-        return held
+        return held + [self.temporary(device, moment) for moment in range(len(held))]
 
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
         return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
 
 
-def step_liveness(engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None) -> Liveness:
-    """Keep the account of a step that takes over the buffers of its state.
+def step_liveness(
+    engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
+) -> Liveness:
+    """What is alive during a step that takes over the buffers of its state.
 
     Args:
         engine: whose step.
         drafted: its lines.
-        homes: the devices on which the caller's batch leaves and key are, by name, if on any; they are not copied to these.
+        homes: the devices on which the caller's batch leaves and key are, by name; they are not copied to these devices.
+        compiled: whether its programs are compiled, and their temporaries counted.
 
     Returns:
-        the liveness. Arrays of the caller are not in it, except the state.
+        the lives of the values. Arrays of the caller are not among them, except the state.
     """
-    draft = drafted.draft
-    first, last = _forwards(draft), draft.last_uses()
-    end = len(draft.lines) + 1
+    bound = drafted.bound
+    first, last = _forwards(bound), bound.last_uses
+    end = len(bound.lines) + 1
     sizes = _given(engine, drafted)
-    where: dict[Name, Device] = {name: home.shown for name, home in draft.homes.items() if name.stage != HOST} | dict(homes or {})
-    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != HOST}
-    ends: dict[Name, int] = dict.fromkeys([*begins, *map(draft.resolve, drafted.outputs)], end)
+    places = bound.placement.places
+    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER}
+    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, drafted.outputs)], end)
     taken: set[Name] = set()
-    for number, line in enumerate(draft.lines):
+    for number, line in enumerate(bound.lines):
         gone = line.taken - set(line.outputs)
         taken |= gone
         ends.update((name, number) for name in gone)
-        if line.job is not None:
-            results = _made(draft, line)
+        if line.placed is not None:
+            results = _made(bound, line, line.placed)
         elif line.is_send:
-            results = [0 if where.get(line.inputs[0]) == line.device else sizes[line.inputs[0]]]
-        else:  # the means over groups of replicas: each as large as what it is of
+            (source,) = line.inputs
+            there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
+            results = [0 if there == line.device else sizes[source]]
+        else:  # the means over groups of replicas, each as large as its input
             results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
         for name, size in zip(line.outputs, results, strict=True):
             sizes[name] = size
             begins.setdefault(name, number + 1)
     lives: list[Life] = []
     for name, begin in begins.items():
-        life = Life(name, where[name], sizes[name], memory_kind(name), begin, ends.get(name, last.get(name, -1) + 1), name in taken)
-        lives += _split(life, first.get((name.stage, name.microbatch), end), draft.lines[min(last.get(name, 0), end - 2)])
+        until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
+        life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in taken)
+        lives += _split(life, first.get((name.stage, name.microbatch), end), bound.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(engine.placement.ranks_shown))
-    return Liveness(devices, tuple(draft.lines), (*_constants(engine, draft), *lives))
+    extra = temporaries(bound, engine.programs) if compiled else ()
+    return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra)
 
 
-def _made(draft: Draft, line: Line) -> list[int]:
+def _made(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
     """Bytes of what a program makes, on each device."""
-    assert line.job is not None
-    program, place, _ = line.job
+    program, place, _ = job
     results = program.results
     if program.spans:  # as one replica has them
         results = [
@@ -175,7 +186,7 @@ def _made(draft: Draft, line: Line) -> list[int]:
             for ref, aval in zip(program.outputs, results, strict=True)
         ]
     triples = zip(program.outputs, results, line.outputs, strict=True)
-    return [place.num_bytes(ref, aval, draft.chosen.get(name)) for ref, aval, name in triples]
+    return [place.num_bytes(ref, aval, bound.chosen.get(name)) for ref, aval, name in triples]
 
 
 def memory_kind(name: Name) -> str:
@@ -183,19 +194,19 @@ def memory_kind(name: Name) -> str:
     return _KIND_OF.get(name.ref.role, "rest")
 
 
-def temporaries(draft: Draft, programs: Programs) -> tuple[int, ...]:
+def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
     """Bytes that each line's compiled program needs while it runs, besides its arguments and results; 0 for sends."""
     found: dict[int, int] = {}
 
-    def needs(line: Line) -> int:
-        if line.job is None:
+    def needs(line: BoundLine) -> int:
+        if line.placed is None:
             return 0
-        if id(line.job[0]) not in found:
-            stats = programs[line.job].memory_analysis()
-            found[id(line.job[0])] = 0 if stats is None else int(stats.temp_size_in_bytes)
-        return found[id(line.job[0])]
+        if id(line.program) not in found:
+            stats = programs[line.placed].memory_analysis()
+            found[id(line.program)] = 0 if stats is None else int(stats.temp_size_in_bytes)
+        return found[id(line.program)]
 
-    return tuple(map(needs, draft.lines))
+    return tuple(map(needs, bound.lines))
 
 
 def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
@@ -203,34 +214,32 @@ def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
     job = drafted.job
     key = [] if job.key is None else [job.key]
     avals = [*engine.placed.shapes.flat(), *job.batch, *key]
-    places = [None if name.stage == HOST else engine.placement[name.stage] for name in drafted.inputs]
+    places = [None if name.stage == CALLER else engine.placement[name.stage] for name in drafted.inputs]
     triples = zip(drafted.inputs, avals, places, strict=True)
     return {name: count_bytes(aval) if place is None else place.num_bytes(name.ref, aval) for name, aval, place in triples}
 
 
-def _constants(engine: Engine, draft: Draft) -> list[Life]:
-    """The arrays that a plan holds from one step to the next; one that stands for several values counts once."""
-    last, end = draft.last_uses(), len(draft.lines) + 1
-    unique = {id(value): (name, value) for name, value in reversed(draft.constants.items()) if name in last}
-    places = [engine.placement[name.stage] for name, _ in unique.values()]
-    return [
-        Life(name, place.shown, value.addressable_shards[0].data.nbytes, memory_kind(name), 0, end)
-        for (name, value), place in zip(unique.values(), places, strict=True)
-    ]
+def _constants(bound: Bound) -> list[Life]:
+    """The arrays that a plan holds from one step to the next; an array that stands for several values counts once."""
+    end, found = len(bound.lines) + 1, []
+    for constant, name in {constant: name for name, constant in reversed(list(bound.constants.items()))}.items():
+        place = bound.placement[name.stage]
+        found.append(Life(name, place.shown, place.num_bytes(name.ref, constant.aval), memory_kind(name), 0, end))
+    return found
 
 
-def _forwards(draft: Draft) -> dict[tuple[int, int], int]:
+def _forwards(bound: Bound) -> dict[tuple[int, int], int]:
     """The moment of each forward, by stage and microbatch."""
     return {
         (line.action.stage, line.action.microbatch): number + 1
-        for number, line in enumerate(draft.lines)
-        if line.job is not None and line.action is not None and line.action.kind == Kind.F
+        for number, line in enumerate(bound.lines)
+        if line.program is not None and line.action is not None and line.action.kind == Kind.F
     }
 
 
-def _split(life: Life, forward: int, reader: Line) -> list[Life]:
+def _split(life: Life, forward: int, reader: BoundLine) -> list[Life]:
     """An activation that a stage's backward reads again is a residual from its forward on."""
-    if life.name.ref.role != Role.ACTIVATION or reader.job is None or life.ends <= forward:
+    if life.name.ref.role != Role.ACTIVATION or reader.program is None or life.ends <= forward:
         return [life]
     before = [life._replace(ends=forward - 1)] if life.begins < forward else []
     return [*before, life._replace(kind="residuals", begins=max(life.begins, forward))]

@@ -1,9 +1,8 @@
-"""A profile as files: a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open, JSON, a page."""
+"""A profile as text for files: a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, JSON, and an HTML page."""
 
 import html
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.profile import Profile
@@ -15,16 +14,16 @@ _COMPUTE, _ARRIVALS, _HOST = 0, 1, 2
 
 
 def to_perfetto(profile: Profile) -> str:
-    """The trace as JSON text: a lane a rank for what it computes, one for what arrives there, one for the host.
+    """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; the host has a lane too.
 
     Args:
         profile: of a step.
 
     Returns:
-        JSON in the trace event format; times are microseconds, as the format has them. The bytes of each device are counters.
+        JSON in the trace event format, in which times are microseconds. The bytes of each device are counters.
     """
     ranks = profile.schedule.num_ranks
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for rank in range(ranks):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         events += [_name("thread_name", rank, lane, text) for lane, text in ((_COMPUTE, "computes"), (_ARRIVALS, "receives"))]
@@ -90,13 +89,13 @@ def to_html(profile: Profile) -> str:
     return f"<!DOCTYPE html><html><head>{head}</head><body>{profile._repr_html_()}</body></html>"
 
 
-def _spans(spans: Iterable[Span]) -> list[dict[str, Any]]:
+def _spans(spans: Iterable[Span]) -> list[object]:
     return [span._asdict() | {"action": span.action and str(span.action)} for span in spans]
 
 
-def _name(what: str, pid: int, tid: int, text: str) -> dict[str, Any]:
+def _name(what: str, pid: int, tid: int, text: str) -> dict[str, object]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": text}}
 
 
-def _slice(name: str, category: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+def _slice(name: str, category: str, pid: int, tid: int, start: float, end: float) -> dict[str, object]:
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": 1e6 * start, "dur": 1e6 * (end - start)}

@@ -35,7 +35,7 @@ def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence
     Args:
         heading: the line above.
         timelines: the step as it ran, and as it would run on devices of its own.
-        memory: a curve a device; the figure has no such part if there are none.
+        memory: a curve for each device; without curves the figure has no memory part.
         stage_to_rank: the rank of each stage.
 
     Returns:
@@ -80,7 +80,7 @@ def _milli(time: float) -> str:
 
 
 def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: Number) -> None:
-    """Draw a row a device: the stacked bytes of each kind, and the peak."""
+    """Draw a row for each device: the stacked bytes of each kind, and the peak."""
     peaks = [max(map(sum, curve.levels)) for curve in memory]
     scale = 0.88 / (max(peaks) or 1)
     for kind, colour in enumerate(COLOURS):

@@ -1,32 +1,33 @@
-"""A profile of steps that somebody else traced."""
+"""A profile of steps that were traced elsewhere."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import step_liveness
-from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.spans import durations_of, isolated_spans, traced_spans
-from jaxpp.observe.profile.trace import read_runs
+from jaxpp.observe.profile.trace import TraceError, matched, read_runs
+from jaxpp.types import Batch, Key
 
 __all__ = ["from_trace"]
 
 _WHERE = "jaxpp.observe.from_trace"
 
 
-def from_trace(folder: Any, pipe: Any, batch: Any, key: Any = None) -> Profile:
+def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
     """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine.
 
-    It differs from ``pipe.profile`` in that nothing runs: what the host did and what memory held are not known, and a program takes
-    alone what it took in the trace, at the median.
+    Unlike ``pipe.profile`` it runs nothing. So it does not know what the host did or what memory held, and takes a program's median
+    time in the trace for the time that the program takes alone.
 
     Args:
         folder: what was given to ``jax.profiler.trace``; its newest trace is read.
         pipe: a pipeline like the one whose steps were traced, after ``init`` or ``forecast``.
         batch: of the traced steps, or its shapes.
-        key: likewise.
+        key: of the traced steps, or its shape.
 
     Returns:
         the profile of the traced step of median length.

@@ -16,8 +16,7 @@ class Curve(NamedTuple):
     Attributes:
         label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
         times: milliseconds from the start of the step, in ascending order.
-        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on; the last ones stay to the end
-            of the step.
+        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on, the last to the end of the step.
     """
 
     label: str
@@ -26,15 +25,15 @@ class Curve(NamedTuple):
 
 
 def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
-    """One curve a device, in milliseconds.
+    """One curve for each device, in milliseconds.
 
-    What a program makes is there from its start, what it reads last is let go at its end; what arrives is there once
-    what the device was given before has begun: so a curve goes through the moments of the liveness in their order, and has
-    its peak.
+    The results of a program are there from its start, and what nobody reads after it is freed at its end. What arrives is there
+    once the device has begun what it was given before. So a curve goes through the moments of ``liveness`` in their order, and has
+    the same peak.
 
     Args:
         liveness: of the step.
-        spans: its instructions in time, one a line of the liveness.
+        spans: its instructions in time, one for each line of ``liveness``.
         by_rank: the device of each rank.
     """
     end = 1e3 * max(span.end for span in spans)
@@ -56,7 +55,7 @@ def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, label: str
             found.append(tuple(level))
 
     for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True)):
-        here = line.device == device and line.job is not None
+        here = line.device == device and line.program is not None
         now = max(now, 1e3 * span.start) if here else now
         note(now, levels[number + 1])
         now = max(now, 1e3 * span.end) if here else now

@@ -1,12 +1,12 @@
 """What really ran, when, and why the ranks idled.
 
-``record`` runs steps under JAX's profiler; a ``Profile`` is that of median length. It has two timelines. One is the trace: the
-start and end of every program on its device, the transfers between them, and what they waited for on each other and on the host.
-The other is isolated: every program as long as it takes alone, on the virtual clock. Where devices share cores, as forced CPU
-devices do, the trace shows how they hold each other up, and the isolated timeline what the pipeline would do on devices of their
-own.
+``record`` runs steps under JAX's profiler; a ``Profile`` describes the step of median length. It has two timelines. One is the
+trace: the start and end of every program on its device, the transfers between programs, and how long they waited for each other
+and for the host. The other is isolated: every program takes as long as it takes alone, on the virtual clock. Where devices share
+cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline shows what the pipeline
+would do on devices of its own.
 
-The numbers are of one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. Beside them: what memory held.
+All numbers describe one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. ``ledger`` tells of memory.
 """
 
 import dataclasses
@@ -170,12 +170,12 @@ class Profile(Drawn):
 
     @property
     def simulated_seconds(self) -> float:
-        """The makespan of those."""
+        """The makespan of the simulated actions."""
         return float(max(bar.end for bar in self.simulated))
 
     @property
     def simulated_bubble_fraction(self) -> float:
-        """Their idle time over ranks x makespan: the bubble of the actions, without the optimizer's part of the step."""
+        """The bubble of the simulated actions, without the optimizer's part of the step."""
         durations = self.measured.durations
         busy = [sum(durations.get(action, 0) for action in row) for row in self.schedule.rows]
         return bubble_fraction(busy, self.simulated_seconds)

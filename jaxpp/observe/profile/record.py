@@ -1,10 +1,10 @@
-"""Running steps under JAX's profiler, and what its trace says: spans in time.
+"""Running steps under JAX's profiler, and making a ``Profile`` of what the trace says.
 
-First some steps as they are: the trace says when each program ran, the host's stamps when each instruction was handed over. Then
-some steps in which the host waits for each instruction before it hands over the next: there every program runs alone, and takes
-the time that it would take on a device of its own.
+First some steps run as they are. The trace says when each program ran, and the host's stamps when each instruction was handed over.
+Then some steps run in which the host waits for each instruction before it hands over the next. There every program runs alone, and
+takes the time that it would take on a device of its own.
 
-Where the trace of a backend lacks something, the results are asked for instead (``watch``), which cannot see when a program began.
+Where the trace of a backend lacks something, the results are polled instead (``watch``), which cannot see when a program began.
 """
 
 import contextlib
@@ -13,22 +13,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.observe.profile.matching import TraceError, matched
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.spans import Span, Stamp, durations_of, isolated_spans, traced_spans, watched_spans
-from jaxpp.observe.profile.trace import STEP, Run, read_runs
+from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
 from jaxpp.observe.profile.watch import Watch
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction
 from jaxpp.schedule.validate import is_count
-from jaxpp.types import Array
+from jaxpp.types import Array, Batch, Key, Leaf
 
 __all__ = ["record"]
 
@@ -37,7 +35,7 @@ _ALONE = 3  # steps in which each program runs alone
 
 
 class _Stamps:
-    """Observes a step: when the host handed each instruction over; waiting for each result if they are to run alone."""
+    """Observes when the host hands each instruction of a step over; waits for each result if instructions are to run alone."""
 
     def __init__(self, *, waits: bool):
         self.waits = waits
@@ -48,7 +46,7 @@ class _Stamps:
         """The step begins."""
         self._went_on = time.perf_counter()
 
-    def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
+    def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
         """Called by the executor after each instruction."""
         handed = time.perf_counter()
         if self.waits:
@@ -61,7 +59,7 @@ class _Stamps:
 class _Steps:
     """Runs one step after the other on a state of its own."""
 
-    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Any, key: Any):
+    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None):
         self.engine, self.batch, self.key = engine, batch, key
         self.leaves = engine.copy(leaves)
 
@@ -99,14 +97,14 @@ def _clock_for(engine: Engine) -> Clock:
     return "isolated" if shared else "trace"
 
 
-def record(engine: Engine, leaves: Leaves[Array], batch: Any, key: Any, num_steps: int, clock: Clock | None) -> Profile:
-    """Run steps under the profiler, then one whose memory is looked at.
+def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_steps: int, clock: Clock | None) -> Profile:
+    """Run steps under the profiler, then one step whose memory is looked at.
 
     Args:
         engine: whose steps.
         leaves: of the state; they are copied, and stay as they are.
         batch: for every step.
-        key: likewise.
+        key: for every step.
         num_steps: how many to trace, after some that do not count.
         clock: which times the numbers of the profile are of; the isolated clock where devices share what they compute with, unless
             given.
@@ -164,17 +162,17 @@ def _session(folder: str) -> Iterator[None]:
 
 
 def _seconds(stamps: Sequence[Stamp], runs: Sequence[Sequence[Run | None]]) -> list[float]:
-    """How long each instruction of a step took in which each waited for the one before.
+    """How long each instruction took, in a step where each waited for the one before.
 
-    By the trace; what it does not know, such as a send, by the host's clock: from when the host went on to when the result was
-    there.
+    The trace says so for programs. For the rest, such as sends, it is the time on the host's clock from when the host went on to
+    when the result was there.
     """
     known = runs[0] if runs else [None] * len(stamps)
     return [stamp.done - stamp.handed if run is None else run.end - run.start for stamp, run in zip(stamps, known, strict=True)]
 
 
 def _watched(steps: _Steps, num_steps: int) -> tuple[list[tuple[Span, ...]], list[float]]:
-    """Steps whose results are asked for, and their lengths."""
+    """Steps whose results are polled, and their lengths."""
     engine = steps.engine
     plan, _ = engine.plan("update", steps.batch, steps.key, watched=True)
     found, lengths = [], []

@@ -1,24 +1,30 @@
 """What JAX's own profiler recorded: when each compiled program ran on its device.
 
-``jax.profiler.trace`` writes a file of planes, lines and events; ``jax.profiler.ProfileData`` reads it. Where the events of a run
-are depends on the backend:
+``jax.profiler.trace`` writes a file of planes, lines and events; ``jax.profiler.ProfileData`` reads it. The events of a run are in
+different places on different backends:
 
 * CPU: each operation is an event of the thread that ran it, with the number of its run, its program and its device.
-* GPU, TPU: the plane of a device has a line "XLA Modules" with one event a run.
+* GPU, TPU: the plane of a device has a line "XLA Modules" with one event for each run.
 
-The name of a module is that of its program (``Program.name``) after ``jit_``.
+The name of a module is that of its program (``Program.name``) after ``jit_``. A plan hands the programs of a device over in a fixed
+order, and a compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction that runs
+the program there, step after step (``matched``). If the numbers do not match, that is an error.
 """
 
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-__all__ = ["STEP", "Run", "Runs", "read_runs"]
+from jaxpp.plan.plan import Plan
+from jaxpp.runtime.place import devices_of
+from jaxpp.types import Device
+
+__all__ = ["STEP", "Run", "Runs", "TraceError", "matched", "read_runs"]
 
 STEP = "jaxpp step"
 """The annotation of a step in a trace."""
@@ -39,16 +45,21 @@ class Run(NamedTuple):
     end: float
 
 
+ProgramKey = tuple[int, str, Hashable]
+"""The ordinal of a device, the name of a program, and what tells compiled programs of that name apart."""
+_RunKey = tuple[int, int]  # the ordinal of a device, and the number of a run
+
+
 class Runs(NamedTuple):
     """All runs of a trace.
 
     Attributes:
-        of_program: for each device, program name and compiled program (of which several may have one name) the runs, in the order
-            in which they were handed over.
+        of_program: the runs in the order in which they were handed over, for each device, program name and compiled program
+            (several compiled programs may have the same name).
         steps: when each annotated step began.
     """
 
-    of_program: dict[tuple[int, str, Any], list[Run]]
+    of_program: dict[ProgramKey, list[Run]]
     steps: list[float]
 
 
@@ -67,9 +78,9 @@ def _read(folder: Path) -> Runs:
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")
-    events: defaultdict[tuple[int, str, Any], dict[Any, Run]] = defaultdict(dict)
-    unnamed: dict[tuple[int, int], Run] = {}
-    named: dict[tuple[int, int], tuple[str, Any]] = {}
+    events: defaultdict[ProgramKey, dict[int, Run]] = defaultdict(dict)
+    unnamed: dict[_RunKey, Run] = {}
+    named: dict[_RunKey, tuple[str, Hashable]] = {}
     steps: list[float] = []
     data = ProfileData.from_file(str(files[-1]))  # its planes and events live as long as it does
     for plane in data.planes:
@@ -87,8 +98,8 @@ def _read(folder: Path) -> Runs:
     return Runs({key: [runs[number] for number in sorted(runs)] for key, runs in _apart(events)}, sorted(steps))
 
 
-def _operations(events: Iterable[Any], runs: dict[tuple[int, int], Run], names: dict[tuple[int, int], tuple[str, Any]]) -> None:
-    """Add the operations of a thread to the runs that they are of."""
+def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_RunKey, tuple[str, Hashable]]) -> None:
+    """Add the operations of a thread to the runs that they belong to."""
     for event in events:
         found = dict(event.stats)
         if "run_id" not in found or "device_ordinal" not in found:
@@ -101,13 +112,13 @@ def _operations(events: Iterable[Any], runs: dict[tuple[int, int], Run], names: 
             names[key] = _name(found["hlo_module"]), found.get("program_id")
 
 
-def _apart(events: dict[tuple[int, str, Any], dict[Any, Run]]) -> Iterator[tuple[tuple[int, str, Any], dict[Any, Run]]]:
-    """The runs by program; those that have no operation, and so no name, by their numbers, which follow one another."""
+def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKey, dict[int, Run]]]:
+    """The runs by program; runs without an operation, and so without a name, by their numbers, which are consecutive."""
     for (device, name, program), runs in events.items():
         if name:
             yield (device, name, program), runs
             continue
-        groups: list[dict[Any, Run]] = []
+        groups: list[dict[int, Run]] = []
         last = None
         for number in sorted(runs):
             if last is None or number != last + 1:
@@ -119,3 +130,64 @@ def _apart(events: dict[tuple[int, str, Any], dict[Any, Run]]) -> Iterator[tuple
 
 def _name(module: str) -> str:
     return module.removeprefix("jit_")
+
+
+class TraceError(Exception):
+    """A trace that does not have the runs of a plan. Users never see it: ``Profile.missing`` says the same."""
+
+
+def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
+    """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
+
+    Args:
+        plan: what was run; nothing else in the trace may have programs of these names.
+        runs: of the trace.
+        num_steps: how often the plan was run.
+
+    Raises:
+        TraceError: the trace has other runs than the plan.
+    """
+    if len(runs.steps) != num_steps:
+        raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
+    first = runs.steps[0]  # what a step before it had left to do may still run in the trace
+    later = {key: [run for run in group if run.start >= first] for key, group in runs.of_program.items()}
+    of_program = {key: group for key, group in later.items() if group}
+    found: list[list[Run | None]] = [[None] * len(plan.instructions) for _ in range(num_steps)]
+    for (ordinal, name), mine in _by_program(plan).items():
+        there = [group for (device, called, _), group in of_program.items() if (device, called) == (ordinal, name)]
+        if not there:  # no operation: XLA made nothing of it, and the trace no name
+            sizes = {len(lines) * num_steps for lines in mine}
+            there = [group for (device, called, _), group in of_program.items() if device == ordinal and not called]
+            there = [group for group in there if len(group) in sizes]
+        there.sort(key=lambda group: group[0].start)
+        if [len(group) for group in there] != [len(lines) * num_steps for lines in mine]:
+            wanted = sum(map(len, mine)) * num_steps
+            raise TraceError(f"{sum(map(len, there))} runs of {name} on device {ordinal} in the trace, {wanted} were handed over")
+        for lines, group in zip(mine, there, strict=True):
+            for number, run in enumerate(group):
+                step, line = divmod(number, len(lines))
+                begun = runs.steps[step]
+                _add(found[step], lines[line], Run(run.start - begun, run.end - begun))
+    return found
+
+
+def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
+    """For each device and program name the instructions of each compiled program of that name, in the order handed over."""
+    calls: defaultdict[tuple[int, str], dict[int, list[int]]] = defaultdict(dict)
+    for number, line in enumerate(plan.instructions):
+        if line.about.program:
+            for device in devices_of(line.about.device):
+                calls[ordinal_of(device), line.about.program].setdefault(id(line.call), []).append(number)
+    return {key: list(found.values()) for key, found in calls.items()}
+
+
+def _add(step: list[Run | None], line: int, run: Run) -> None:
+    """Add the run of one device; a program on several devices runs from the first that begins to the last that ends."""
+    known = step[line]
+    step[line] = run if known is None else Run(min(known.start, run.start), max(known.end, run.end))
+
+
+def ordinal_of(device: Device) -> int:
+    """The number by which a trace knows a device."""
+    ordinal = getattr(device, "local_hardware_id", None)
+    return device.id if ordinal is None else ordinal

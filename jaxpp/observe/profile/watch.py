@@ -1,14 +1,14 @@
-"""Watching a step without stopping it.
+"""Polling the results of a step without stopping it, for backends whose trace lacks something.
 
-Problem: a timer that blocks on every action destroys the overlap it is to measure, and threads that wait beside the dispatching one
-take Python's lock from it (with one a device, a step of small stages took 2.3 times as long). Idea: ask, do not wait. Mechanism: an
-observer of the executor keeps one result of each instruction in a queue of its device (one for programs, one for arrivals), and
-after each instruction looks whether the heads of the queues are there; when the host has handed all over, it goes on looking until
-the queues are empty. A stamp is late by one instruction's dispatch at most (which on forced CPU devices may run a small program, or
-wait for a core), or by the pause between two looks.
+Problem: a timer that blocks on every action destroys the overlap that it measures, and threads that wait beside the dispatching
+thread take Python's lock from it (with one thread for each device, a step of small stages took 2.3 times as long). Idea: poll, do
+not wait. Mechanism: an observer of the executor keeps one result of each instruction in a queue of its device (one queue for
+programs, one for arrivals). After each instruction it looks whether the heads of the queues are there; when the host has handed
+everything over, it goes on until the queues are empty. A stamp is late by one instruction's dispatch at most (which on forced CPU
+devices may run a small program, or wait for a core), or by the pause between two looks.
 
-Nothing is sent, copied or run for it; a program without a small result that stays returns one byte more
-(``Draft.finish(watched=True)``), so that nothing large is held on to.
+Nothing is sent, copied or run for this. A program without a small result that stays alive returns one byte more
+(``compile_plan(watched=True)``), so that nothing large is held on to.
 """
 
 import time
@@ -25,7 +25,7 @@ _SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a ste
 
 
 class Watch:
-    """Observes one step of a plan; ``stamps`` tells all times."""
+    """Observes one step of a plan; ``stamps`` returns all times."""
 
     def __init__(self, plan: Plan):
         self._lanes = {(line.about.device, line.about.sends): deque[tuple[int, Leaf]]() for line in plan.instructions}
@@ -44,7 +44,7 @@ class Watch:
         self._went_on = time.perf_counter()
 
     def _look(self) -> bool:
-        """Note what is there; whether anything is still to come."""
+        """Note which results are there; returns whether any are still to come."""
         left = False
         for queue in self._queues:
             while queue and queue[0][1].is_ready():
@@ -53,7 +53,7 @@ class Watch:
         return left
 
     def stamps(self) -> list[Stamp]:
-        """One an instruction, in the order of the plan; waits for the last."""
+        """The stamp of each instruction, in the order of the plan; waits for the last result."""
         begun = self._times[0][0]
         while self._look():
             time.sleep(max(_SHORTEST_PAUSE, (time.perf_counter() - begun) / _LOOKS))

@@ -1,7 +1,7 @@
-"""What figures are drawn with: axes whose size in points is known, so that what fits into a bar is known before it is drawn.
+"""What all figures are drawn with: axes whose size in points is known, so that text is drawn only where it fits into a bar.
 
-Colours are Okabe and Ito's, each of another lightness, so that they part for the colour-blind and in grey. The later stages of a
-rank are paler and underlined, once for the second stage, twice for the third.
+Colours are Okabe and Ito's. Each has another lightness, so that the colour-blind and readers of grey prints can tell them apart.
+The later stages of a rank are paler and underlined, once for the second stage, twice for the third.
 
 matplotlib is an optional extra. It is imported when something is drawn, and used without pyplot, so no state is shared.
 """
@@ -47,7 +47,7 @@ _SMALLEST, _LARGEST = 4.5, 8.0  # points of the numbers in bars
 
 
 class Cell(NamedTuple):
-    """A bar as it is drawn: its box, its kind, which stage of its rank it is of, and what stands in it."""
+    """A bar as it is drawn: its box, its kind, the number of its stage on its rank, and its text."""
 
     left: Number
     right: Number
@@ -120,7 +120,7 @@ class Panel:
         self.axes.add_collection(made, autolim=False)
 
     def bars(self, cells: Sequence[Cell]) -> None:
-        """Draw the cells, a collection a kind and stage of its rank; with numbers where they can be read, large only if usual."""
+        """Draw the cells, one collection for each kind and stage of its rank, with numbers where they can be read."""
         groups: dict[tuple[Kind, int], list[Cell]] = defaultdict(list)
         latest, longest = max(cell.order for cell in cells), max(len(cell.text) for cell in cells)
         for cell in cells:
@@ -214,7 +214,7 @@ def page(
         unit: of time.
 
     Returns:
-        the panels, one a part.
+        one panel for each part.
     """
     wide, tall = left + width + margin, _TOP + sum(part.above + part.height for part in parts) + _BOTTOM
     figure = matplotlib_module("figure").Figure((wide, tall), dpi=120, facecolor="white", layout="none")

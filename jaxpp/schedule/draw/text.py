@@ -105,10 +105,7 @@ class Drawn:
         return timeline(bars, stage_to_rank, heading)
 
     def pebble_figure(self) -> Figure:
-        """The pebble graph as a matplotlib ``Figure``.
-
-        It has a row for each computation along the pipeline, and a pebble for each
-        live residual.
+        """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each residual.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
@@ -146,11 +143,9 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
     """A table for a notebook; the first row is the head."""
-    lines = [
-        "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in row)
-        for tag, row in zip(["th"] + ["td"] * (len(rows) - 1), rows, strict=True)
-    ]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    tags = ["th"] + ["td"] * (len(rows) - 1)
+    lines = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
+    return "<table>" + "".join(f'<tr style="text-align:right">{line}</tr>' for line in lines) + "</table>"
 
 
 def _column(time: Number, makespan: Number, columns: int) -> int:

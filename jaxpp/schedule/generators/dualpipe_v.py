@@ -22,7 +22,7 @@ from collections import Counter, deque
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Row
+from jaxpp.schedule.clock import ActionRow
 
 __all__ = ["dualpipe_v"]
 
@@ -33,7 +33,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("dualpipe-v", rows, (*range(num_ranks), *reversed(range(num_ranks))))
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> Row:
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> ActionRow:
     down, up, after = rank, 2 * num_ranks - 1 - rank, num_ranks - rank - 1
     writer = _Writer()
     for _ in range(2 * after):

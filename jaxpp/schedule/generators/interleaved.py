@@ -16,7 +16,7 @@ Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXi
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Row
+from jaxpp.schedule.clock import ActionRow
 
 __all__ = ["can_interleave", "interleaved"]
 
@@ -36,7 +36,7 @@ def _rounds(num_ranks: int, num_microbatches: int) -> int:
     return max(1, num_microbatches // num_ranks)
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Row:
+def _row(rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ActionRow:
     size = num_microbatches // _rounds(num_ranks, num_microbatches)
     stages = [rank + num_ranks * k for k in range(stages_per_rank)]
     forwards = _deal(Kind.F, stages, num_microbatches, size)

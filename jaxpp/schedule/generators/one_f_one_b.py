@@ -15,7 +15,7 @@ Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXi
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Row
+from jaxpp.schedule.clock import ActionRow
 
 __all__ = ["one_f_one_b"]
 
@@ -25,7 +25,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("1f1b", tuple(_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)))
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> Row:
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> ActionRow:
     warm_up = min(num_ranks - rank - 1, num_microbatches)
     row = [Action(rank, Kind.F, i) for i in range(warm_up)]
     for i in range(num_microbatches - warm_up):

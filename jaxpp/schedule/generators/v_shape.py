@@ -22,7 +22,7 @@ The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p.
 zb-v's order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of a single
 microbatch, every six slots: the time a microbatch spends between F and W, over six, is what a rank holds. In v-min it moves on
 at once, one slot a stage; in v-half going down the V takes two. The slots at the turns make the blocks of all microbatches mesh
-on every rank. The last bits of gradients are those of zb-h1 (see ``zero_bubble``).
+on every rank. The last bits of gradients are the same as in zb-h1 (see ``zero_bubble``).
 
 References: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6; Qi et al., Pipeline Parallelism with
 Controllable Memory, arXiv:2405.15362.
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Row
+from jaxpp.schedule.clock import ActionRow
 
 __all__ = ["v_half", "v_min", "zb_v"]
 
@@ -47,7 +47,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     return _v("zb-v", num_ranks, tuple(tuple(a for a in row if a.microbatch < num_microbatches) for row in rows))
 
 
-def _v(name: str, num_ranks: int, rows: tuple[Row, ...]) -> Schedule:
+def _v(name: str, num_ranks: int, rows: tuple[ActionRow, ...]) -> Schedule:
     return Schedule(name, rows, (*range(num_ranks), *reversed(range(num_ranks))))
 
 
@@ -113,7 +113,7 @@ def _repeat(name: str, block: _Block, num_ranks: int, num_microbatches: int) -> 
     return _v(name, num_ranks, tuple(rows))
 
 
-def _fill(slots: dict[int, Action]) -> Row:
+def _fill(slots: dict[int, Action]) -> ActionRow:
     row: list[Action] = []
     owed: deque[Action] = deque()
     for slot in range(min(slots), max(slots) + 1):

@@ -25,7 +25,7 @@ Reference: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Row
+from jaxpp.schedule.clock import ActionRow
 
 __all__ = ["zb_h1", "zb_h2"]
 
@@ -40,7 +40,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("zb-h2", tuple(_row(r, num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks)))
 
 
-def _row(rank: int, num_microbatches: int, warm_up: int, lag: int) -> Row:
+def _row(rank: int, num_microbatches: int, warm_up: int, lag: int) -> ActionRow:
     """``warm_up`` forwards, then one forward, one input gradient, and the weight gradient of ``lag`` microbatches before."""
     row = [Action(rank, Kind.F, i) for i in range(min(warm_up, num_microbatches))]
     for i in range(num_microbatches):

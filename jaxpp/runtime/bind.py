@@ -1,0 +1,241 @@
+"""Stages get their devices: from the lines of a step to a plan that ``runtime.execute`` runs.
+
+Two steps. ``bind`` gives each line the place of its stage and leaves out sends that would move nothing: where source and target are
+one value on one device, both names are known for it. Nothing is compiled, so a step's memory can be forecast from this alone.
+``compile_plan`` compiles the programs, numbers the names, finds the last reader of each value, and frees the value there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+from jax.sharding import Sharding
+
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, Name
+from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
+from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
+from jaxpp.runtime.place import Place, Submesh
+from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.replica_groups import ReplicaGroups
+from jaxpp.runtime.transfer import sender
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.types import Device, Home
+
+__all__ = ["Bound", "BoundLine", "Call", "Check", "bind", "compile_plan"]
+
+_SMALL = 1 << 16
+"""Bytes of a result that may be held on to while a step is watched."""
+
+Call = Callable[..., Sequence[jax.Array]]
+Check = Callable[["BoundLine", PlacedProgram, Call], Call]
+"""Makes of a line's compiled program what runs instead, to look at its results."""
+
+
+@dataclass(frozen=True)
+class BoundLine(Line):
+    """A line with the place where it runs, or where it sends to."""
+
+    place: Place = field(kw_only=True)
+
+    @property
+    def device(self) -> Device | Submesh:
+        """What users see of the place."""
+        return self.place.shown
+
+    @property
+    def placed(self) -> PlacedProgram | None:
+        """The program that runs, and where; None for a send or a call."""
+        return None if self.program is None else PlacedProgram(self.program, self.place, self.donated)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The lines of a step with their places.
+
+    Attributes:
+        lines: in the order in which the host hands them over.
+        placement: the place of each stage.
+        constants: the values that are there before the step and are read in it.
+        first_names: for a name that is another name of a value, the name under which the value was first known.
+        chosen: how the compiler has sharded what it may shard as it likes; known when the plan is compiled.
+        placed: the arrays of the constants; there when the plan is compiled.
+    """
+
+    lines: tuple[BoundLine, ...]
+    placement: Placement
+    constants: Mapping[Name, Constant]
+    first_names: Mapping[Name, Name]
+    chosen: Mapping[Name, Sharding] = field(default_factory=dict)
+    placed: Mapping[Name, jax.Array] = field(default_factory=dict)
+
+    def resolve(self, name: Name) -> Name:
+        """The name under which a value was first known."""
+        return self.first_names.get(name, name)
+
+    @cached_property
+    def last_uses(self) -> Mapping[Name, int]:
+        """The number of the last line that reads or writes each name."""
+        return _last_uses(self.lines)
+
+
+def _last_uses(lines: Sequence[Line]) -> dict[Name, int]:
+    return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}
+
+
+def bind(builder: Builder, placement: Placement) -> Bound:
+    """Give the lines the places of their stages, and leave out sends of what is there already."""
+    first_names: dict[Name, Name] = {}
+    sent: dict[Name, dict[tuple[Place, Home], Name]] = {}
+    lines: list[BoundLine] = []
+    for line in builder.lines:
+        place = placement[line.stage]
+        inputs, outputs = (tuple(first_names.get(name, name) for name in names) for names in (line.inputs, line.outputs))
+        if line.is_send:
+            (source,), (target,) = inputs, line.outputs
+            home = place.home(target.ref)
+            if source.stage != CALLER and placement[source.stage] == place and place.home(source.ref) == home:
+                first_names[target] = source
+                continue
+            known = sent.setdefault(source, {})
+            if (place, home) in known:
+                first_names[target] = known[place, home]
+                continue
+            known[place, home] = target
+        for name in outputs:  # a value that changes is sent again
+            sent.pop(name, None)
+        lines.append(BoundLine(**vars(dataclasses.replace(line, inputs=inputs, outputs=outputs)), place=place))
+    read = {name for line in lines for name in line.inputs}
+    constants = {name: constant for name, constant in builder.constants.items() if name in read}
+    return Bound(tuple(lines), placement, constants, first_names)
+
+
+def compile_plan(
+    bound: Bound,
+    programs: Programs,
+    groups: ReplicaGroups,
+    inputs: Sequence[Name],
+    outputs: Sequence[Name],
+    *,
+    watched: bool = False,
+    what: str = "",
+    check: Check | None = None,
+) -> tuple[Plan, Bound]:
+    """Compile the programs, put the constants on their devices, and turn names into slots.
+
+    Args:
+        bound: the lines.
+        programs: holds the compiled programs.
+        groups: which replicas have the same parameters of their own, where they have some.
+        inputs: names of the arguments.
+        outputs: names of the results.
+        watched: whether it must be possible to ask every instruction whether it is done.
+        what: what the programs are compiled for, for the progress bar.
+        check: makes of each line's program what runs instead; then no program takes over a buffer.
+
+    Returns:
+        the plan; and the lines, with what is known once they are compiled.
+    """
+    lines = list(bound.lines)
+    if check is not None:
+        lines = [dataclasses.replace(line, donated=()) for line in lines]
+    watch = _watch(lines, programs) if watched else [None] * len(lines)
+    compiled, chosen = _compile(lines, programs, what)
+    placed = {name: programs.constant(found, bound.placement[name.stage], name.ref) for name, found in bound.constants.items()}
+    made = dataclasses.replace(bound, chosen=chosen, placed=placed)
+    last = _last_uses(lines)
+    results = tuple(map(bound.resolve, outputs))
+    kept = set(results)
+    slots = SlotNumbers()
+    arguments = tuple(slots[name] for name in map(bound.resolve, inputs))
+    constants = tuple((slots[name], value) for name, value in placed.items())
+    calls = _Calls(groups, check)
+    instructions = []
+    for number, (line, seen) in enumerate(zip(lines, watch, strict=True)):
+        read = tuple(slots[name] for name in line.inputs)
+        written = tuple(slots[name] for name in line.outputs)
+        done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
+        found = compiled.get(number)
+        at = -1 if seen is None else slots[seen]
+        about = About(line.device, line.stage, line.action, line.is_send, found.name if found else "", at)
+        instructions.append(Instruction(line.label, calls.of(line, found), read, written, tuple(slots.release(done)), about))
+    given = set(map(bound.resolve, inputs))
+    consumes = next((k for k, line in enumerate(lines) if not given.isdisjoint(line.taken)), len(lines))
+    plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results), consumes)
+    return plan, made
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Finds what the host calls for each line."""
+
+    groups: ReplicaGroups
+    check: Check | None
+    senders: dict[Home, Call] = field(default_factory=dict)
+
+    def of(self, line: BoundLine, compiled: Executable | None) -> Call:
+        if compiled is not None and line.placed is not None:
+            return compiled.call if self.check is None else self.check(line, line.placed, compiled.call)
+        if isinstance(line.call, GroupMean):
+            return self.groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
+        if line.call is not None:
+            return line.call
+        home = line.place.home(line.outputs[0].ref)
+        return self.senders.setdefault(home, sender(home))
+
+
+def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
+    """For each line an output that can be asked for: a small one that nobody donates. A program without one is given a token.
+
+    (To hold on to a large one, if only until it is there, would keep its memory from being used again.)
+    """
+    found: list[Name | None] = []
+    donated: set[Name] = set()
+    for number in reversed(range(len(lines))):
+        line = lines[number]
+        small = line.outputs if line.program is None else _small(line.program, line.outputs)
+        safe = next((name for name in small if name not in donated), None)
+        if safe is None and line.program is not None:
+            safe = Name(CALLER, Ref(Role.VALUE, shared=True), number)
+            program = programs.with_token(line.program)
+            line = lines[number] = dataclasses.replace(line, program=program, outputs=(*line.outputs, safe))
+        found.append(safe)
+        donated -= set(line.outputs)
+        donated |= line.taken
+    return found[::-1]
+
+
+def _small(program: Program, names: Sequence[Name]) -> list[Name]:
+    return [name for name, aval in zip(names, program.results, strict=True) if count_bytes(aval) <= _SMALL]
+
+
+def _compile(lines: Sequence[BoundLine], programs: Programs, what: str) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
+    """The compiled program of each line that has one, and the shardings that the compiler chose.
+
+    Programs that read what the compiler sharded as it liked wait for those that make it; all others are compiled at once.
+    """
+    chosen: dict[Name, Sharding] = {}
+    given: dict[int, tuple[Sharding, ...]] = {}
+    waiting: dict[int, PlacedProgram] = {}
+    jobs = {number: line.placed for number, line in enumerate(lines) if line.placed is not None}
+
+    def flush() -> None:
+        programs.compile(waiting.values(), [given[number] for number in waiting], what)
+        for number, job in waiting.items():
+            free = [job.place.is_free(ref) for ref in job.program.outputs]
+            if any(free):
+                shardings = programs.get(job, given[number]).call.output_shardings
+                triples = zip(lines[number].outputs, shardings, free, strict=True)
+                chosen.update((name, sharding) for name, sharding, one in triples if one)
+        waiting.clear()
+
+    for number, job in jobs.items():
+        names = [lines[number].inputs[k] for k in job.free_inputs]
+        if any(name not in chosen for name in names):
+            flush()
+        given[number] = tuple(chosen[name] for name in names)
+        waiting[number] = job
+    flush()
+    return {number: programs.get(job, given[number]) for number, job in jobs.items()}, chosen
