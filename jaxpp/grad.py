@@ -11,7 +11,7 @@ from jaxpp.engine.tracing import same_shapes
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
-from jaxpp.runtime.transfer import bring, check_alive, together
+from jaxpp.runtime.transfer import check_alive, concatenated_at, to_homes
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.loops.stacked import is_slices
@@ -92,8 +92,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         outcome = engine.run("grads", engine.bring(held), batch, key)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
         made = jax.tree.leaves(jax.tree.structure(held).unflatten(outcome.grads), is_leaf=is_slices)
-        grads = tree.unflatten(bring(list(map(together, made, homes)), homes))
-        loss, aux = jax.tree.map(lambda leaf: bring([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
+        grads = tree.unflatten(to_homes(list(map(concatenated_at, made, homes)), homes))
+        loss, aux = jax.tree.map(lambda leaf: to_homes([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn

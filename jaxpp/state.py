@@ -13,7 +13,7 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import StateError
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.transfer import apart, bring, put, spread
+from jaxpp.runtime.transfer import join_slices, put, split_slices, to_homes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.types import Array, Aval, Home
@@ -142,7 +142,7 @@ class States:
         leaves = groups.flat()
         state = self._fill(leaves)
         if self._sliced:
-            state = joined(state, spread)
+            state = joined(state, join_slices)
         self._last = list(map(weakref.ref, jax.tree.leaves(state) if self._sliced else leaves))
         return state
 
@@ -167,7 +167,7 @@ class States:
         whole = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
         _check_state(state, whole, self._whole)
         leaves = self._held(state)
-        placed, seen = bring(leaves, self._homes), set()
+        placed, seen = to_homes(leaves, self._homes), set()
         own = {buffer for leaf in jax.tree.leaves(state) for buffer in _buffers(leaf)}
         stays = [not own.isdisjoint(_buffers(leaf)) for leaf in placed]
         arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -236,12 +236,12 @@ def _buffers(leaf: Any) -> list[Any]:
 
 
 def _parts(leaf: Any, node: Slices) -> Sequence[Any]:
-    """The slices of a leaf that was made by ``spread``, or is whole."""
+    """The slices of a leaf that was made by ``join_slices``, or is whole."""
     if isinstance(leaf, Slices) and leaf.sizes == node.sizes:
         return leaf.parts
     if isinstance(leaf, Slices):
         leaf = assembled(leaf)
-    found = apart(leaf) if isinstance(leaf, jax.Array) else ()
+    found = split_slices(leaf) if isinstance(leaf, jax.Array) else ()
     if tuple(part.shape[0] for part in found) == node.sizes:
         return found
     return [leaf[a:b] for a, b in rows(node.sizes)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpp.runtime.transfer import HOST, to_device, to_host
+from jaxpp.runtime.transfer import HOST_MEMORY, to_device, to_host
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.set_packing import LARGEST_PACKED, SetPacking
 
@@ -55,7 +55,7 @@ def test_every_set_comes_and_goes_with_all_its_bits_at_its_homes(case):
     packing = SetPacking(shapes_of(leaves), homes)
     put = packing.on_host(to_host(leaves, homes))
     same(put.leaves, leaves)
-    assert {array.sharding for array in put.arrays} == {place.with_memory_kind(HOST) for place in packing.places}
+    assert {array.sharding for array in put.arrays} == {place.with_memory_kind(HOST_MEMORY) for place in packing.places}
     lent = packing.unpack(to_device(put.arrays, packing.places))
     same(lent, leaves)
     assert all(leaf.committed and leaf.sharding == home for leaf, home in zip(lent, homes, strict=True))

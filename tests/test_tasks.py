@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import jaxpp
 from jaxpp.engine.engine import open_engine
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.runtime.transfer import HOST
+from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
 from jaxpp.state import State
 from jaxpp.tasks import host_store
@@ -279,7 +279,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST}
+            assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST_MEMORY}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
 
 

@@ -16,7 +16,7 @@ from jaxpp.engine.outcome import Drafted, Outcome
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
-from jaxpp.optim.emit import add_update, lower_opt_init
+from jaxpp.optim.emit import add_update
 from jaxpp.optim.update import Update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
@@ -25,12 +25,12 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.lower import add_wait, add_zero_gradients, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
-from jaxpp.runtime.bind import bind, compile_plan
+from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.transfer import bring, divided, private, put, put_at
+from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.graph import Graph
@@ -115,7 +115,7 @@ class Engine:
     def bring(self, variables: Tree) -> Leaves[Array]:
         """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
         homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=())
-        return homes.fill(bring(jax.tree.leaves(variables), homes.flat()))
+        return homes.fill(to_homes(jax.tree.leaves(variables), homes.flat()))
 
     def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """Copies of the leaves of a state, each on its owner."""
@@ -140,17 +140,17 @@ class Engine:
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
         names = wanted.flat()
-        return wanted.fill(self._run_once(lower_init(graph, names), [INIT_KEY], names, [key]))
+        return wanted.fill(self._run_once(lower_init(graph, [INIT_KEY], names), [INIT_KEY], names, [key]))
 
     def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
         """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
-        names = self.placed.names
-        return self._run_once(lower_opt_init(self.update), names.all_params, names.all_opt, params)
+        given, made = self.placed.names.all_params, self.placed.names.all_opt
+        return self._run_once(lower_init(self.update.init_graph, given, made, "init_optimizer"), given, made, params)
 
     def _run_once(
         self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
-        plan, _ = compile_plan(bind(builder, self.placement), self.programs, self.preparer.groups, inputs, outputs)
+        plan, _ = compile_plan(bind_lines(builder, self.placement), self.programs, self.preparer.groups, inputs, outputs)
         return execute(plan, arguments)
 
     def make_loss_scale(self) -> list[Array]:
@@ -230,7 +230,7 @@ class Engine:
         inputs = _read_by(purpose, names).flat()
         inputs += [Name(CALLER, job.batch_ref(k)) for k in range(len(job.batch))]
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        return Drafted(bind(builder, self.placement), job, inputs, found)
+        return Drafted(bind_lines(builder, self.placement), job, inputs, found)
 
     def _add_update(
         self, builder: Builder, job: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
@@ -277,10 +277,10 @@ class Engine:
         """
         plan, drafted = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         job = drafted.job
-        keys = [] if key is None else [raw_key(private(key))]
-        given = [*map(private, jax.tree.leaves(batch))]
+        keys = [] if key is None else [raw_key(unaliased(key))]
+        given = [*map(unaliased, jax.tree.leaves(batch))]
         if self.placement.num_replicas > 1:
-            given, keys = divided(given, keys, self.placement.num_replicas, job.shared)
+            given, keys = split_over_replicas(given, keys, self.placement.num_replicas, job.shared)
         if job.weights is not None and not job.weights.looked:
             job.weights.look(given)
         return drafted.outcome(execute(plan, [*_read_by(purpose, leaves).flat(), *given, *keys], observer, hold))

@@ -7,13 +7,13 @@ the branch not taken.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, trace
-from jaxpp.stages.jaxpr import aval_of, branches_of, variables
+from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, variables
+from jaxpp.types import Array
 
 __all__ = ["open_conditions"]
 
@@ -23,10 +23,10 @@ def open_conditions(graph: Graph) -> Graph:
     if all(_branches(eqn) is None for eqn in graph.eqns):
         return graph
 
-    def run(*args: Any) -> list[Any]:
-        values: dict[Var, Any] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
+    def run(*args: Array) -> list[Array]:
+        values: dict[Var, Array] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Array:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for i, eqn in enumerate(graph.eqns):
@@ -46,5 +46,5 @@ def open_conditions(graph: Graph) -> Graph:
     return open_conditions(trace(run, *shapes)[0])
 
 
-def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Any]]] | None:
+def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
     return None if eqn.effects else branches_of(eqn)

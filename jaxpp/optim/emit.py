@@ -7,40 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxpp.optim.update import Part, Update, UpdateInputs, UpdateResults, flat, opt_name
+from jaxpp.optim.update import Update, UpdateInputs, UpdatePart, UpdateResults, flat
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
-from jaxpp.plan.step import param_name
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, DType
 
-__all__ = ["add_update", "lower_opt_init"]
+__all__ = ["add_update"]
 
 _NEW = 1
 """Marks the name of a parameter or optimizer leaf as the one after the update."""
-
-
-def lower_opt_init(update: Update) -> Builder:
-    """The lines that make the optimizer state, every leaf on its owner."""
-    graph, builder = update.init_graph, Builder()
-    numbers = {var: leaf for leaf, var in enumerate(graph.inputs)}
-    for stage in sorted(set(update.opt_owner)):
-        mine = [leaf for leaf, owner in enumerate(update.opt_owner) if owner == stage]
-        atoms = [graph.outputs[leaf] for leaf in mine]
-        piece = partition(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece())
-        inputs = [var for var in piece.inputs if var in numbers]
-        names_in = [param_name(stage, numbers[var]) for var in inputs]
-        for name in names_in:
-            leaf = name.ref.index
-            builder.send(f"send parameter {leaf} to stage {stage}", param_name(update.owner[leaf], leaf), name)
-        function = closed_function(graph, piece, inputs, atoms)
-        names_out = [opt_name(stage, leaf) for leaf in mine]
-        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        program = Program(function, *refs, shapes_of(inputs), name=f"stage_{stage}_init_optimizer")
-        builder.compute(f"init stage {stage}", program, stage, names_in, names_out, ())
-    return builder
 
 
 def add_update(
@@ -75,9 +53,9 @@ class _Writer:
         self.stages = flat(update.result_stages)
         self.result_parts = self._result_parts()
         homes = {atom: part for atom, part in zip(graph.outputs, self.result_parts, strict=True) if isinstance(atom, Var)}
-        self.pieces: Mapping[Part, Piece] = partition(graph, update.parts, homes)
+        self.pieces: Mapping[UpdatePart, Piece] = partition(graph, update.parts, homes)
         self.made = {var: part for part, piece in self.pieces.items() for var in piece.outputs}
-        self.readers: dict[Var, list[Part]] = {}
+        self.readers: dict[Var, list[UpdatePart]] = {}
         for part, piece in self.pieces.items():
             for var in piece.inputs:
                 self.readers.setdefault(var, []).append(part)
@@ -88,16 +66,16 @@ class _Writer:
         self.serial = 0
         self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
 
-    def _result_parts(self) -> list[Part]:
+    def _result_parts(self) -> list[UpdatePart]:
         """The part that makes each result."""
         graph, producers = self.update.graph, self.update.graph.producers()
         eqns = [producers.get(atom) if isinstance(atom, Var) else None for atom in graph.outputs]
         made = [None if eqn is None else self.update.parts[eqn] for eqn in eqns]
-        return [Part(0, stage) if part is None else part for part, stage in zip(made, self.stages, strict=True)]
+        return [UpdatePart(0, stage) if part is None else part for part, stage in zip(made, self.stages, strict=True)]
 
     def run(self) -> UpdateResults[Name]:
         results: dict[int, Name] = {}
-        chosen: dict[Part, list[int]] = {part: [] for part in sorted({*self.pieces, *self.result_parts})}
+        chosen: dict[UpdatePart, list[int]] = {part: [] for part in sorted({*self.pieces, *self.result_parts})}
         for k, part in enumerate(self.result_parts):
             chosen[part].append(k)
         for part, mine in chosen.items():
@@ -125,7 +103,7 @@ class _Writer:
             return Name(stage, replace(self.source[self.old[k]].ref, peer=_NEW))
         return self._fresh(stage, self.update.graph.outputs[k])
 
-    def _compute(self, part: Part, mine: Sequence[int]) -> list[Name]:
+    def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
         (level, stage), piece, graph = part, self.pieces.get(part, Piece()), self.update.graph
         results = [graph.outputs[k] for k in mine]
         inputs = [var for var in piece.inputs if var not in graph.constants]
@@ -160,7 +138,7 @@ class _Writer:
     def _readers(self, var: Var) -> set[int]:
         return {stage for _, stage in self.readers.get(var, ())}
 
-    def _packs(self, part: Part) -> dict[tuple[int, DType], list[Var]]:
+    def _packs(self, part: UpdatePart) -> dict[tuple[int, DType], list[Var]]:
         """The scalars that this program makes for each other stage, by stage and dtype."""
         packs: dict[tuple[int, DType], list[Var]] = {}
         for var in self.pieces[part].outputs:
@@ -185,7 +163,7 @@ class _Writer:
             self.held[stage, var] = target, None
         return self.held[stage, var]
 
-    def _donated(self, part: Part, mine: Sequence[int]) -> list[Name]:
+    def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
         """The old versions of this program's results that nobody reads later, in the order of the results.
 
         In that order each result takes over the buffer of its own old version; any other pairing costs copies.

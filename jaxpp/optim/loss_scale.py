@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import ArgumentError
+from jaxpp.types import Array
 
 __all__ = ["Scaling", "check_loss_scale"]
 
@@ -68,7 +69,7 @@ class Scaling(NamedTuple):
         values = {self.scale: scale, self.fin_steps: fin_steps}
         return [values[k] for k in sorted(values)]
 
-    def unscale(self, grads: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+    def unscale(self, grads: Sequence[Array], leaves: Sequence[Array]) -> tuple[list[Array], Array]:
         """The gradients divided by the scale, and whether all of them are finite."""
         scale, finite = leaves[self.scale], jnp.asarray(True)
         for grad in grads:
@@ -76,7 +77,7 @@ class Scaling(NamedTuple):
         late = jnp.where(finite, scale, 1.0)  # so that the update waits for the verdict, and runs as one program a stage
         return [_divided(grad, late).astype(grad.dtype) for grad in grads], finite
 
-    def adjust(self, leaves: Sequence[Any], finite: Any) -> list[Any]:
+    def adjust(self, leaves: Sequence[Array], finite: Array) -> list[Array]:
         """The leaves after a step."""
         scale, count, rule = leaves[self.scale], leaves[self.fin_steps], self.example
         grow = count == rule.growth_interval
@@ -87,6 +88,6 @@ class Scaling(NamedTuple):
         return [new[k].astype(leaf.dtype) for k, leaf in enumerate(leaves)]
 
 
-def _divided(grad: Any, scale: Any) -> Any:
+def _divided(grad: Array, scale: Array) -> Array:
     wide = jnp.promote_types(grad.dtype, jnp.float32)
     return grad.astype(wide) / scale.astype(wide)

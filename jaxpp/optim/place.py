@@ -15,7 +15,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +24,11 @@ from jax.extend.core import Literal, Var
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.loss_scale import Scaling
-from jaxpp.optim.update import HUB, Part, Update, UpdateInputs, flat
+from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import aval_of, describe, shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.loss.traced_loss import path_name
-from jaxpp.types import Array, Aval
+from jaxpp.types import Array, Aval, Params, Tree
 
 __all__ = ["flat_update", "plan_update", "trace_update", "unread_gradients"]
 
@@ -40,7 +39,7 @@ _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'val
 """What Python says of an update that wants to call the loss."""
 
 
-def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss: Any) -> frozenset[int]:
+def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
     """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them.
 
     Args:
@@ -60,13 +59,13 @@ def unread_gradients(optimizer: optax.GradientTransformation, params: Any, loss:
 
 def plan_update(
     optimizer: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     owner: Sequence[int],
     loss_stage: int,
-    loss: Any,
+    loss: Aval,
     frozen: Collection[int] = (),
     scaling: Scaling | None = None,
-    states: Sequence[tuple[int, Any]] = (),
+    states: Sequence[tuple[int, Aval]] = (),
     counted: Collection[int] | None = None,
 ) -> Update:
     """Trace an optimizer on a spread tree and place its equations.
@@ -124,7 +123,7 @@ def plan_update(
     return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
 
 
-def flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[Callable[..., list[Any]], list[Any], Any]:
+def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tuple[Callable[..., list[Array]], list[Aval], Tree]:
     """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state."""
     tree = jax.tree.structure(params)
     try:
@@ -134,7 +133,7 @@ def flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[C
         raise
     with_value = optax.with_extra_args_support(optimizer)
 
-    def update(grads: list[Any], opt: list[Any], params: list[Any], loss: Any) -> list[Any]:
+    def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
         whole = tree.unflatten(params)
         updates, new_opt = with_value.update(tree.unflatten(grads), opt_tree.unflatten(opt), whole, value=loss)
         return [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
@@ -142,7 +141,7 @@ def flat_update(optimizer: optax.GradientTransformation, params: Any) -> tuple[C
     return update, opt_leaves, opt_tree
 
 
-def trace_update(update: Callable[..., list[Any]], *shapes: Any) -> Graph:
+def trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
     """Trace an update.
 
     Raises:
@@ -166,7 +165,7 @@ def trace_update(update: Callable[..., list[Any]], *shapes: Any) -> Graph:
         raise
 
 
-def _wide(grad: Any) -> Any:
+def _wide(grad: Array) -> Array:
     """A float16 gradient as float32: its square would vanish where it is small."""
     return grad.astype(jnp.float32) if grad.dtype == jnp.float16 else grad
 
@@ -178,7 +177,7 @@ def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages)
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return math.prod(getattr(aval_of(atom), "shape", ()))
 
 
@@ -220,14 +219,14 @@ class _Placer:
         """The stage of each optimizer leaf."""
         return tuple(self.stage.get(var, HUB) for var in self.opt)
 
-    def parts(self, paths: Sequence[str]) -> tuple[Part | None, ...]:
+    def parts(self, paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
         """The part that each equation belongs to.
 
         Raises:
             OptimizerError: an equation combines large values of several stages.
         """
-        place: dict[Var, Part] = {var: Part(0, stage) for var, stage in self.stage.items()}
-        parts: list[Part | None] = []
+        place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in self.stage.items()}
+        parts: list[UpdatePart | None] = []
         crossed: list[str] = []
         for eqn in self.graph.eqns:
             owned = [var for var in variables(eqn.invars) if var in place]
@@ -243,8 +242,8 @@ class _Placer:
                     both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
                     crossed.append(f"{eqn.primitive.name}: {both}")
             level = max(place[var].level + (place[var].stage != home and var not in self.stage) for var in owned)
-            parts.append(Part(level, home))
-            place.update(dict.fromkeys(eqn.outvars, Part(level, home)))
+            parts.append(UpdatePart(level, home))
+            place.update(dict.fromkeys(eqn.outvars, UpdatePart(level, home)))
         if crossed:
             raise OptimizerError(
                 "optimizer",
@@ -255,7 +254,7 @@ class _Placer:
             )
         return self._late(parts)
 
-    def _late(self, parts: Sequence[Part | None]) -> tuple[Part | None, ...]:
+    def _late(self, parts: Sequence[UpdatePart | None]) -> tuple[UpdatePart | None, ...]:
         """Each equation at the last level at which it serves its readers, so that no moment is held from one level to the next."""
         users, results = self.graph.users(), set(variables(self.graph.outputs))
         late = list(parts)
@@ -265,5 +264,5 @@ class _Placer:
             large = any(_size(var) > 1 for var in eqn.outvars)
             if part is not None and large and readers and results.isdisjoint(eqn.outvars):
                 latest = min(reader.level - (reader.stage != part.stage) for reader in readers if reader is not None)
-                late[i] = Part(max(part.level, latest), part.stage)
+                late[i] = UpdatePart(max(part.level, latest), part.stage)
         return tuple(late)

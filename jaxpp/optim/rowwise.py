@@ -8,7 +8,6 @@ To find out, the update is traced on the user's tree and on the sliced one, and 
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -22,6 +21,7 @@ from jaxpp.stages.jaxpr import ELEMENTWISE, aval_of, is_cast, kind_of, number_in
 from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.types import Params, Tree
 
 __all__ = ["Sizes", "slicing_for"]
 
@@ -31,7 +31,7 @@ Sizes = Sequence[tuple[int, ...]]
 _TREE = -1
 
 
-def slicing_for(optimizer: optax.GradientTransformation | None, whole: Any, loops: Sizes, single: Sizes) -> Slicing:
+def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, loops: Sizes, single: Sizes) -> Slicing:
     """The slices that a pipeline holds, where its optimizer treats the rows of the stacked parameters by themselves.
 
     Where it does not, what is read row by row is held whole, as in the user's tree; a loop that was cut cannot run on a whole leaf.
@@ -61,7 +61,7 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Any, loop
 
 
 def _objections(
-    optimizer: optax.GradientTransformation, plain: "tuple[_Treatments, Any]", whole: Any, slicing: Slicing
+    optimizer: optax.GradientTransformation, plain: "tuple[_Treatments, Tree]", whole: Params, slicing: Slicing
 ) -> dict[int, str]:
     """What an optimizer does with sliced leaves that it may not, by leaf; or what is wrong with the trees, under ``_TREE``."""
     if not slicing.any:
@@ -95,7 +95,7 @@ def _refusal(got: list[str]) -> OptimizerError:
     )
 
 
-def _traced(optimizer: optax.GradientTransformation, params: Any) -> tuple["_Treatments", Any]:
+def _traced(optimizer: optax.GradientTransformation, params: Params) -> tuple["_Treatments", Tree]:
     update, opt_leaves, tree = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
     graph = open_conditions(trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype())))
@@ -123,7 +123,7 @@ class _Treatments:
                 mates.update(eqn.outvars)
         return even | mates
 
-    def of(self, leaf: int) -> tuple[list[Any], str, str]:
+    def of(self, leaf: int) -> tuple[list[tuple[str, list[str]]], str, str]:
         """What is done to a parameter and its gradient.
 
         Returns:
@@ -133,7 +133,7 @@ class _Treatments:
         by_row, sums = {self.graph.inputs[leaf], self.graph.inputs[self.opt + leaf]}, set[Var]()
         waiting = sorted({i for var in by_row for i in self.users.get(var, ())})
         seen = set(waiting)
-        done: list[Any] = []
+        done: list[tuple[str, list[str]]] = []
         odd = use = ""
         while waiting:
             eqn = self.graph.eqns[heapq.heappop(waiting)]
@@ -165,7 +165,7 @@ def _summed(eqn: JaxprEqn, sums: set[Var]) -> tuple[bool, bool]:
     """
     if is_cast(eqn):
         return True, True
-    others: Sequence[Any] = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in sums]
+    others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in sums]
     if kind_of(eqn) not in ("add", "add_any") or len(others) > 1:
         return False, False
     zero = all(number_in(atom) == 0 for atom in others)

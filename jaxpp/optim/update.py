@@ -14,23 +14,23 @@ from jaxpp.stages.graph import Graph
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Tree
 
-__all__ = ["HUB", "Part", "Update", "UpdateInputs", "UpdateResults", "flat", "opt_name"]
+__all__ = ["HUB", "Update", "UpdateInputs", "UpdatePart", "UpdateResults", "flat", "opt_name"]
 
 HUB = 0
 """The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
 
-T = TypeVar("T")
-U = TypeVar("U")
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
-class Part(NamedTuple):
+class UpdatePart(NamedTuple):
     """One program of an update: what a stage computes between two hops of scalars from stage to stage."""
 
     level: int
     stage: int
 
 
-class UpdateInputs(NamedTuple, Generic[T]):
+class UpdateInputs(NamedTuple, Generic[_T]):
     """Something about each input of an update.
 
     Attributes:
@@ -43,20 +43,20 @@ class UpdateInputs(NamedTuple, Generic[T]):
         new_state: model state leaves after the step, for a scaled loss.
     """
 
-    grads: tuple[T, ...]
-    opt: tuple[T, ...]
-    params: tuple[T, ...]
-    loss: tuple[T, ...]
-    scale: tuple[T, ...]
-    old_state: tuple[T, ...]
-    new_state: tuple[T, ...]
+    grads: tuple[_T, ...]
+    opt: tuple[_T, ...]
+    params: tuple[_T, ...]
+    loss: tuple[_T, ...]
+    scale: tuple[_T, ...]
+    old_state: tuple[_T, ...]
+    new_state: tuple[_T, ...]
 
-    def refilled(self, values: Sequence[U]) -> "UpdateInputs[U]":
+    def refilled(self, values: Sequence[_U]) -> "UpdateInputs[_U]":
         """Other values, in groups of the same sizes."""
         return UpdateInputs(*_split(self, values))
 
 
-class UpdateResults(NamedTuple, Generic[T]):
+class UpdateResults(NamedTuple, Generic[_T]):
     """Something about each result of an update.
 
     Attributes:
@@ -69,25 +69,25 @@ class UpdateResults(NamedTuple, Generic[T]):
         squares: the square of the norm on each stage of ``Update.watched``.
     """
 
-    params: tuple[T, ...]
-    opt: tuple[T, ...]
-    state: tuple[T, ...]
-    scale: tuple[T, ...]
-    finite: tuple[T, ...]
-    norm: tuple[T, ...]
-    squares: tuple[T, ...]
+    params: tuple[_T, ...]
+    opt: tuple[_T, ...]
+    state: tuple[_T, ...]
+    scale: tuple[_T, ...]
+    finite: tuple[_T, ...]
+    norm: tuple[_T, ...]
+    squares: tuple[_T, ...]
 
-    def refilled(self, values: Sequence[U]) -> "UpdateResults[U]":
+    def refilled(self, values: Sequence[_U]) -> "UpdateResults[_U]":
         """Other values, in groups of the same sizes."""
         return UpdateResults(*_split(self, values))
 
 
-def flat(groups: UpdateInputs[T] | UpdateResults[T]) -> list[T]:
+def flat(groups: UpdateInputs[_T] | UpdateResults[_T]) -> list[_T]:
     """All of the groups, in order."""
     return [value for group in groups for value in group]
 
 
-def _split(groups: Sequence[tuple[object, ...]], values: Sequence[U]) -> list[tuple[U, ...]]:
+def _split(groups: Sequence[tuple[object, ...]], values: Sequence[_U]) -> list[tuple[_U, ...]]:
     supply = iter(values)
     return [tuple(itertools.islice(supply, len(group))) for group in groups]
 
@@ -120,7 +120,7 @@ class Update:
     tree: Tree
     owner: tuple[int, ...]
     opt_owner: tuple[int, ...]
-    parts: tuple[Part | None, ...]
+    parts: tuple[UpdatePart | None, ...]
     watched: tuple[int, ...]
     scaling: Scaling | None
     state_owner: tuple[int, ...]

@@ -1,37 +1,37 @@
-"""Parameters are born where they will live: each stage runs only the part of ``init`` that makes its own leaves.
+"""Parameters and optimizer state are made where they will live: each stage runs only the part of ``init`` that makes its leaves.
 
-``init`` is traced once and carved by owner, so the whole model is never on one device, nor on the host, and every leaf has the
+``init`` is traced once and divided by owner, so the whole model is never on one device, nor on the host, and every leaf has the
 bits that ``jax.jit(init)(key)`` gives it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+from jax.extend.core import Var
 
 from jaxpp.errors import InitError
 from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.stages.graph import Graph, Piece, partition, trace
-from jaxpp.stages.jaxpr import shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.types import Array, Key, Tree
 
 __all__ = ["INIT_KEY", "closed_function", "lower_init", "trace_init"]
 
-_KEY = Ref(Role.KEY, shared=True)
-INIT_KEY = Name(CALLER, _KEY)
+INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))
 """The key that parameters are made from."""
 
 
-def trace_init(init: Callable[[Any], Any], key: Any) -> tuple[Graph, Any]:
+def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
     """Trace ``init(key)``: its graph, and the tree of parameter shapes.
 
     Raises:
         InitError: it converts a traced value to NumPy, which ``jax.jit`` cannot do either.
         Exception: whatever else it raises, unchanged, with a note.
     """
-    trees: list[Any] = []
+    trees: list[Tree] = []
 
-    def flat(key: Any) -> list[Any]:
+    def flat(key: Key) -> list[Array]:
         leaves, tree = jax.tree.flatten(init(key))
         trees.append(tree)
         return [jax.numpy.array(leaf, copy=True) for leaf in leaves]
@@ -51,32 +51,32 @@ def trace_init(init: Callable[[Any], Any], key: Any) -> tuple[Graph, Any]:
     return graph, trees[-1].unflatten(shapes)
 
 
-def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Any], atoms: Sequence[Any]) -> Callable[..., list[Any]]:
+def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Sequence[Atom]) -> Callable[..., list[Array]]:
     """A piece as a function of ``inputs``, its constants put in."""
     constants = {var: graph.constants[var] for var in piece.inputs if var in graph.constants}
     run = graph.function(piece.eqns, [*inputs, *constants], atoms)
     return lambda *args: run(*args, *constants.values())
 
 
-def lower_init(graph: Graph, names: Sequence[Name]) -> Builder:
-    """The lines that make parameters and model state from the key, ``INIT_KEY``.
+def lower_init(graph: Graph, given: Sequence[Name], made: Sequence[Name], what: str = "init") -> Builder:
+    """The lines that make leaves of a state from the key, or from other leaves, each stage its own.
 
     Args:
         graph: of the init function.
-        names: of its results, each on its owner.
+        given: names of its arguments.
+        made: names of its results, each on its owner.
+        what: what the programs are called.
     """
-    builder = Builder()
-    for stage in sorted({name.stage for name in names}):
-        mine = [leaf for leaf, name in enumerate(names) if name.stage == stage]
-        atoms = [graph.outputs[leaf] for leaf in mine]
+    builder, sources = Builder(), dict(zip(graph.inputs, given, strict=True))
+    for stage in sorted({name.stage for name in made}):
+        mine = [k for k, name in enumerate(made) if name.stage == stage]
+        atoms = [graph.outputs[k] for k in mine]
         piece = partition(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece())
-        inputs = [var for var in piece.inputs if var in graph.inputs]
-        names_in = [Name(stage, _KEY) for _ in inputs]
-        for name in names_in:
-            builder.send(f"send key to stage {stage}", INIT_KEY, name)
-        names_out = [names[leaf] for leaf in mine]
-        function = closed_function(graph, piece, inputs, atoms)
+        inputs = [var for var in piece.inputs if var in sources]
+        names_in, names_out = [sources[var]._replace(stage=stage) for var in inputs], [made[k] for k in mine]
+        for var, name in zip(inputs, names_in, strict=True):
+            builder.send(f"send {name.ref.role} {name.ref.index} to stage {stage}", sources[var], name)
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        program = Program(function, *refs, shapes_of(inputs), name=f"stage_{stage}_init")
+        program = Program(closed_function(graph, piece, inputs, atoms), *refs, shapes_of(inputs), name=f"stage_{stage}_{what}")
         builder.compute(f"init stage {stage}", program, stage, names_in, names_out, ())
     return builder

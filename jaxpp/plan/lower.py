@@ -17,7 +17,6 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,11 @@ from jaxpp.plan.stage_setup import add_stage_setup
 from jaxpp.plan.step import Step, grad_name, local_name, param_name, scale_name, total_name
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import Split, scale_dtype
 from jaxpp.stages.packing import Pack
 from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.types import Array, Aval
 
 __all__ = ["add_wait", "add_zero_gradients", "forward_actions", "lower"]
 
@@ -113,7 +114,7 @@ def _unpack(builder: Builder, step: Step) -> None:
 
 
 def _unpacking(stage: int, packs: Sequence[Pack]) -> Program:
-    def unpack(*vectors: Any) -> list[Any]:
+    def unpack(*vectors: Array) -> list[Array]:
         return [value for pack, vector in zip(packs, vectors, strict=True) for value in pack.split(vector).values()]
 
     members = tuple(ref for pack in packs for ref in pack.members)
@@ -140,7 +141,7 @@ def _sum(builder: Builder, step: Step, stage: int, groups: list[list[Name]]) -> 
     names = [name for group in groups for name in group]
     avals = [step.params[name.ref.index] for name in names]
 
-    def tie(*args: Any) -> list[Any]:
+    def tie(*args: Array) -> list[Array]:
         supply = iter(args)
         return [functools.reduce(operator.add, [next(supply) for _ in group]) for group in groups]
 
@@ -185,7 +186,7 @@ def _mean_of_own(builder: Builder, step: Step, stage: int, refs: Sequence[Ref]) 
         builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in refs), *scales], totals)
 
 
-def _sum_replicas(*values: Any) -> list[Any]:
+def _sum_replicas(*values: Array) -> list[Array]:
     """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
     return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
@@ -205,13 +206,13 @@ def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> N
 def add_wait(builder: Builder, what: str, names: Sequence[Name]) -> None:
     """Wait until these values are there: a host callback that raises does so here, before anything is taken over or returned."""
 
-    def wait(*values: Any) -> list[Any]:
+    def wait(*values: Array) -> Sequence[Array]:
         return jax.block_until_ready(values)[:1]
 
     builder.call(f"the wait for host callbacks of {what}", wait, names[0].stage, names, names[:1])
 
 
-def _zeros(avals: Sequence[Any]) -> list[Any]:
+def _zeros(avals: Sequence[Aval]) -> list[Array]:
     return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
 
@@ -226,7 +227,7 @@ def _reduce(builder: Builder, step: Step) -> None:
             avals = [forward.results[forward.outputs.index(ref)] for forward in forwards]
             avals += [jax.ShapeDtypeStruct((), scale_dtype())] * count
 
-            def reduced(*args: Any, reducer: Any = reducer, count: int = count) -> list[Any]:
+            def reduced(*args: Array, reducer: Reducer = reducer, count: int = count) -> list[Array]:
                 return [reducer(args[:count], jnp.stack(args[count:]))]
 
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
@@ -242,7 +243,7 @@ def _across(program: Program, num_replicas: int, split: Split) -> Program:
     count = len(split.sizes)
     pairs = [(r, i) for r in range(num_replicas) for i in range(count - (r >= num_replicas - split.num_idle))]
 
-    def function(*args: Any) -> list[Any]:
+    def function(*args: Array) -> list[Array]:
         values, weights = ([parts[i][r] for r, i in pairs] for parts in (args[:count], args[count:]))
         return program.function(*values, *weights, count=len(values))
 

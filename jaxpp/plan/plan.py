@@ -6,9 +6,9 @@ A slot is used again once the last reader of its value has run, so the number of
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxpp.types import Device
+from jaxpp.types import Array, Device
 
 __all__ = ["About", "Instruction", "Plan", "SlotNumbers"]
 
@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
     """
 
     label: str
-    call: Callable[..., Sequence[Any]]
+    call: Callable[..., Sequence[Array]]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     free: tuple[int, ...]
@@ -68,7 +68,7 @@ class Plan:
 
     instructions: tuple[Instruction, ...]
     num_slots: int
-    constants: tuple[tuple[int, Any], ...]
+    constants: tuple[tuple[int, Array], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     consumes: int

@@ -7,7 +7,6 @@ but for the order of its actions.
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from jaxpp.plan.builder import Name
 from jaxpp.plan.weights import Weights
@@ -16,6 +15,7 @@ from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
+from jaxpp.types import Aval
 
 __all__ = ["Step", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
 
@@ -48,15 +48,15 @@ class Step:
     owner: tuple[int, ...]
     num_replicas: int
     own: frozenset[tuple[Role, int]]
-    params: tuple[Any, ...]
-    state: tuple[Any, ...]
+    params: tuple[Aval, ...]
+    state: tuple[Aval, ...]
     state_owner: tuple[int, ...]
-    batch: tuple[Any, ...]
+    batch: tuple[Aval, ...]
     shared: frozenset[int]
-    key: Any
+    key: Aval | None
     implementation: str | None
     weights: Weights | None
-    known: MutableMapping[Any, Program]
+    known: MutableMapping[Hashable, Program]
 
     @property
     def weigh(self) -> Program | None:
@@ -105,9 +105,9 @@ class Step:
             refs += self.weigh.inputs
         return sorted({ref.index for ref in refs if ref.role == role})
 
-    def accumulators(self, stage: int) -> dict[Ref, Any]:
+    def accumulators(self, stage: int) -> dict[Ref, Aval]:
         """The sums the stage keeps, and their shapes."""
-        found: dict[Ref, Any] = {}
+        found: dict[Ref, Aval] = {}
         for code in self.codes(stage):
             for program in _programs(code):
                 found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
@@ -139,7 +139,7 @@ class Step:
         """The gradients that are summed as parts of vectors."""
         return frozenset(ref for code in self.cuts[0].stages for pack in code.packs for ref in pack.members)
 
-    def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Any]]]:
+    def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Aval]]]:
         """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
 
         An action with nothing to do (I of a stage whose input wants no cotangent) is left out.

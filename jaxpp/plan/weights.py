@@ -8,18 +8,19 @@ trains does not.
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.typing import ArrayLike
 
 from jaxpp.errors import LossError
 from jaxpp.stages.graph import Graph, descendants, trace
 from jaxpp.stages.jaxpr import describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.types import Array, Batch, Leaf
 
 __all__ = ["Weights", "weigh"]
 
@@ -35,10 +36,10 @@ class Weights:
     """
 
     program: Program
-    run: Callable[..., list[Any]]
+    run: Callable[..., list[Array]]
     looked: bool = False
 
-    def look(self, leaves: Sequence[Any]) -> None:
+    def look(self, leaves: Sequence[Leaf]) -> None:
         """Refuse the first batch if its weights have no mean.
 
         Args:
@@ -54,7 +55,7 @@ class Weights:
         self.looked = True
 
 
-def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
+def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
     """What computes every microbatch's share of the total weight.
 
     Raises:
@@ -68,7 +69,7 @@ def weigh(weight: Callable[[Any], Any], batch: Any, shared: Collection[int], spl
         for k, leaf in enumerate(leaves)
     ]
 
-    def scales(*batch_leaves: Any) -> list[Any]:
+    def scales(*batch_leaves: Array) -> list[Array]:
         each = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(*lead)] if lead else []
         pieces = [piece for leaves in each or [batch_leaves] for piece in slice_batch(leaves, parts, shared)]
         found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
@@ -121,6 +122,6 @@ def _check(weights: Sequence[float], *, whole: bool = True) -> None:
     )
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: Leaf) -> Leaf:
     """A batch leaf where it can be computed with, whatever device it is on."""
     return leaf if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.extended) or np.isscalar(leaf) else np.asarray(leaf)

@@ -1,8 +1,9 @@
 """Stages get their devices: from the lines of a step to a plan that ``runtime.execute`` runs.
 
-Two steps. ``bind`` gives each line the place of its stage and leaves out sends that would move nothing: where source and target are
-one value on one device, both names are known for it. Nothing is compiled, so a step's memory can be forecast from this alone.
-``compile_plan`` compiles the programs, numbers the names, finds the last reader of each value, and frees the value there.
+``bind_lines`` gives each line the place of its stage and leaves out sends that would move nothing: where a value is on the device
+of its target already, the target becomes another name for it. Nothing is compiled, so that the memory of a step can be forecast
+from the bound lines alone. ``compile_plan`` compiles the programs, numbers the names, finds the last reader of each value, and
+frees the value there.
 """
 
 import dataclasses
@@ -24,13 +25,14 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Device, Home
 
-__all__ = ["Bound", "BoundLine", "Call", "Check", "bind", "compile_plan"]
+__all__ = ["Bound", "BoundLine", "Check", "Runnable", "bind_lines", "compile_plan"]
 
 _SMALL = 1 << 16
 """Bytes of a result that may be held on to while a step is watched."""
 
-Call = Callable[..., Sequence[jax.Array]]
-Check = Callable[["BoundLine", PlacedProgram, Call], Call]
+Runnable = Callable[..., Sequence[jax.Array]]
+"""What the host calls for a line: one array for each input, one for each output."""
+Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]
 """Makes of a line's compiled program what runs instead, to look at its results."""
 
 
@@ -85,7 +87,7 @@ def _last_uses(lines: Sequence[Line]) -> dict[Name, int]:
     return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}
 
 
-def bind(builder: Builder, placement: Placement) -> Bound:
+def bind_lines(builder: Builder, placement: Placement) -> Bound:
     """Give the lines the places of their stages, and leave out sends of what is there already."""
     first_names: dict[Name, Name] = {}
     sent: dict[Name, dict[tuple[Place, Home], Name]] = {}
@@ -151,39 +153,29 @@ def compile_plan(
     slots = SlotNumbers()
     arguments = tuple(slots[name] for name in map(bound.resolve, inputs))
     constants = tuple((slots[name], value) for name, value in placed.items())
-    calls = _Calls(groups, check)
     instructions = []
     for number, (line, seen) in enumerate(zip(lines, watch, strict=True)):
         read = tuple(slots[name] for name in line.inputs)
         written = tuple(slots[name] for name in line.outputs)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
         found = compiled.get(number)
+        call = _runs(line, found, groups, check)
         at = -1 if seen is None else slots[seen]
         about = About(line.device, line.stage, line.action, line.is_send, found.name if found else "", at)
-        instructions.append(Instruction(line.label, calls.of(line, found), read, written, tuple(slots.release(done)), about))
+        instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
     given = set(map(bound.resolve, inputs))
     consumes = next((k for k, line in enumerate(lines) if not given.isdisjoint(line.taken)), len(lines))
     plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results), consumes)
     return plan, made
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """Finds what the host calls for each line."""
-
-    groups: ReplicaGroups
-    check: Check | None
-    senders: dict[Home, Call] = field(default_factory=dict)
-
-    def of(self, line: BoundLine, compiled: Executable | None) -> Call:
-        if compiled is not None and line.placed is not None:
-            return compiled.call if self.check is None else self.check(line, line.placed, compiled.call)
-        if isinstance(line.call, GroupMean):
-            return self.groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
-        if line.call is not None:
-            return line.call
-        home = line.place.home(line.outputs[0].ref)
-        return self.senders.setdefault(home, sender(home))
+def _runs(line: BoundLine, compiled: Executable | None, groups: ReplicaGroups, check: Check | None) -> Runnable:
+    """What the host calls for a line."""
+    if compiled is not None and line.placed is not None:
+        return compiled.call if check is None else check(line, line.placed, compiled.call)
+    if isinstance(line.call, GroupMean):
+        return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
+    return sender(line.place.home(line.outputs[0].ref)) if line.call is None else line.call
 
 
 def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:

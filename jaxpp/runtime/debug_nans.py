@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxpp.errors import NonFiniteError
 from jaxpp.plan.step import Step
-from jaxpp.runtime.bind import BoundLine, Call
+from jaxpp.runtime.bind import BoundLine, Runnable
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import describe, source_frames, variables
@@ -72,7 +72,7 @@ class Checked:
     def _what(self) -> str:
         return " or ".join(["NaN"] * self._nans + ["infinity"] * self._infs)
 
-    def __call__(self, line: BoundLine, job: PlacedProgram, call: Call) -> Call:
+    def __call__(self, line: BoundLine, job: PlacedProgram, call: Runnable) -> Runnable:
         """What runs instead of ``call``, the compiled program of a line."""
         outputs = job.program.outputs
 

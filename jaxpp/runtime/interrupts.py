@@ -7,8 +7,8 @@ where it can be found again, a signal only leaves a note; then it is raised once
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 __all__ = ["Hold"]
 
@@ -25,7 +25,7 @@ class Hold:
     __slots__ = ("_came", "_handlers")
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._came: set[int] = set()
 
     def __enter__(self) -> "Hold":

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -106,7 +105,7 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
     return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
 
 
-def _grid(mesh: Any, num_ranks: int) -> np.ndarray:
+def _grid(mesh: object, num_ranks: int) -> np.ndarray:
     """The devices of a mesh along pipe, data and model."""
     axes = (PIPE, DATA, MODEL)
     if not isinstance(mesh, Mesh) or not set(mesh.axis_names) <= set(axes):

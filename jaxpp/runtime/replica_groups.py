@@ -6,15 +6,16 @@ needs: a group of replicas reduces by itself, on a mesh of its own devices, and 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Compiled
 
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.types import Device
+from jaxpp.types import Array, Aval, Device
 
 __all__ = ["Mean", "ReplicaGroups", "shards_of"]
 
@@ -29,7 +30,7 @@ class ReplicaGroups:
 
     def __init__(self) -> None:
         self.current: tuple[tuple[int, ...], ...] = ()
-        self.compiled: dict[Any, Any] = {}
+        self.compiled: dict[Hashable, Compiled] = {}
 
     def set(self, names: Sequence[Hashable]) -> None:
         """Say what the parameters of each replica are called in the steps to come; equal names mean equal parameters."""
@@ -38,7 +39,7 @@ class ReplicaGroups:
             found.setdefault(name, []).append(replica)
         self.current = tuple(map(tuple, found.values()))
 
-    def mean(self, homes: Sequence[Sharding], avals: Sequence[Any]) -> "Mean":
+    def mean(self, homes: Sequence[Sharding], avals: Sequence[Aval]) -> "Mean":
         """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
 
         Args:
@@ -54,13 +55,13 @@ class Mean:
 
     groups: ReplicaGroups
     homes: tuple[NamedSharding, ...]
-    avals: tuple[Any, ...]
+    avals: tuple[Aval, ...]
     _known: dict[tuple[int, ...], "_Known"] = field(default_factory=dict)
 
-    def __call__(self, *values: Any) -> list[Any]:
+    def __call__(self, *values: Array) -> list[Array]:
         """The means, each replica with its group's."""
         parts = [shards_of(value) for value in values]
-        found: list[dict[Any, Any]] = [{} for _ in self.avals]
+        found: list[dict[Device, Array]] = [{} for _ in self.avals]
         for group in self.groups.current:
             program, homes, devices = self._of(group)
             mine = [
@@ -80,7 +81,7 @@ class Mean:
         """A row of devices for each replica."""
         return np.asarray(self.homes[0].mesh.devices)
 
-    def program(self, group: tuple[int, ...]) -> Any:
+    def program(self, group: tuple[int, ...]) -> Compiled:
         """The compiled program of a group of replicas; of one alone it communicates nothing."""
         return self._of(group).program
 
@@ -92,12 +93,12 @@ class Mean:
             self._known[group] = _Known(self._compiled(group, homes), homes, tuple(self._devices[list(group)].flat))
         return self._known[group]
 
-    def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Any:
+    def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Compiled:
         key = tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
         if key not in self.groups.compiled:
             count, share = len(self.avals), len(group) / len(self._devices)
 
-            def mean(*args: Any) -> list[Any]:
+            def mean(*args: Array) -> list[Array]:
                 whole = sum(_total(weight) for weight in args[count:]) if args[count:] else share
                 return [jnp.broadcast_to(_mean(_total(g), jnp.asarray(whole, g.dtype)), g.shape) for g in args[:count]]
 
@@ -113,20 +114,20 @@ class Mean:
 class _Known(NamedTuple):
     """A group's program, how its arguments are sharded, and its devices."""
 
-    program: Any
+    program: Compiled
     homes: list[NamedSharding]
     devices: tuple[Device, ...]
 
 
-def _mean(total: Any, weight: Any) -> Any:
+def _mean(total: Array, weight: Array) -> Array:
     """The mean, zero where nothing had any weight."""
     return jnp.where(weight == 0, jnp.zeros_like(total), total / jnp.where(weight == 0, 1, weight))
 
 
-def _total(value: Any) -> Any:
+def _total(value: Array) -> Array:
     return jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,))
 
 
-def shards_of(array: Any) -> dict[Any, Any]:
+def shards_of(array: Array) -> dict[Device, Array]:
     """The part of an array on each device, sharing its buffers."""
     return {shard.device: shard.data for shard in array.addressable_shards}

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
-from jaxpp.runtime.transfer import HOST, check_alive, private, put, to_device
+from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.tasks.host_store import HostStore
@@ -105,9 +105,9 @@ class Bank:
             fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
             raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
         kinds = [memory.kind for memory in self.device.addressable_memories()]
-        if HOST not in kinds:
+        if HOST_MEMORY not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"
-            raise BankError("Bank(device=...)", f"the device can reach {HOST} memory", got, "use another device or backend")
+            raise BankError("Bank(device=...)", f"the device can reach {HOST_MEMORY} memory", got, "use another device or backend")
         if not callable(getattr(optimizer, "init", None)):
             raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
         self.optimizer, self.host_store = optimizer, HostStore(slots)
@@ -206,7 +206,7 @@ class Bank:
                     where, "an optimizer state is one that the optimizer made for the parameters", lines, "leave it out"
                 )
         leaves, tree = jax.tree.flatten(params)
-        leaves = to_device(list(map(private, leaves)), (self._home,) * len(leaves))
+        leaves = to_device(list(map(unaliased, leaves)), (self._home,) * len(leaves))
         moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
         leaves = [_strong(leaf) for leaf in (*leaves, *moments)]
         self.host_store.put(name, leaves, (self._home,) * len(leaves))
@@ -351,7 +351,7 @@ class Bank:
         for given in leaves:
             leaf = given
             if not (isinstance(leaf, jax.Array) and leaf.sharding == self._home and leaf.committed) or id(leaf) in seen:
-                leaf = put(private(leaf), self._home)
+                leaf = put(unaliased(leaf), self._home)
             seen.add(id(given))
             placed.append(_strong(leaf))
         return placed

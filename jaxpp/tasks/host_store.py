@@ -23,7 +23,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BankError
-from jaxpp.runtime.transfer import private, to_device, to_host
+from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, failed
 from jaxpp.tasks.set_packing import HostCopy, SetPacking
@@ -124,7 +124,7 @@ class HostStore:
         self.check_idle(name, "be replaced")
         here = SingleDeviceSharding(jax.devices()[0])
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
-        new = jax.block_until_ready(to_host([private(leaf) for leaf in leaves], homes))
+        new = jax.block_until_ready(to_host([unaliased(leaf) for leaf in leaves], homes))
         shapes = shapes_of(new)
         if shapes not in self._packings:
             self._packings[shapes] = SetPacking(shapes, homes)
