@@ -95,16 +95,7 @@ def makespan(times: Times) -> Number:
 
 
 def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing) -> Times:
-    """Run the rows on a clock.
-
-    Args:
-        rows: the actions of each rank, in order.
-        stage_to_rank: the rank of each stage.
-        timing: how long things take.
-
-    Returns:
-        the times of all actions that can run.
-    """
+    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever."""
     num_stages, last, forward, weight = len(stage_to_rank), len(stage_to_rank) - 1, Kind.F, Kind.W
     durations, hops, dispatched, overlap = timing
     hops = (*hops, 0) if hops else (0,) * num_stages  # nothing is sent beyond the last boundary, or (index -1) before the first

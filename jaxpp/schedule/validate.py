@@ -40,11 +40,7 @@ def count(present: Iterable[int]) -> int:
 
 
 def read_rows(name: str, rows: object) -> tuple[ActionRow, ...]:
-    """The rows as tuples of actions.
-
-    Args:
-        name: of the schedule.
-        rows: for each rank its actions or their text, one by one or in one string.
+    """The rows as tuples of actions; each may be given as actions or their text, one by one or in one string.
 
     Raises:
         ScheduleError: naming every cell that is no action, and every row that has none.
