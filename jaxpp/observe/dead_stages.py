@@ -22,11 +22,7 @@ class DeadStageWarning(UserWarning):
 
 
 class Detector:
-    """Follows the training of one pipeline, and warns once.
-
-    Args:
-        stages: the stages that have parameters, in order.
-    """
+    """Follows the training of one pipeline, given the stages that have parameters, and warns once."""
 
     def __init__(self, stages: Sequence[int]):
         self._zeros = dict.fromkeys(stages, 0)

@@ -8,6 +8,7 @@ cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs I(s, i). Microbatches do 
 microbatch k waits for that of k + 1 only if a row puts them in that order.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ __all__ = ["UNIT", "ActionRow", "Bar", "Number", "Times", "Timing", "bars", "dep
 
 ActionRow = tuple[Action, ...]
 Number = int | float
-_Cell = tuple[int, Kind, int]  # equal to an action, and made several times as fast
 
 UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 """Slots of each kind on the unit clock."""
@@ -39,20 +39,14 @@ def dependencies(action: Action, num_stages: int, present: frozenset[Action]) ->
         >>> [str(need) for need in dependencies(Action(0, Kind.B, 0), 2, rows)]
         ['0F0', '1B0']
     """
-    for need in _needs(action, num_stages):
-        if need is not None:
-            full = Action(need[0], Kind.B, need[2])
-            yield full if need[1] == Kind.I and full in present else Action(*need)
-
-
-def _needs(action: Action, num_stages: int) -> tuple[_Cell | None, _Cell | None]:
-    """What an action needs of its own stage, and of the stage beside it; I stands for B too, which makes the same cotangent."""
     stage, kind, microbatch = action
-    if kind == Kind.F:
-        return None, (stage - 1, Kind.F, microbatch) if stage else None
-    if kind == Kind.W:
-        return (stage, Kind.I, microbatch), None
-    return (stage, Kind.F, microbatch), (stage + 1, Kind.I, microbatch) if stage + 1 < num_stages else None
+    if kind != Kind.F:
+        yield Action(stage, Kind.I if kind == Kind.W else Kind.F, microbatch)
+        if kind != Kind.W and stage + 1 < num_stages:
+            full = Action(stage + 1, Kind.B, microbatch)
+            yield full if full in present else Action(stage + 1, Kind.I, microbatch)
+    elif stage:
+        yield Action(stage - 1, Kind.F, microbatch)
 
 
 class Timing(NamedTuple):
@@ -101,49 +95,43 @@ def makespan(times: Times) -> Number:
 
 
 def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing) -> Times:
-    """Run the rows on a clock.
-
-    Args:
-        rows: the actions of each rank, in order.
-        stage_to_rank: the rank of each stage.
-        timing: how long things take.
-
-    Returns:
-        the times of all actions that can run.
-    """
-    num_stages = len(stage_to_rank)
+    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever."""
+    num_stages, last, forward, weight = len(stage_to_rank), len(stage_to_rank) - 1, Kind.F, Kind.W
     durations, hops, dispatched, overlap = timing
     hops = (*hops, 0) if hops else (0,) * num_stages  # nothing is sent beyond the last boundary, or (index -1) before the first
-    done: dict[_Cell, Number] = {}
+    done: dict[int, Number] = {-1: -math.inf}  # a microbatch has three numbers in a stage: its forward, cotangent and gradient
     starts: list[list[Number]] = [[] for _ in rows]
     ends: list[list[Number]] = [[] for _ in rows]
     clocks: list[Number] = [0] * len(rows)
-    waiting: dict[_Cell, int] = {}
+    waiting: dict[int, int] = {}
     ready = list(range(len(rows)))
     while ready:
         rank = ready.pop()
         row, begun, ended, clock = rows[rank], starts[rank], ends[rank], clocks[rank]
         for action in row[len(begun) :]:
             stage, kind, microbatch = action
-            own, beside = _needs(action, num_stages)
-            if own is not None and own not in done:
+            at = 3 * (microbatch * num_stages + stage)
+            if kind == forward:
+                own, beside, result, arrives, sent = -1, at - 3 if stage else -1, at, stage - 1, stage
+            elif kind == weight:
+                own, beside, result, arrives, sent = at + 1, -1, at + 2, -1, -1
+            else:
+                own, beside, result, arrives, sent = at, at + 4 if stage < last else -1, at + 1, stage, stage - 1
+            if own not in done:
                 break
-            start = clock
-            if beside is not None:
-                if beside not in done:
-                    waiting[beside] = rank
-                    break
-                start = max(start, done[beside] + hops[min(stage, beside[0])])
+            if beside not in done:
+                waiting[beside] = rank
+                break
+            arrived = done[beside] + hops[arrives]
+            start = arrived if arrived > clock else clock
             if dispatched is not None:
                 start = max(start, dispatched[action])
-            clock = start + durations.get(action, 0)
+            clock = done[result] = start + durations.get(action, 0)
             begun.append(start)
             ended.append(clock)
-            result = (stage, Kind.I, microbatch) if kind == Kind.B else action
-            done[result] = clock
             if result in waiting:
                 ready.append(waiting.pop(result))
-            if not overlap and kind != Kind.W:
-                clock += hops[stage - (kind != Kind.F)]
+            if not overlap:
+                clock += hops[sent]
         clocks[rank] = clock
     return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)))

@@ -31,12 +31,7 @@ class Idle(NamedTuple):
 
 
 def bubble_fraction(busy: Sequence[Number], length: Number) -> float:
-    """Idle time over ranks x time.
-
-    Args:
-        busy: the time in which each rank computes.
-        length: the time in which it does.
-    """
+    """Idle time over ranks x length, if each rank computes for its ``busy`` time."""
     return float(sum(length - time for time in busy) / (len(busy) * length)) if length else 0.0
 
 
@@ -48,17 +43,10 @@ def idle_causes(
     busy: Sequence[Number],
     length: Number,
 ) -> tuple[Idle, ...]:
-    """Where the idle time of each rank comes from.
+    """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
-    A rank whose stages take long idles less than it would with equal stages; then all its idle time counts as fill and drain.
-
-    Args:
-        rows: the actions of each rank, in order.
-        stage_to_rank: the rank of each stage.
-        timing: how long things take.
-        equal: what each action would take if all stages were equal.
-        busy: the time in which each rank computes.
-        length: the time from the beginning to the end, at least; the clock does not count further.
+    The clock is followed to ``length``, the time from the beginning to the end, and no further. A rank whose stages take long idles
+    less than it would with equal stages; then all its idle time counts as fill and drain.
     """
 
     def length_of(run: Timing) -> Number:

@@ -40,13 +40,7 @@ _PACKED = re.compile(r"E\((\d+)\)")
 
 
 class Shape(NamedTuple):
-    """Type and sizes of a value on one device.
-
-    Attributes:
-        arrays: as HLO writes them without layouts, ``f32[4,8]``; several if it is a tuple.
-        num_bytes: of all of them.
-        on_host: whether a layout says that one is in host memory.
-    """
+    """The arrays of a value on one device, as ``f32[4,8]``, several if it is a tuple; and the bytes of all of them."""
 
     arrays: tuple[str, ...]
     num_bytes: int
@@ -54,13 +48,7 @@ class Shape(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A computation that an instruction runs.
-
-    Attributes:
-        computation: its name.
-        times: how often; None if that is not known.
-        in_loop: whether the instruction is a loop.
-    """
+    """A computation that an instruction runs, how often (None if that is not known), and whether the instruction is a loop."""
 
     computation: str
     times: int | None
@@ -68,16 +56,7 @@ class Call(NamedTuple):
 
 
 class HloInstruction(NamedTuple):
-    """A line of a computation.
-
-    Attributes:
-        name: without the percent sign.
-        result: its shape.
-        opcode: such as ``all-reduce-start``.
-        operands: their shapes.
-        attributes: what stands behind the operands, without quoted strings.
-        calls: the computations that it runs.
-    """
+    """A line of a computation; its attributes are what stands behind the operands, without quoted strings."""
 
     name: str
     result: Shape
@@ -88,14 +67,7 @@ class HloInstruction(NamedTuple):
 
 
 def parse_hlo(text: str) -> tuple[dict[str, list[HloInstruction]], str | None]:
-    """The computations of a module.
-
-    Args:
-        text: of the module.
-
-    Returns:
-        the instructions of each computation by its name, and the name of the one that is run; None if the text has none.
-    """
+    """The instructions of each computation by its name, and the name of the one that is run; None if the text has none."""
     computations: dict[str, list[HloInstruction]] = {}
     known: dict[str, Shape] = {}
     entry, current = None, None
@@ -112,11 +84,7 @@ def parse_hlo(text: str) -> tuple[dict[str, list[HloInstruction]], str | None]:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that is written at the beginning of a text; tuples are flattened.
-
-    Args:
-        text: such as ``(f32[], bf16[16,16]{1,0:S(5)})``.
-    """
+    """The shape at the beginning of a text such as ``(f32[], bf16[16,16]{1,0:S(5)})``; tuples are flattened."""
     arrays, num_bytes, on_host = [], 0, False
     for found in _ARRAY.finditer(_until(text, 0) if text.startswith("(") else text.split(" ", 1)[0]):
         layout = found["layout"] or ""
@@ -132,14 +100,7 @@ def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ..
 
     Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
     transposed), ``mesh['data'=2,'model'=2] {'data'}`` (which the partitioner of JAX 0.10 writes, and all of 0.11; an axis may be a
-    part, ``'a':(2)4``), and for all devices ``{}``.
-
-    Args:
-        attributes: of a collective.
-        num_devices: that run the program.
-
-    Returns:
-        the groups of positions; None if they are written in a form that is none of these.
+    part, ``'a':(2)4``), and for all devices ``{}``. The result is None if the groups are written in none of these forms.
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
     text = attributes[found.end() :] if found else "{}"

@@ -18,17 +18,10 @@ __all__ = ["collectives_of"]
 
 
 def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int = 0) -> Collectives:
-    """Read the programs of a step.
+    """Read the programs of a step; ``num_other`` are the bytes of all other tasks' parameters, before they are sharded.
 
-    Args:
-        engine: whose step.
-        batch: of the step, or its shapes.
-        key: of the step, or its shape.
-        num_other: bytes of the parameters of all other tasks, before they are sharded.
-
-    Returns:
-        the collectives. Programs are named by what they do, and a program that runs for every microbatch is named once. The bytes
-        of all parameters are what one device would hold of them, with the parameters of each stage counted once.
+    Programs are named by what they do, and a program that runs for every microbatch is named once. The bytes of all parameters are
+    what one device would hold of them, with the parameters of each stage counted once.
     """
     plan, drafted = engine.plan("update", batch, key)
     calls = [instruction.call for instruction in plan.instructions]

@@ -50,13 +50,8 @@ def changes(
 ) -> tuple[Change, ...]:
     """The changes that make a step fit, each kind in its mildest form, the quickest first.
 
-    Args:
-        engine: whose step does not fit.
-        batch: of the step, or its shapes.
-        key: of the step, or its shape.
-        needs: for each device, bytes of temporaries at its peak, and bytes of a microbatch's residuals, which are temporaries of a
-            program that recomputes them.
-        room: bytes that each device has.
+    ``needs`` are for each device the bytes of temporaries at its peak, and the bytes of a microbatch's residuals, which are
+    temporaries of a program that recomputes them; ``room`` is the bytes that each device has.
     """
     now = engine.options
     fitting: dict[str, Change] = {}

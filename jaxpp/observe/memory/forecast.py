@@ -122,14 +122,10 @@ def _size(num_bytes: int) -> str:
 
 
 def forecast(engine: Engine, batch: Batch, key: Key | None, room: int | None = None, waiting: Sequence[Name] = ()) -> Forecast:
-    """The memory of a step that takes over the buffers of its state.
+    """The memory of a step that takes over the buffers of its state; leaves on the host are counted where they are sent.
 
-    Args:
-        engine: whose step.
-        batch: of the step, or its shapes; leaves on the host are counted where they are sent.
-        key: of the step, or its shape.
-        room: bytes that each device has; what the devices say themselves unless given.
-        waiting: leaves of which another copy waits for the next step (the prefetched set of a bank), once for each copy.
+    ``room`` is the bytes that each device has; what the devices say themselves unless given. Of the leaves that are ``waiting``
+    another copy waits for the next step (the prefetched set of a bank), once for each time that they are named.
     """
     limits = [stats["bytes_limit"] for d in engine.options.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room

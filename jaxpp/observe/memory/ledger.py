@@ -123,17 +123,7 @@ def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
 
 
 def sample_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> tuple[Ledger, Leaves[Array]]:
-    """Run one step and look at what is alive; it waits at each look.
-
-    Args:
-        engine: whose step.
-        leaves: of the state; they are consumed.
-        batch: of the step.
-        key: of the step.
-
-    Returns:
-        the ledger, and the leaves of the new state.
-    """
+    """Run one step, which consumes the leaves of its state, and look at what is alive; it waits at each look."""
     plan, drafted = engine.plan("update", batch, key)
     liveness = step_liveness(engine, drafted, homes_of(drafted, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
@@ -159,14 +149,7 @@ def homes_of(drafted: Drafted, batch: Batch, key: Key | None) -> dict[Name, Devi
 class _Sampler:
     """Follows which slot holds which value, and looks at each device when it holds most."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        drafted: Drafted,
-        liveness: Liveness,
-        foreign: Sequence[Leaf],
-        kept: Mapping[Name, Leaf],
-    ):
+    def __init__(self, plan: Plan, drafted: Drafted, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
         self.samples: list[Sample] = []
         self._lines, self._liveness, self._foreign = liveness.lines, liveness, foreign
         self._peaks = {device: liveness.peak(device) for device in liveness.devices}

@@ -132,16 +132,10 @@ class Liveness:
 def step_liveness(
     engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
-    """What is alive during a step that takes over the buffers of its state.
+    """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
-    Args:
-        engine: whose step.
-        drafted: its lines.
-        homes: the devices on which the caller's batch leaves and key are, by name; they are not copied to these devices.
-        compiled: whether its programs are compiled, and their temporaries counted.
-
-    Returns:
-        the lives of the values. Arrays of the caller are not among them, except the state.
+    ``homes`` are the devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are
+    counted if the programs are ``compiled``.
     """
     bound = drafted.bound
     first, last = _forwards(bound), bound.last_uses

@@ -30,20 +30,10 @@ _NARROWEST = 8.2  # inches, for the legend of the memory
 
 
 def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int]) -> Figure:
-    """The timelines of a step, one below the other, and the bytes on each device during the first.
+    """The timelines of a step, one below the other, and the bytes on each device during the first, if there are curves of them.
 
-    Args:
-        heading: the line above.
-        timelines: the step as it ran, and as it would run on devices of its own.
-        memory: a curve for each device; without curves the figure has no memory part.
-        stage_to_rank: the rank of each stage.
-
-    Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``. To the right of a timeline stands its end; to the right of the
-        memory, which goes on to the end of the step, the peak of each device.
-
-    Raises:
-        ImportError: without matplotlib, saying how to install it.
+    To the right of a timeline stands its end; to the right of the memory, which goes on to the end of the step, the peak of each
+    device.
     """
     measured, everything = timelines[0].bars, [bar for line in timelines for bar in line.bars]
     step = max([timelines[0].end, *(curve.times[-1] for curve in memory)])

@@ -25,16 +25,11 @@ class Curve(NamedTuple):
 
 
 def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
-    """One curve for each device, in milliseconds.
+    """One curve for each device, in milliseconds; there is one span for each line of ``liveness``.
 
     The results of a program are there from its start, and what nobody reads after it is freed at its end. What arrives is there
     once the device has begun what it was given before. So a curve goes through the moments of ``liveness`` in their order, and has
     the same peak.
-
-    Args:
-        liveness: of the step.
-        spans: its instructions in time, one for each line of ``liveness``.
-        by_rank: the device of each rank.
     """
     end = 1e3 * max(span.end for span in spans)
     return tuple(_curve(liveness, spans, device, _label(device, by_rank), end) for device in liveness.devices)

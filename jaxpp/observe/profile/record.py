@@ -98,19 +98,10 @@ def _clock_for(engine: Engine) -> Clock:
 
 
 def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_steps: int, clock: Clock | None) -> Profile:
-    """Run steps under the profiler, then one step whose memory is looked at.
+    """Run steps under the profiler, then one step whose memory is looked at; the profile is of the traced step of median length.
 
-    Args:
-        engine: whose steps.
-        leaves: of the state; they are copied, and stay as they are.
-        batch: for every step.
-        key: for every step.
-        num_steps: how many to trace, after some that do not count.
-        clock: which times the numbers of the profile are of; the isolated clock where devices share what they compute with, unless
-            given.
-
-    Returns:
-        the profile of the traced step of median length.
+    The leaves of the state are copied, and stay as they are. The numbers are those of the isolated clock where devices share what
+    they compute with, unless a clock is given.
 
     Raises:
         ArgumentError: somebody else is taking a trace.

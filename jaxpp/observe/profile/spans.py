@@ -43,13 +43,7 @@ class Span(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """When one instruction was handed over and done, in seconds on the host's clock.
-
-    Attributes:
-        begun: the host began to hand it over.
-        handed: the host went on.
-        done: its result was there.
-    """
+    """When the host began to hand over an instruction, when it went on, and when the result was there, on the host's clock."""
 
     begun: float
     handed: float
@@ -66,12 +60,7 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
-    """The seconds that each instruction takes alone: the median over steps, and over all that run the same program.
-
-    Args:
-        plan: the instructions.
-        steps: for each step the seconds of each instruction.
-    """
+    """The seconds that each instruction takes alone: the median over ``steps``, and over all that run the same program."""
     pools: defaultdict[Hashable, list[float]] = defaultdict(list)
     keys = [id(line.call) if line.about.program else (line.label, k) for k, line in enumerate(plan.instructions)]
     for step in steps:
@@ -82,13 +71,7 @@ def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
-    """The instructions of a step on devices of their own.
-
-    Args:
-        plan: the instructions.
-        durations: seconds of each instruction, alone.
-        schedule: tells the rank of a stage.
-    """
+    """The instructions of a step on devices of their own, each with the seconds that it takes alone."""
     free: defaultdict[int, float] = defaultdict(float)
 
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
@@ -105,17 +88,10 @@ def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -
 def traced_spans(
     plan: Plan, runs: Sequence[Run | None], stamps: Sequence[Stamp], durations: Sequence[float], schedule: Schedule
 ) -> tuple[Span, ...]:
-    """The instructions of a step as a trace has them.
+    """The instructions of a step as a trace has them; without ``stamps`` it is not known when the host handed them over.
 
     A send is no program: it begins when it was handed over and its source is there, and takes as long as alone, but no longer than
     until a program begins that reads what it sends.
-
-    Args:
-        plan: the instructions.
-        runs: of each instruction, from the beginning of the step.
-        stamps: when the host handed each instruction over; none if that is not known.
-        durations: seconds of each instruction, alone.
-        schedule: tells the rank of a stage.
     """
     readers = _readers(plan)
 
@@ -136,11 +112,6 @@ def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tu
 
     An instruction waits until it is handed over, for its inputs, and for what the device ran before. If one program overtook
     another on its device, the latter begins too early here.
-
-    Args:
-        plan: the instructions.
-        stamps: when the host handed each instruction over, and when its result was there.
-        schedule: tells the rank of a stage.
     """
     last: defaultdict[Device, float] = defaultdict(float)
 
@@ -157,10 +128,7 @@ def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tu
 
 
 def _spans(
-    plan: Plan,
-    schedule: Schedule,
-    stamps: Sequence[Stamp],
-    times_of: Callable[[int, Instruction, float], tuple[float, float]],
+    plan: Plan, schedule: Schedule, stamps: Sequence[Stamp], times_of: Callable[[int, Instruction, float], tuple[float, float]]
 ) -> tuple[Span, ...]:
     """The instructions in time; ``times_of`` is told the number of each, the instruction, and when its inputs are there."""
     there: defaultdict[int, float] = defaultdict(float)

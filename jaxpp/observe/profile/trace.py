@@ -34,12 +34,7 @@ _MODULES = "XLA Modules"
 
 
 class Run(NamedTuple):
-    """One run of a compiled program on one device, in seconds on the clock of the trace.
-
-    Attributes:
-        start: its first operation began.
-        end: its last operation was done.
-    """
+    """One run of a compiled program on one device, from its first operation to its last, in seconds on the clock of the trace."""
 
     start: float
     end: float
@@ -51,12 +46,9 @@ _RunKey = tuple[int, int]  # the ordinal of a device, and the number of a run
 
 
 class Runs(NamedTuple):
-    """All runs of a trace.
+    """All runs of a trace, by device, program name and compiled program, and when each annotated step began.
 
-    Attributes:
-        of_program: the runs in the order in which they were handed over, for each device, program name and compiled program
-            (several compiled programs may have the same name).
-        steps: when each annotated step began.
+    The runs of a program are in the order in which they were handed over. Several compiled programs may have the same name.
     """
 
     of_program: dict[ProgramKey, list[Run]]
@@ -139,10 +131,7 @@ class TraceError(Exception):
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
     """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
 
-    Args:
-        plan: what was run; nothing else in the trace may have programs of these names.
-        runs: of the trace.
-        num_steps: how often the plan was run.
+    Nothing else in the trace may have programs of these names.
 
     Raises:
         TraceError: the trace has other runs than the plan.

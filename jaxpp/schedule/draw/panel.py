@@ -59,13 +59,7 @@ class Cell(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The room that one panel of a page has.
-
-    Attributes:
-        rows: the extent of y, from the top.
-        height: of the panel, in inches.
-        above: inches left free over it.
-    """
+    """The room of one panel of a page: the extent of y from the top, and in inches its height and what is left free above it."""
 
     rows: float
     height: float
@@ -86,11 +80,7 @@ def has_matplotlib() -> bool:
 class Panel:
     """Axes of known size, so that what fits into a bar is known before it is drawn.
 
-    Args:
-        figure: to be on.
-        box: left, bottom, width and height in inches.
-        across: the extent of x.
-        down: the extent of y, from the top.
+    The box is left, bottom, width and height in inches; x goes from 0 to ``across``, y from 0 at the top to ``down``.
     """
 
     def __init__(self, figure: Figure, box: tuple[float, float, float, float], across: Number, down: float):
@@ -204,17 +194,7 @@ def page(
 ) -> tuple[Panel, ...]:
     """A figure with a heading, and panels below one another. They share the axis of time, which is under the last.
 
-    Args:
-        heading: the line above.
-        across: the extent of time.
-        parts: the panels, from the top.
-        width: of every panel, in inches.
-        margin: inches to the right of them.
-        left: inches to the left of them.
-        unit: of time.
-
-    Returns:
-        one panel for each part.
+    ``width`` is that of every panel, ``margin`` and ``left`` are the space beside them, all in inches; ``unit`` is that of time.
     """
     wide, tall = left + width + margin, _TOP + sum(part.above + part.height for part in parts) + _BOTTOM
     figure = matplotlib_module("figure").Figure((wide, tall), dpi=120, facecolor="white", layout="none")
@@ -253,12 +233,7 @@ def legend(panel: Panel, entries: Iterable[Entry], above: float) -> None:
 
 
 def bar_legend(
-    panel: Panel,
-    bars: Sequence[Bar],
-    stage_to_rank: Sequence[int],
-    pebble: str = "",
-    above: float = 0,
-    more: Sequence[Entry] = (),
+    panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], pebble: str = "", above: float = 0, more: Sequence[Entry] = ()
 ) -> None:
     """What the colours of bars mean, in a line between the heading and what lies that many inches above the panel."""
     entries: list[Entry] = [(_WORDS[k], k, 0) for k in Kind if any(b.action.kind == k for b in bars)]

@@ -70,20 +70,9 @@ def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
 
 
 def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: float | None = None) -> Figure:
-    """The pebble graph: what runs when along the pipeline, and every residual that is alive meanwhile.
+    """The pebble graph: what runs when along the pipeline, and every residual alive meanwhile, up to a time if one is given.
 
-    Args:
-        bars: what ran.
-        stage_to_rank: the rank of each stage.
-        heading: the line above.
-        until: the end of what is shown; everything is shown unless given.
-
-    Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``. In the margin on the right: the most residuals alive at once
-        on each stage, and on its rank if ranks have several stages.
-
-    Raises:
-        ImportError: without matplotlib, saying how to install it.
+    In the margin on the right: the most residuals alive at once on each stage, and on its rank if ranks have several stages.
     """
     makespan, step = max(bar.end for bar in bars) or 1, _column_width(bars)
     figure = _figure(heading, [Timeline("", bars)], stage_to_rank, width_of(makespan / step, stage_to_rank), step)
@@ -95,16 +84,9 @@ def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, unt
 
 
 def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> Figure:
-    """The pebble graphs of a step, one below the other.
+    """The pebble graphs of a step as it ran, and as it would run on devices of its own, in milliseconds, one below the other.
 
-    Args:
-        heading: the line above.
-        timelines: the step as it ran, and as it would run on devices of its own, in milliseconds.
-        stage_to_rank: the rank of each stage.
-
-    Returns:
-        a matplotlib ``Figure``, as from ``pebbles``. There are two columns of pebbles to a short action, or fewer where columns
-        would be too narrow.
+    There are two columns of pebbles to a short action, or fewer where columns would be too narrow.
     """
     both = [bar for line in timelines for bar in line.bars]
     across, short = max(bar.end for bar in both) or 1, shortest(both)
@@ -134,8 +116,7 @@ def _room(bars: Sequence[Bar], above: float) -> Part:
 def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float) -> str:
     """Draw a pebble graph onto a panel that has room for it, with a column every ``step``.
 
-    Returns:
-        what stands for the residuals in the legend: a pebble, or a colour where there are too many.
+    Returns what stands for the residuals in the legend: a pebble, or a colour where there are too many.
     """
     makespan, several, tops = max(bar.end for bar in bars) or 1, several_stages(stage_to_rank), lanes(bars)
     panel.rectangles([(0, makespan, *inside(top)) for top in tops.values()], IDLE, "idle")
@@ -158,14 +139,7 @@ def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step:
 
 
 def pebble_gif(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, path: str | os.PathLike[str]) -> None:
-    """Write the pebble graph as a GIF in which time passes: a frame for each column, or 120 frames if there are more columns.
-
-    Args:
-        bars: what ran.
-        stage_to_rank: the rank of each stage.
-        heading: the line above.
-        path: the file to write.
-    """
+    """Write the pebble graph as a GIF in which time passes: a frame for each column, or 120 frames if there are more columns."""
     makespan = max(bar.end for bar in bars)
     num_frames = min(_MOST_FRAMES, round(makespan / _column_width(bars))) or 1
     figure = pebbles(bars, stage_to_rank, heading, until=0)

@@ -23,14 +23,7 @@ _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow
 
 
 class Drawing(NamedTuple):
-    """What a picture needs.
-
-    Attributes:
-        heading: one line that says what this is.
-        num_ranks: how many rows there are.
-        stage_to_rank: the rank of each stage.
-        bars: every action with its rank, start and end.
-    """
+    """What a picture needs: one line that says what it is, and every action with its rank, start and end."""
 
     heading: str
     num_ranks: int

@@ -36,19 +36,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str) -> Figure:
-    """The bars in time, a row for each rank.
-
-    Args:
-        bars: what ran.
-        stage_to_rank: the rank of each stage.
-        heading: the line above.
-
-    Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``.
-
-    Raises:
-        ImportError: without matplotlib, saying how to install it.
-    """
+    """The bars in time, a row for each rank, as a matplotlib ``Figure`` with its Agg canvas, for ``savefig``."""
     line = Timeline("", bars)
     across, room = line.end or 1, timeline_room(stage_to_rank)
     (panel,) = page(heading, across, [room], width_of(across / shortest(bars), stage_to_rank), 0.25)
