@@ -6,12 +6,13 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
@@ -26,7 +27,7 @@ from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.own_params import Joint
 from jaxpp.state import State, states_of
-from jaxpp.types import Array, Batch, Key, LossFn, Params
+from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 __all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
 
@@ -46,33 +47,20 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     num_microbatches: int,
     *,
     has_aux: bool = False,
-    weight: Callable[[Batch], Any] | None = None,
+    weight: Callable[[Batch], ArrayLike] | None = None,
     reducers: Mapping[int, Reducer] | None = None,
-    model_state: Any = None,
-    loss_scale: Any = 1.0,
+    model_state: Tree = None,
+    loss_scale: ArrayLike = 1.0,
     num_replicas: int = 1,
     groups: Sequence[Sequence[int]] = (),
     shared: Sequence[str] = (),
-) -> tuple[Any, ...]:
-    """The loss, aux and gradients of a step, computed plainly on the devices where ``params`` live.
+) -> tuple[Tree, ...]:
+    """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
-    Args:
-        loss_fn: ``loss_fn(params[, model_state], batch[, key])``.
-        params: on one device.
-        batch: the whole batch.
-        key: or None.
-        num_microbatches: parts the batch is split into.
-        has_aux: whether the loss returns ``(loss, aux)``.
-        weight: weight of a microbatch; its size unless given.
-        reducers: of the aux leaves that are not averaged.
-        model_state: for a loss with model state.
-        loss_scale: what the backward starts from; the gradients are so many times as large.
-        num_replicas: parts the batch is split into before that; the microbatches of replica r are numbered from r times theirs.
-        groups: the replicas of each task, for losses of a ``Joint``: then ``params`` and the gradients are lists of one a replica.
-        shared: names of the batch leaves that every microbatch gets as they are, besides numbers.
-
-    Returns:
-        ``(loss, aux, grads)``, and with model state ``(loss, aux, grads, new_model_state)``.
+    The arguments are those of ``jaxpp.value_and_grad``, besides three. ``reducers`` reduce the aux leaves that are not averaged, by
+    number. The batch is split into ``num_replicas`` parts first; the microbatches of replica r are numbered from
+    ``r * num_microbatches``. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params`` and the
+    gradients are lists with a tree for each replica.
     """
     loss_fn = positional_key(loss_fn, 2 + (model_state is not None))
     leaves, tree = jax.tree.flatten(batch)
@@ -84,8 +72,8 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     has_state = model_state is not None
 
     @jax.jit
-    def step(params: Params, *rest: Any) -> tuple[Any, Any, Any]:
-        def pair(params: Params) -> tuple[Any, Any]:
+    def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
+        def pair(params: Params) -> tuple[Array, Tree]:
             result = loss_fn(params, *rest)
             return result if has_aux or has_state else (result, ())
 
@@ -93,9 +81,9 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
 
     each = params if groups else [params] * num_replicas
-    losses: list[Any] = []
-    grads: list[Any] = []
-    auxes: list[Any] = []
+    losses: list[Array] = []
+    grads: list[Grads] = []
+    auxes: list[Tree] = []
     for i, piece in enumerate(pieces):
         states = (model_state,) if has_state else ()
         rest = (*states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
@@ -105,16 +93,16 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         value, grad = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
         losses.append(value)
         grads.append(grad)
-    loss, aux = functools.reduce(jnp.add, losses), _merge_aux(auxes, scales, reducers or {})
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
-    return (loss, aux, total, model_state) if has_state else (loss, aux, total)
+    found = _sum(losses), _merge_aux(auxes, scales, reducers or {}), total
+    return (*found, model_state) if has_state else found
 
 
-def _sum(trees: Sequence[Any]) -> Any:
+def _sum(trees: Sequence[Tree]) -> Tree:
     return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
 
 
-def _by_task(grads: Sequence[Any], scales: Any, groups: Sequence[Sequence[int]], count: int) -> list[Any]:
+def _by_task(grads: Sequence[Grads], scales: Array, groups: Sequence[Sequence[int]], count: int) -> list[Grads]:
     """For each replica the gradient of Theta, over all, and that of its task, the mean over the replicas that ran it."""
     shared, found = _sum([grad.shared for grad in grads]), {}
     for group in groups:
@@ -126,7 +114,7 @@ def _by_task(grads: Sequence[Any], scales: Any, groups: Sequence[Sequence[int]],
     return [Joint(shared, found[r]) for r in sorted(found)]
 
 
-def _merge_aux(auxes: list[Any], scales: jax.Array, reducers: Mapping[int, Reducer]) -> Any:
+def _merge_aux(auxes: Sequence[Tree], scales: Float[Array, " microbatches"], reducers: Mapping[int, Reducer]) -> Tree:
     tree = jax.tree.structure(auxes[0])
     columns = zip(*(jax.tree.leaves(aux) for aux in auxes), strict=True)
     return tree.unflatten(
@@ -137,34 +125,25 @@ def _merge_aux(auxes: list[Any], scales: jax.Array, reducers: Mapping[int, Reduc
     )
 
 
-def _mean_dtype(leaf: Any) -> Any:
+def _mean_dtype(leaf: Leaf) -> DType:
     dtype = jnp.asarray(leaf).dtype
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else scale_dtype()
 
 
-def tolerance(dtype: Any) -> float:
+def tolerance(dtype: DType) -> float:
     """The relative error allowed: 1e-12 in float64, 1e-5 in float32, 8 units of rounding in smaller types."""
     name = np.dtype(dtype).name
     return {"float64": 1e-12, "float32": 1e-5}.get(name) or 8 * float(jnp.finfo(dtype).eps)
 
 
-def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any = None, noise: Any = None) -> None:
-    """Raise unless every leaf of ``got`` equals its fellow in ``want``.
+def compare(what: str, got: Tree, want: Tree, *, floor: float = 0.0, coarsest: DType = None, noise: Tree = None) -> None:
+    """Raise a VerifyError that names the first leaf of the pipeline's tree ``got`` that differs from the oracle's tree ``want``.
 
-    Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``. For gradients the floor is ``GRAD_FLOOR``: one
-    that is pure rounding noise (an attention key's bias) has no size of its own to be relative to.
-
-    Args:
-        what: what the trees are, for the message.
-        got: the pipeline's.
-        want: the oracle's.
-        floor: the part of the largest leaf below which a leaf counts as noise.
-        coarsest: the floating type with the fewest digits that the leaves were computed with: their own unless given. A float32
-            gradient of a bfloat16 model has bfloat16's digits, for XLA rounds where it does not fuse.
-        noise: for each leaf how far rounding moves it, if that is known; several times as much is allowed.
-
-    Raises:
-        VerifyError: naming the first leaf that differs, with both values where they differ most.
+    Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``. For gradients the floor is ``GRAD_FLOOR``: a
+    gradient that is pure rounding noise (of an attention key's bias) has no size of its own to be relative to. ``coarsest`` is the
+    floating type with the fewest digits that the leaves were computed with, if it is not their own: a float32 gradient of a
+    bfloat16 model has bfloat16's digits, for XLA rounds where it does not fuse. ``noise``, if known, is how far rounding moves each
+    leaf; several times as much is allowed.
     """
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
@@ -191,11 +170,7 @@ def compare(what: str, got: Any, want: Any, *, floor: float = 0.0, coarsest: Any
 
 
 def check_comparable(options: Options) -> None:
-    """Refuse a pipeline whose step differs from the plain step on purpose.
-
-    Raises:
-        ArgumentError: a boundary carries no gradient.
-    """
+    """Refuse a pipeline whose step differs from the plain step on purpose, because a boundary carries no gradient."""
     if options.cut_gradient:
         raise ArgumentError(
             "pipe.verify",
@@ -206,11 +181,7 @@ def check_comparable(options: Options) -> None:
 
 
 def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> None:
-    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's.
-
-    Raises:
-        VerifyError: naming the first leaf that differs.
-    """
+    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's."""
     config, layout = engine.options, engine.layout
     state = states_of(engine).wrap(leaves)
     traced = engine.preparer.job(batch, key).cuts[0].loss
@@ -231,7 +202,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
     frozen = set(traced.frozen)
 
-    def whole(grads: Any) -> Any:
+    def whole(grads: Grads) -> Grads:
         """The oracle's gradients as the pipeline has them: zero where they are not computed."""
         leaves, tree = jax.tree.flatten(_together(grads) if groups else grads)
         kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in range(len(leaves))]
@@ -245,19 +216,14 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
         noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
-    _check_numbers([("loss", found.loss), *([] if config.loss_scale else [("grads", spread)])])
+    # The gradients of a scaled loss may overflow; the step is then skipped, which is what is to be seen.
+    _check_numbers({"loss": found.loss} | ({} if config.loss_scale else {"grads": spread}))
 
 
-def _check_numbers(found: Sequence[tuple[str, Any]]) -> None:
-    """Refuse NaN on both sides.
-
-    Not in the gradients of a scaled loss: they may overflow, and what is to be seen then is that the step is skipped.
-
-    Raises:
-        VerifyError: naming what is NaN.
-    """
+def _check_numbers(found: Mapping[str, Tree]) -> None:
+    """Refuse NaN on both sides."""
     got = []
-    for name, tree in found:
+    for name, tree in found.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if _inexact(leaf.dtype) and (count := int(np.isnan(_wide(leaf)).sum())):
                 got.append(f"{name}{jax.tree_util.keystr(path)} is NaN" + f", {count} of {leaf.size} elements" * (leaf.size > 1))
@@ -276,35 +242,31 @@ def _own(engine: Engine) -> bool:
     return bool(engine.placed.known["own"])
 
 
-def _apart(params: Any, engine: Engine) -> list[Any]:
-    """The parameters (or optimizer states) of each replica, of a pair whose second part has one of each."""
-    shared, own = jax.tree.leaves(params, is_leaf=lambda node: node is not params)
-    rows = range(engine.placement.num_replicas)
-    return [type(params)(shared, part) if isinstance(params, Joint) else (shared, part) for part in (_row(own, r) for r in rows)]
+def _parts(pair: Tree) -> tuple[list[Tree], Callable[[Tree, Tree], Tree]]:
+    """The two parts of a ``Joint`` or of another pair, and what makes such a pair of two parts."""
+    parts, tree = jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
+    return parts, lambda *parts: tree.unflatten(parts)
 
 
-def _row(tree: Any, replica: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[replica], tree)
+def _apart(params: Params, engine: Engine) -> list[Params]:
+    """The parameters (or optimizer states) of each replica, from a pair whose second part has a row for each replica."""
+    (shared, own), pair = _parts(params)
+    return [pair(shared, jax.tree.map(lambda leaf, r=r: leaf[r], own)) for r in range(engine.placement.num_replicas)]
 
 
-def _together(pairs: Sequence[Any]) -> Any:
+def _together(pairs: Sequence[Params]) -> Params:
     """The inverse of ``_apart``."""
-    shared, own = zip(*(jax.tree.leaves(pair, is_leaf=lambda node, pair=pair: node is not pair) for pair in pairs), strict=True)
-    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *own)
-    return type(pairs[0])(shared[0], stacked) if isinstance(pairs[0], Joint) else (shared[0], stacked)
+    (shared, _), pair = _parts(pairs[0])
+    return pair(shared, jax.tree.map(lambda *rows: jnp.stack(rows), *(_parts(each)[0][1] for each in pairs)))
 
 
 def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], stepped: Leaves[Array]) -> None:
-    """Compare an updated state with what plain optax makes of the pipeline's gradients.
-
-    Raises:
-        VerifyError: naming the first leaf that differs.
-    """
+    """Compare an updated state with what plain optax makes of the pipeline's gradients."""
     assert engine.optimizer is not None, "a pipeline has an optimizer"
     optimizer, scaling = optax.with_extra_args_support(engine.optimizer), engine.options.loss_scale
 
     @jax.jit
-    def update(grads: Any, state: State, model_state: Any, loss: Any) -> State:
+    def update(grads: Grads, state: State, model_state: Tree, loss: Array) -> State:
         scale, tree = jax.tree.flatten(state.loss_scale)
         finite = jnp.asarray(True)
         if scaling is not None:
@@ -333,14 +295,14 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
 def _shaken(params: Params) -> Params:
     """The parameters with their last digits changed, up and down by turns."""
 
-    def shake(leaf: Any) -> Any:
+    def shake(leaf: Array) -> Array:
         turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
         return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
 
     return jax.tree.map(shake, params)
 
 
-def _inexact(dtype: Any) -> bool:
+def _inexact(dtype: DType) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -349,7 +311,7 @@ def _size(array: np.ndarray) -> float:
     return float(np.max(np.abs(array), initial=0.0, where=np.isfinite(array)))
 
 
-def _wide(leaf: Any) -> np.ndarray:
+def _wide(leaf: Leaf) -> np.ndarray:
     data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     array = np.asarray(jax.device_get(data))
     return array if jnp.issubdtype(array.dtype, jnp.complexfloating) else array.astype(np.float64)

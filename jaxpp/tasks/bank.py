@@ -31,13 +31,10 @@ from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.table import bytes_in_words
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.set_layout import SetLayout, check_params
-from jaxpp.tasks.subtree import bind, take
+from jaxpp.tasks.subtree import bind_subtree, take
 from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
 
 __all__ = ["ActiveTask", "Bank"]
-
-_PATIENCE = 2
-"""Seconds before a progress bar shows."""
 
 
 class ActiveTask:
@@ -78,7 +75,7 @@ class Bank:
         optimizer: as given.
         device: as given.
         host_store: the flat leaves of the sets: of the parameters, then of the optimizer state.
-        bind: ``bind(loss_fn, path)``: the loss over ``(params, task_params, batch[, key])``; see ``jaxpp.tasks.subtree``.
+        bind: ``bind(loss_fn, path)``: the loss over ``(params, task_params, batch[, key])``; see ``bind_subtree``.
         take: ``take(params, path)``: the parameters without a subtree, and the subtree.
 
     Raises:
@@ -148,7 +145,7 @@ class Bank:
                 bank.add(name, init(put(key, bank._home)))
         return bank
 
-    bind = staticmethod(bind)
+    bind = staticmethod(bind_subtree)
     take = staticmethod(take)
 
     @property
@@ -200,11 +197,10 @@ class Bank:
         check_alive(where, (params, opt_state))
         if opt_state is not None:
             expected = jax.eval_shape(self.optimizer.init, params)
-            wrong = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
-            if lines := wrong.differences((), opt_state):
-                raise BankError(
-                    where, "an optimizer state is one that the optimizer made for the parameters", lines, "leave it out"
-                )
+            made = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
+            if wrong := made.differences((), opt_state):
+                rule = "an optimizer state is one that the optimizer made for the parameters"
+                raise BankError(where, rule, wrong, "leave it out")
         leaves, tree = jax.tree.flatten(params)
         leaves = to_device(list(map(unaliased, leaves)), (self._home,) * len(leaves))
         moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
@@ -245,12 +241,11 @@ class Bank:
             BankError: there is no such set, a set is in use, or the device has no room. Where the block ends: what was assigned
                 does not have the trees and shapes of the set, or its arrays were given up (donated); the set stays as it was.
         """
-        layout = self.layout(name, f"bank.use({name!r})")
+        where = f"bank.use({name!r})"
+        layout = self.layout(name, where)
         if self._task is not None:
-            got = f"{self._task.name!r} is in use"
-            raise BankError(
-                f"bank.use({name!r})", "one set is in use at a time", got, "leave its block first; prefetch brings the next"
-            )
+            got, fix = f"{self._task.name!r} is in use", "leave its block first; prefetch brings the next"
+            raise BankError(where, "one set is in use at a time", got, fix)
         leaves = self.host_store.fetch(name, (self._home,) * len(layout.shapes))
         lent = list(map(weakref.ref, leaves))
         self._task = task = ActiveTask(name, *layout.fill(leaves))
@@ -313,18 +308,15 @@ class Bank:
                 rule, got = "a tuple is the name of one set; one set a replica is a list", repr(name)
                 raise BankError(where, rule, got, f"pass {list(name)!r}")
             near = difflib.get_close_matches(str(name), map(str, self._layouts))
-            got = f"{name!r}; the bank has {_names(self.tasks) or 'no sets'}"
-            fix = (
-                f"is it {' or '.join(near)}? If it is new, bank.add({name!r}, params)"
-                if near
-                else f"bank.add({name!r}, params) first"
-            )
+            got, fix = f"{name!r}; the bank has {_names(self.tasks) or 'no sets'}", f"bank.add({name!r}, params)"
+            fix = f"is it {' or '.join(near)}? If it is new, {fix}" if near else f"{fix} first"
             raise BankError(where, "a name is that of a set in the bank", got, fix)
         return self._layouts[name]
 
     def _read(self, name: Hashable, where: str) -> tuple[Params, Tree]:
         layout = self.layout(name, where)
-        return layout.fill([leaf if _is_key(leaf) else np.asarray(leaf) for leaf in self.host_store.read(name)])
+        leaves = self.host_store.read(name)
+        return layout.fill([x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in leaves])
 
     def _give_back(self, task: ActiveTask, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:
         """Write a task back, if it was changed."""
@@ -348,12 +340,10 @@ class Bank:
     def _placed(self, leaves: Sequence[Leaf]) -> list[Array]:
         """Leaves at the bank's device, each with a buffer of its own, as a jitted step returns them."""
         placed, seen = [], set()
-        for given in leaves:
-            leaf = given
-            if not (isinstance(leaf, jax.Array) and leaf.sharding == self._home and leaf.committed) or id(leaf) in seen:
-                leaf = put(unaliased(leaf), self._home)
-            seen.add(id(given))
-            placed.append(_strong(leaf))
+        for leaf in leaves:
+            here = isinstance(leaf, jax.Array) and leaf.sharding == self._home and leaf.committed and id(leaf) not in seen
+            placed.append(_strong(leaf if here else put(unaliased(leaf), self._home)))
+            seen.add(id(leaf))
         return placed
 
 
@@ -367,10 +357,6 @@ def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
-def _is_key(leaf: Leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-
-
 def _names(names: Sequence[Hashable]) -> str:
     """A few names, and how many there are if that is not all."""
     few = ", ".join(map(str, names[:4]))
@@ -378,13 +364,8 @@ def _names(names: Sequence[Hashable]) -> str:
 
 
 def _each(what: str, given: Mapping[Any, Tree]) -> tqdm:
-    """The items of a mapping of tasks, with a bar if they take long.
-
-    Raises:
-        BankError: it is no mapping.
-    """
+    """The items of a mapping of tasks, with a progress bar if they take longer than two seconds."""
     if not isinstance(given, Mapping):
-        raise BankError(
-            f"{what}=...", "tasks have names", type(given).__name__, f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
-        )
-    return progress(list(given.items()), desc="parameter sets", unit="set", after=_PATIENCE)
+        fix = f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
+        raise BankError(f"{what}=...", "tasks have names", type(given).__name__, fix)
+    return progress(list(given.items()), desc="parameter sets", unit="set", after=2)

@@ -7,7 +7,7 @@ from jaxpp.errors import BankError
 from jaxpp.tasks.set_packing import HostCopy, SetPacking
 from jaxpp.types import Array, Leaf
 
-__all__ = ["DeviceCache", "Traffic", "WriteBack", "arrived", "failed"]
+__all__ = ["DeviceCache", "Traffic", "WriteBack", "arrived", "set_in_use", "write_failed"]
 
 
 class Traffic(NamedTuple):
@@ -72,7 +72,12 @@ def arrived(leaf: Leaf) -> bool:
     return ready is None or ready()
 
 
-def failed(name: Hashable, error: Exception) -> BankError:
+def set_in_use(name: Hashable, rule: str, where: str = "") -> BankError:
+    """The error for what cannot be done with a set in use."""
+    return BankError(f"set {name!r}", rule, f"{name!r} is in use{where}", "leave the block that uses it first")
+
+
+def write_failed(name: Hashable, error: Exception) -> BankError:
     """The error for a write-back that failed."""
     got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
     fix = "free host memory if there was none, else look at the step that computed it (the cause is above); then use the set again"

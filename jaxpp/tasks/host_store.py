@@ -17,6 +17,7 @@ the step that the transfer should hide behind.
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import add
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -25,7 +26,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxpp.errors import BankError
 from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, failed
+from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, set_in_use, write_failed
 from jaxpp.tasks.set_packing import HostCopy, SetPacking
 from jaxpp.types import Array, Leaf
 
@@ -47,9 +48,6 @@ class HostStore:
     Attributes:
         slots: as given.
         traffic: what was moved so far.
-
-    Raises:
-        BankError: ``slots`` is not a number of at least 1.
     """
 
     def __init__(self, slots: int = 2):
@@ -89,8 +87,7 @@ class HostStore:
     def stored(self, name: Hashable) -> tuple[Array, ...]:
         """The arrays in pinned memory that are the host copy of a set: vectors of small leaves, then the others; waits for them.
 
-        Raises:
-            BankError: there is no such set, or the write-back failed; the next call then gives what was there before.
+        If the write-back fails, this raises a BankError, and the next call gives what was there before.
         """
         self._known(name)
         while any(write.name == name for write in self._writes):
@@ -98,27 +95,15 @@ class HostStore:
         return self._hosts[name].arrays
 
     def read(self, name: Hashable) -> tuple[Leaf, ...]:
-        """The host copy of a set, an array for each leaf, never written to; waits for its write-back.
-
-        Small leaves are NumPy arrays that cannot be written to: views of what is stored.
-
-        Raises:
-            BankError: as ``stored`` does.
-        """
+        """The host copy of a set, an array for each leaf (small leaves are read-only views); waits as ``stored`` does."""
         self.stored(name)
         return self._hosts[name].leaves
 
     def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> None:
-        """Take a set in, or put another in the place of one that is not in use; waits until it is on the host.
+        """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host.
 
-        Args:
-            name: what to call it.
-            leaves: NumPy or device arrays; they are copied.
-            homes: the device sharding beside which each leaf is kept. If not given, a device array stays beside its own, and NumPy
-                arrays beside the first device.
-
-        Raises:
-            BankError: the set of this name is in use.
+        Each leaf is kept beside its device sharding in ``homes``. Without ``homes``, device arrays stay beside their own devices,
+        and NumPy arrays beside the first device.
         """
         self._settle()
         self.check_idle(name, "be replaced")
@@ -133,11 +118,7 @@ class HostStore:
         self._hosts[name] = held
 
     def remove(self, name: Hashable) -> None:
-        """Forget a set.
-
-        Raises:
-            BankError: there is no such set, or it is in use.
-        """
+        """Forget a set that is not in use."""
         self._settle()
         self._known(name)
         self.check_idle(name, "be removed")
@@ -145,17 +126,9 @@ class HostStore:
         del self._hosts[name]
 
     def fetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> tuple[Array, ...]:
-        """Lend a set on a row's device, until it is given back; waits for nothing.
+        """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing.
 
         If the small leaves of the set shared homes otherwise when it was written, it is first packed anew, on the host.
-
-        Args:
-            name: which set.
-            homes: the device sharding of each leaf.
-            row: whose slots.
-
-        Returns:
-            device arrays that the caller may give up (donate).
 
         Raises:
             BankError: there is no such set, it is lent already, all slots are, or the device has no room.
@@ -164,15 +137,13 @@ class HostStore:
         self._known(name)
         cache = self._row(row)
         if name in cache.lent:
-            fix = "leave the block that uses it first"
-            raise BankError(f"set {name!r}", "a set is in use once at a time", f"{name!r} is in use", fix)
+            raise set_in_use(name, "a set is in use once at a time")
         packing = cache.prefetched.get(name)
         leaves = cache.drop(name)
         if leaves is None:
             packing, leaves = self._load(name, homes, row)
         else:
-            hits, prefetch_hits = self.traffic.hits + 1, self.traffic.prefetch_hits + (packing is not None)
-            self.traffic = self.traffic._replace(hits=hits, prefetch_hits=prefetch_hits)
+            self._count(Traffic(hits=1, prefetch_hits=packing is not None))
         if packing is not None:
             leaves = self._with_room(name, partial(packing.unpack, leaves))
         cache.lent.add(name)
@@ -203,13 +174,7 @@ class HostStore:
 
         The host copy is the old values or the new values, never some of both: it changes in one assignment, once all copies are
         under way. The old copy is kept until the new copy has arrived, and put back if that fails. Copies on other rows are out of
-        date, and dropped.
-
-        Args:
-            name: which set.
-            leaves: the new values, which may be given up (donated) at once.
-            rows: the rows on which the set was lent.
-            resident: the copy that each of the rows keeps; ``leaves`` if not given.
+        date, and dropped. The leaves may be donated at once. Each row keeps its own of the copies ``resident``, or else ``leaves``.
 
         Raises:
             BankError: there is no such set, it is in use on another row as well, or this write-back failed: then nothing was
@@ -218,17 +183,16 @@ class HostStore:
         old = self._known(name)
         assert len(leaves) == len(old.packing.shapes)
         if any(name in cache.lent for row, cache in self._rows.items() if row not in rows):
-            rule, got = "a set is written back once, for all that use it", f"{name!r} is in use elsewhere as well"
-            raise BankError(f"set {name!r}", rule, got, "leave the block that uses it first")
+            raise set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
         try:
             packing = old.packing.at([leaf.sharding for leaf in leaves])
             new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))))
         except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
-            raise failed(name, error) from error
+            raise write_failed(name, error) from error
         self._writes.append(WriteBack(name, old, new))
         self._hosts[name] = new
-        self.traffic = self.traffic._replace(bytes_to_host=self.traffic.bytes_to_host + new.nbytes)
+        self._count(Traffic(bytes_to_host=new.nbytes))
         self._drop(name)
         for row, copy in zip(rows, (leaves,) * len(rows) if resident is None else resident, strict=True):
             self.keep(name, copy, row)
@@ -259,22 +223,16 @@ class HostStore:
             self._rows.pop(row, None)
 
     def check_idle(self, name: Hashable, what: str) -> None:
-        """Refuse what cannot be done with a set in use.
-
-        Raises:
-            BankError: the set is in use on some row.
-        """
+        """Refuse what cannot be done with a set that is in use on any row."""
         if any(name in cache.lent for cache in self._rows.values()):
-            got = f"{name!r} is in use"
-            raise BankError(f"set {name!r}", f"a set in use cannot {what}", got, "leave the block that uses it first")
+            raise set_in_use(name, f"a set in use cannot {what}")
 
     def wait(self) -> None:
-        """Return once all write-backs have arrived.
-
-        Raises:
-            BankError: a write-back failed; its set has the values that it had before.
-        """
+        """Return once all write-backs have arrived; after a BankError for one, its set has the values that it had before."""
         self._settle(0)
+
+    def _count(self, more: Traffic) -> None:
+        self.traffic = Traffic(*map(add, self.traffic, more))
 
     def _row(self, row: Hashable) -> DeviceCache:
         return self._rows.setdefault(row, DeviceCache())
@@ -301,8 +259,7 @@ class HostStore:
             self._hosts[name] = packing.on_host(self.read(name))
         host = self._hosts[name]
         arrays = self._with_room(name, lambda: to_device(host.arrays, packing.places))
-        loads, moved = self.traffic.loads + 1, self.traffic.bytes_to_device + host.nbytes
-        self.traffic = self.traffic._replace(loads=loads, bytes_to_device=moved)
+        self._count(Traffic(loads=1, bytes_to_device=host.nbytes))
         return packing, arrays
 
     def _with_room(self, name: Hashable, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
@@ -354,7 +311,7 @@ class HostStore:
                     cache.drop(write.name)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
             if now or followed:  # else the set was removed or replaced meanwhile
-                raise failed(write.name, error) from error
+                raise write_failed(write.name, error) from error
 
 
 def _is_full(error: Exception) -> bool:

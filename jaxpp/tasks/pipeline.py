@@ -37,11 +37,7 @@ _T = TypeVar("_T")
 
 
 def check_bank(bank: object) -> None:
-    """Refuse what is no bank, or a bank without sets.
-
-    Raises:
-        BankError: as said.
-    """
+    """Refuse what is no bank, or a bank without sets."""
     if not isinstance(bank, Bank) or not len(bank):
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
@@ -49,11 +45,7 @@ def check_bank(bank: object) -> None:
 
 
 def check_scaling(options: Options) -> None:
-    """Refuse a scaled loss where replicas have sets of their own.
-
-    Raises:
-        ArgumentError: as said.
-    """
+    """Refuse a scaled loss where replicas have sets of their own."""
     if options.loss_scale is not None and options.placement.num_replicas > 1:
         raise ArgumentError(
             "loss_scale with a bank and data parallelism",
@@ -64,13 +56,7 @@ def check_scaling(options: Options) -> None:
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:
-    """What the loss is traced with: the user's parameters and model state, and with a bank the shapes of a set.
-
-    Args:
-        bank: or None.
-        variables: the user's parameters, and the model state if the loss has any.
-        task: the name of the set; the bank's first unless given.
-    """
+    """What the loss is traced with: the user's variables, with a bank joined by the shapes of a set (by default its first)."""
     if bank is None:
         return variables
     check_bank(bank)
@@ -83,22 +69,13 @@ def waiting_names(bank: Bank | None, engine: Engine) -> list[Name]:
 
 
 class Runner:
-    """Runs steps whose parameters are all in the state; ``BankRunner`` runs those that a bank takes part in.
-
-    Args:
-        engine: runs plans.
-    """
+    """Runs steps whose parameters are all in the state; ``BankRunner`` runs steps that use sets of a bank."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
 
     def engine(self, task: TaskNames) -> Engine:
-        """The engine for these tasks.
-
-        Raises:
-            ArgumentError: there is a task, and no bank.
-            BankError: there is a bank, and no such task.
-        """
+        """The engine for these tasks; without a bank there are none."""
         if task is not None:
             raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
         return self._engine
@@ -108,7 +85,7 @@ class Runner:
         return positional_key(loss_fn, 2 + self._engine.options.has_state)
 
     def held(self, leaves: Leaves[_T]) -> Leaves[_T]:
-        """Of the leaves of a step those that the state holds."""
+        """The leaves of a step that the state holds."""
         return leaves
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
@@ -136,15 +113,7 @@ class Runner:
 
 
 class BankRunner(Runner):
-    """Runs steps of Theta and of sets of a bank.
-
-    Args:
-        bank: the sets.
-        engine: for the first set.
-        variables: Theta, and the model state if the loss has any; arrays or shapes.
-        batch: of which the engine was opened, or its shapes.
-        key: of which the engine was opened.
-    """
+    """Runs steps of Theta and of sets of a bank; the engine was opened for the first set, with these variables, batch and key."""
 
     def __init__(self, bank: Bank, engine: Engine, variables: tuple[Tree, ...], batch: Batch, key: Key | None):
         super().__init__(engine)
@@ -154,18 +123,11 @@ class BankRunner(Runner):
         self._known: dict[SetLayout, ReplicaSets] = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
-        self._forget = weakref.finalize(self, bank.host_store.forget, [(token, r) for r in range(self._num_replicas)])
-
-    @property
-    def _num_replicas(self) -> int:
-        return len(self._first.homes)
+        self._num_replicas = len(self._first.homes)
+        weakref.finalize(self, bank.host_store.forget, [(token, r) for r in range(self._num_replicas)])
 
     def engine(self, task: TaskNames) -> Engine:
-        """The engine for these tasks, told which replica runs which.
-
-        Raises:
-            BankError: as for a step.
-        """
+        """The engine for these tasks, told which replica runs which of them."""
         return self._told(self.names(task)).engine
 
     def _told(self, names: Sequence[Hashable]) -> ReplicaSets:
@@ -174,12 +136,12 @@ class BankRunner(Runner):
         return sets
 
     def loss(self, loss_fn: LossFn | None) -> LossFn | None:
-        """Another loss of (params, task_params, ...) as a loss of the joined parameters; the same for the same function."""
+        """Another loss over (params, task_params, ...) as a loss over the joined parameters; the same for the same function."""
         before = 2 + self._first.engine.options.has_state
         return None if loss_fn is None else positional_key(join_losses(positional_key(loss_fn, before + 1)), before)
 
     def held(self, leaves: Leaves[_T]) -> Leaves[_T]:
-        """Those of Theta."""
+        """The leaves of Theta."""
         return leaves.shared
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
@@ -191,16 +153,12 @@ class BankRunner(Runner):
         return leaves._replace(opt=made[: len(engine.placed.names.opt)])
 
     def other_bytes(self, task: TaskNames) -> int:
-        """Bytes of the parameters of all sets but one of these."""
+        """Bytes of the parameters of all sets but the first of these."""
         sizes = [sum(map(count_bytes, jax.tree.leaves(self.bank.shapes(name)[0]))) for name in self.bank.tasks]
         return sum(sizes) - sizes[self.bank.tasks.index(self.names(task)[0])]
 
     def names(self, task: TaskNames) -> list[Hashable]:
-        """The set of each replica.
-
-        Raises:
-            BankError: no task, a task that the bank does not have, not one for each replica, or tasks of different shapes.
-        """
+        """The set of each replica; all of them are in the bank, and of equal shapes."""
         count, some = self._num_replicas, next(iter(self.bank.tasks), "name")
         if task is None:
             fix = f"pass task={some!r}, for example"
@@ -224,9 +182,8 @@ class BankRunner(Runner):
         layout = self.bank.layout(name)
         if layout not in self._known:
             variables, batch, key = self._opened
-            first = self._first.engine
-            own = with_set(self.bank, variables, name)
-            engine = open_engine(first.options, first.optimizer, own, batch, key, like=first.layout)
+            first, variables = self._first.engine, with_set(self.bank, variables, name)
+            engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
             found = ReplicaSets(engine, layout)
             if engine.placed.names.params != first.placed.names.params:
                 raise CutError(
@@ -241,20 +198,6 @@ class BankRunner(Runner):
     def _row(self, replica: int) -> Hashable:
         return self._token, replica
 
-    def _fetch(self, names: Sequence[Hashable]) -> list[Array]:
-        """The leaves of the replicas' sets, at their stages, until they are given back."""
-        sets = self._sets(names[0])
-        try:
-            return sets.of_replicas([self.bank.host_store.fetch(name, sets.homes[r], self._row(r)) for r, name in enumerate(names)])
-        except BaseException:
-            self._release(names)
-            raise
-
-    def _release(self, names: Sequence[Hashable]) -> None:
-        """Give sets back as if they had not been fetched, those among them that were not too."""
-        for r, name in enumerate(names):
-            self.bank.host_store.release(name, (self._row(r),))
-
     def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Write the sets back that a step has changed: each from the first replica that ran it."""
         rows = self._sets(names[0]).of_rows(leaves)
@@ -266,16 +209,12 @@ class BankRunner(Runner):
                 self.bank.host_store.tell_later(error)
 
     def _keep(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
-        """Give sets back that nobody has changed."""
+        """Give unchanged sets back."""
         for r, (name, row) in enumerate(zip(names, self._sets(names[0]).of_rows(leaves), strict=True)):
             self.bank.host_store.keep(name, row, self._row(r))
 
     def prefetch(self, task: TaskNames) -> None:
-        """Begin to bring the sets of a later step; waits for nothing.
-
-        Raises:
-            BankError: as for a step; or all slots are in use.
-        """
+        """Begin to bring the sets of a later step; waits for nothing."""
         names = self.names(task)
         homes = self._sets(names[0]).homes
         for r, name in enumerate(names):
@@ -283,12 +222,13 @@ class BankRunner(Runner):
 
     @contextmanager
     def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
-        """The replicas' sets, to be given back; released if that does not happen."""
-        own = self._fetch(names)
+        """The leaves of the replicas' sets, at their stages. The caller gives them back; after an exception, they are released."""
+        sets, store = self._sets(names[0]), self.bank.host_store
         try:
-            yield own
+            yield sets.of_replicas([store.fetch(name, sets.homes[r], self._row(r)) for r, name in enumerate(names)])
         except BaseException:
-            self._release(names)
+            for r, name in enumerate(names):  # some may not have been fetched
+                store.release(name, (self._row(r),))
             raise
 
     @contextmanager

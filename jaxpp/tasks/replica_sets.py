@@ -20,17 +20,11 @@ _Row = Sequence[Array]
 
 
 class ReplicaSets:
-    """Brings sets of one layout into the form that an engine takes, and out of it.
-
-    Args:
-        engine: for sets of this layout.
-        layout: of the sets.
+    """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
 
     Attributes:
+        engine: as given.
         homes: for each replica the sharding of each leaf of its set.
-
-    Raises:
-        CutError: the engine cuts a loop over stacked parameters of theta[t].
     """
 
     def __init__(self, engine: Engine, layout: SetLayout):

@@ -49,11 +49,7 @@ class SetLayout(NamedTuple):
 
 
 def check_params(where: str, params: Params) -> None:
-    """Refuse what cannot be the parameters of a set.
-
-    Raises:
-        BankError: there are no leaves, or some are not floating arrays or NumPy scalars; the error names all of these.
-    """
+    """Refuse what cannot be the parameters of a set: a tree without leaves, or with others than floating arrays and scalars."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise BankError(where, "a set has at least one array", "a tree without leaves", "pass the task's parameters")
@@ -63,12 +59,8 @@ def check_params(where: str, params: Params) -> None:
         if not isinstance(leaf, np.ndarray | np.generic | jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
-        raise BankError(
-            where,
-            "the parameters of a set are arrays of floating numbers",
-            wrong,
-            "make a Python number an array with np.float32(number); keep all else out of the set",
-        )
+        fix = "make a Python number an array with np.float32(number); keep all else out of the set"
+        raise BankError(where, "the parameters of a set are arrays of floating numbers", wrong, fix)
 
 
 def _describe(leaf: Leaf) -> str:

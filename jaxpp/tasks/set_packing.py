@@ -41,13 +41,9 @@ class _Bundle(NamedTuple):
 
 
 class SetPacking:
-    """How sets of given shapes are packed at given homes; all such sets share it.
+    """How all sets whose leaves have these shapes and device shardings (homes) are packed.
 
     The vectors travel first, then the arrays that are not packed.
-
-    Args:
-        shapes: shape and dtype of each leaf.
-        homes: the device sharding of each leaf.
 
     Attributes:
         shapes: as given.
@@ -67,10 +63,9 @@ class SetPacking:
         found = [self._bundle(home, members) for home, members in by_home.items()]
         self._bundles = [bundle for bundle in found if bundle.packs]
         self._packs = [pack for bundle in self._bundles for pack in bundle.packs]
-        packed = [tuple(ref.index for ref in pack.members) for pack in self._packs]
-        inside = {k for group in packed for k in group}
-        self._alone = [k for k in range(len(self.shapes)) if k not in inside]
-        self.groups = (*packed, *((k,) for k in self._alone))
+        packed = {k for bundle in self._bundles for k in bundle.members}
+        self._alone = [k for k in range(len(self.shapes)) if k not in packed]
+        self.groups = (*(tuple(ref.index for ref in pack.members) for pack in self._packs), *((k,) for k in self._alone))
         vectors = [bundle.home for bundle in self._bundles for _ in bundle.packs]
         self.places = (*vectors, *(self.homes[k] for k in self._alone))
 
@@ -83,12 +78,12 @@ class SetPacking:
         return self._siblings[homes]
 
     def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
-        """The arrays that travel, of device arrays at their homes; waits for nothing, and the leaves may be given up at once."""
+        """The arrays that travel, made of device arrays at their homes; waits for nothing. The leaves may be donated at once."""
         vectors = [vector for bundle in self._bundles for vector in bundle.join(*(leaves[k] for k in bundle.members))]
         return (*vectors, *(leaves[k] for k in self._alone))
 
     def unpack(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The leaves, each at its home with a buffer of its own, of device arrays that have travelled; waits for nothing."""
+        """The leaves of arrays that have travelled to the device, each at its home with a buffer of its own; waits for nothing."""
         found, at = dict(zip(self._alone, arrays[len(self._packs) :], strict=True)), 0
         for bundle in self._bundles:
             end = at + len(bundle.packs)
@@ -135,12 +130,7 @@ class SetPacking:
 
 
 class HostCopy(NamedTuple):
-    """A host copy of a set.
-
-    Attributes:
-        packing: how it is packed.
-        arrays: what travelled, in pinned memory.
-    """
+    """A host copy of a set: how it is packed, and the arrays that travel, in pinned memory."""
 
     packing: SetPacking
     arrays: tuple[Array, ...]

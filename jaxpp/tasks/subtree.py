@@ -1,7 +1,7 @@
 """A module's parameters in two: the parameters that all tasks share, and a subtree that each task has of its own.
 
-``take`` cuts a subtree out of a parameter tree, ``insert`` puts a subtree in, and ``bind`` turns a loss over the whole tree into a
-loss over the two parts, so that one module definition serves any number of parameter sets.
+``take`` cuts a subtree out of a parameter tree, ``insert`` puts a subtree in, and ``bind_subtree`` turns a loss over the whole tree
+into a loss over the two parts, so that one module definition serves any number of parameter sets.
 """
 
 import difflib
@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from jaxpp.errors import BankError
 from jaxpp.types import LossFn, Params, Tree
 
-__all__ = ["bind", "insert", "take"]
-
+__all__ = ["bind_subtree", "insert", "take"]
 
 Path = str | Sequence[str]
 """The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several such paths."""
@@ -74,7 +73,7 @@ def insert(params: Params, task_params: Params, path: Path) -> Params:
     return _at(params, path, lambda node, key: type(node)({**node, key: task_params}), there=False)
 
 
-def bind(loss_fn: LossFn, path: Path) -> LossFn:
+def bind_subtree(loss_fn: LossFn, path: Path) -> LossFn:
     """Turn a loss over a module's whole parameters into a loss over the shared parameters and a task's own.
 
     Args:
@@ -88,7 +87,7 @@ def bind(loss_fn: LossFn, path: Path) -> LossFn:
         BankError: ``path`` is not a path. When the loss is called: the parameters have no such place.
 
     Example:
-        >>> loss_fn = bind(lambda params, batch: params["body"] * batch + params["head"], "head")
+        >>> loss_fn = bind_subtree(lambda params, batch: params["body"] * batch + params["head"], "head")
         >>> loss_fn({"body": 2.0}, 1.0, 3.0)
         7.0
     """
