@@ -21,9 +21,9 @@ ROOMS = "types errors schedule stages plan optim runtime options engine tasks ob
 """From the ground up: a room imports itself and the rooms before it. What is not named here is the public face, on top."""
 STRANGERS = [{"schedule", "stages"}, {"optim", "runtime"}, {"tasks", "observe"}]
 """Rooms of which neither imports the other."""
-TWICE = {"Call", "Part", "bind", "shapes_of"}
+TWICE = {"Call", "Part", "bind"}
 """Public names that two files still define."""
-MOST_ANY_LINES = 432
+MOST_ANY_LINES = 275
 MOST_NONE_ASSERTIONS = 5
 
 
@@ -98,7 +98,7 @@ def test_the_picture_of_the_architecture_has_the_rooms_in_this_order():
     text = (PROJECT / "ARCHITECTURE.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == ROOMS
     drawing = text.split("```")[1]
-    assert set(re.findall(r"\w+", drawing.split("public face")[1])) == set(ROOMS)
+    assert set(re.findall(r"\w\w+", drawing.split("public face")[1])) == set(ROOMS)
 
 
 def module_of(file: pathlib.Path) -> str:
