@@ -1,4 +1,4 @@
-"""Parameters are born where they will live: each stage runs only the part of ``init`` that makes its own leaves.
+"""Parameters are made where they will live: each stage runs only the part of ``init`` that makes its own leaves.
 
 ``init`` is traced once and carved by owner, so the whole model is never on one device, nor on the host, and every leaf has the
 bits that ``jax.jit(init)(key)`` gives it.
