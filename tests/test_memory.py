@@ -251,4 +251,4 @@ def test_shapes_of_keys_and_wider_batches_make_no_other_plan():
     programs = len(pipe.engine.programs)
     state = pipe.init(case.params, np.asarray(case.batch, np.int64))
     pipe.step(state, case.batch, case.key)
-    assert len(pipe.engine.programs) - programs <= 4, "the birth of the optimizer's state"
+    assert len(pipe.engine.programs) - programs <= 4, "making the optimizer's state"

@@ -1,4 +1,4 @@
-"""The trainer: birth, steps, evaluation, verification, stages by hand."""
+"""The trainer: init, steps, evaluation, verification, stages by hand."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What order: schedules as plain values. Nothing in this wing imports jax."""
+"""What order: schedules as plain values. Nothing in this folder imports JAX."""
 
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.base import Schedule
