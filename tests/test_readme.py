@@ -69,7 +69,10 @@ def paths_in(document):
     text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|#", link)]
     quoted = re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text)
-    return [*links, *(name for name in quoted if re.search(r"\.(py|md|toml|typed|txt|png|gif)$|^(jaxpp|tests|models|experiments)/", name))]
+    return [
+        *links,
+        *(name for name in quoted if re.search(r"\.(py|md|toml|typed|txt|png|gif)$|^(jaxpp|tests|models|experiments)/", name)),
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
