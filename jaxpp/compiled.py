@@ -45,20 +45,16 @@ class Compiled:
     detector: Detector
 
     def first_leaves(self, given: Given) -> Leaves[Array]:
-        """The leaves of the first state, each on its owner.
-
-        Args:
-            given: what ``Pipeline.init`` was given.
-        """
+        """The leaves of the first state, each on its owner."""
         engine = self.engine
         homes = self.runner.held(engine.placed.homes)._replace(opt=(), own_opt=(), loss_scale=())
-        if given.makes:
-            made, key = given.made, given.key
+        made, key = given.made, given.key
+        if key is not None:
             function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
             names = self.runner.held(engine.placed.names)._replace(opt=(), own_opt=(), loss_scale=())
             found = engine.make_params(trace_init(function, key)[0], key, names)
         else:
-            held = jax.tree.leaves(engine.sliced(given.made))
+            held = jax.tree.leaves(engine.sliced(made))
             found = homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
         return self.runner.with_opt_state(found)._replace(loss_scale=engine.make_loss_scale())
 
@@ -76,15 +72,8 @@ def compile_step(
 ) -> Compiled:
     """Cut the loss, place the stages, and compile the step.
 
-    Args:
-        options: of the pipeline.
-        optimizer: of all parameters.
-        made: the parameters, with ``has_state`` a pair with the model state; arrays or shapes.
-        batch: of the step, or its shapes.
-        key: of the kind that steps will be given; not used if the loss takes none.
-        functions: the stages, if they were written by hand.
-        bank: or None.
-        known: an engine of the same options, whose compiled programs may serve.
+    ``made`` are the parameters, with ``has_state`` a pair with the model state; arrays or shapes. The key is of the kind that steps
+    will be given. ``functions`` are the stages, if they were written by hand; the compiled programs of ``known`` may serve.
 
     Raises:
         CutError: too many stages, or cuts that the model does not have.

@@ -6,6 +6,7 @@ An engine exists from the moment when shapes are known (``open_engine``), so not
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -46,32 +47,23 @@ Purpose = Literal["update", "grads", "forward"]
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False)
 class Engine:
-    """Runs the steps of one pipeline.
+    """Runs the steps of one pipeline; without an optimizer, for gradients only.
 
-    Args:
-        options: of the pipeline.
-        optimizer: or None, for gradients only.
-        placed: the loss and the optimizer, cut and placed.
-        preparer: keeps the cut losses.
-        programs: keeps the compiled programs.
+    Attributes:
         opened_at: the shapes of the batch and the key of which the layout was made.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        optimizer: optax.GradientTransformation | None,
-        placed: Placed,
-        preparer: Preparer,
-        programs: Programs,
-        opened_at: Hashable,
-    ):
-        self.options, self.optimizer, self.placed, self.preparer, self.programs = options, optimizer, placed, preparer, programs
-        self.opened_at = opened_at
-        self._drafts: dict[tuple[Hashable, ...], tuple[Step, Builder]] = {}
-        self._plans: dict[tuple[Hashable, ...], tuple[Plan, Drafted]] = {}
-        self._recent: dict[Hashable, None] = {}
+    options: Options
+    optimizer: optax.GradientTransformation | None
+    placed: Placed
+    preparer: Preparer
+    programs: Programs
+    opened_at: Hashable
+    _drafts: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
+    _plans: dict[tuple[Hashable, ...], tuple[Plan, Drafted]] = field(default_factory=dict, init=False)
+    _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -215,8 +207,7 @@ class Engine:
             self._drafts[cache_key] = job, lower(job, actions)
         self._use(shape)
         job, lines = self._drafts[cache_key]
-        builder = lines.copy()
-        names = self.placed.names
+        builder, names = lines.copy(), self.placed.names
         found = Outcome(total_name(job.loss_stage, Role.LOSS), _aux_names(job))
         states = [state_name(name.stage, leaf, len(job.sizes)) for leaf, name in enumerate(names.model_state)]
         if purpose == "update":
@@ -298,15 +289,9 @@ def open_engine(
 ) -> Engine:
     """The engine for parameters and a batch of these shapes: the loss cut, the optimizer placed.
 
-    Args:
-        options: of the pipeline.
-        optimizer: or None, for gradients only.
-        variables: the parameters, and after them the model state if the loss has any; arrays or shapes.
-        batch: the whole batch, or its shapes.
-        key: or None.
-        known: an engine of the same options. It is returned if it is for these shapes, and lends its programs otherwise; it stays
-            as it is, should anything be refused.
-        like: a layout to cut at the same places as.
+    ``variables`` are the parameters, and after them the model state if the loss has any; arrays or shapes, like the batch.
+    ``known`` is an engine of the same options: it is returned if it is for these shapes, and lends its programs otherwise; it stays
+    as it is, should anything be refused. The loss is cut at the same places as in the layout ``like``.
 
     Raises:
         JaxppError: for a loss, parameters, batch or optimizer that cannot be run.

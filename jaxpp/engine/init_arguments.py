@@ -3,8 +3,8 @@
 (Parameters may be callable: an Equinox module is. So whether something can be called does not tell.)
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.trace import check_floating
+from jaxpp.types import Batch, Key, Tree
 
 __all__ = ["Given", "are_swapped", "read_given", "swapped", "variables_of"]
 
@@ -29,9 +30,9 @@ class Given(NamedTuple):
         key: for the function; None with parameters.
     """
 
-    made: Any
-    batch: Any
-    key: Any = None
+    made: Tree
+    batch: Batch
+    key: Key | None = None
 
     @property
     def makes(self) -> bool:
@@ -39,13 +40,13 @@ class Given(NamedTuple):
         return self.key is not None
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> Tree:
         """The parameters, or what the function would make.
 
         Raises:
             Exception: what the function raises, unchanged, with a note.
         """
-        if not self.makes:
+        if self.key is None:
             return self.made
         try:
             return trace_init(self.made, self.key)[1]
@@ -56,7 +57,7 @@ class Given(NamedTuple):
             raise
 
 
-def read_given(init_or_params: Any, args: Sequence[Any]) -> Given:
+def read_given(init_or_params: Tree, args: Sequence[Tree]) -> Given:
     """The arguments of ``init`` by their meaning.
 
     Raises:
@@ -77,13 +78,10 @@ def read_given(init_or_params: Any, args: Sequence[Any]) -> Given:
     return Given(made, batch, key)
 
 
-def are_swapped(options: Options, given: Given, joined: Any) -> bool:
+def are_swapped(options: Options, given: Given, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:
     """Whether the loss takes the batch for the parameters and the parameters for the batch, where it fails as they were given.
 
-    Args:
-        options: of the pipeline.
-        given: to ``init``; no function.
-        joined: makes of parameters (and model state) what the loss is called with.
+    ``joined`` makes of parameters (and model state) what the loss is called with.
     """
     try:
         variables = joined(variables_of(options, given.batch))
@@ -107,7 +105,7 @@ def swapped(given: Given) -> ArgumentError:
     )
 
 
-def variables_of(options: Options, made: Any) -> tuple[Any, ...]:
+def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
     """The parameters, and with ``has_state`` the model state, of what init was given or made.
 
     Raises:
@@ -122,7 +120,7 @@ def variables_of(options: Options, made: Any) -> tuple[Any, ...]:
     return made
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Tree) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         one_key = value.shape == () and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)  # an array of keys may be a batch
         return _KEY if one_key else f"an array {describe(value)}"
@@ -134,7 +132,7 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__} of {len(leaves)} leaves"
 
 
-def _may_be_key(value: Any) -> bool:
+def _may_be_key(value: Tree) -> bool:
     """Whether it may be one key, typed or raw."""
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         return False

@@ -3,8 +3,9 @@
 Everything later (a smaller last batch, another evaluation loss) is cut so that the owners stay.
 """
 
+import bisect
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -12,7 +13,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.sharding_rules import specs_of
-from jaxpp.engine.slicing import slicing_at
 from jaxpp.engine.tracing import Tracing, avals_of, check_key
 from jaxpp.optim.place import unread_gradients
 from jaxpp.optim.rowwise import slicing_for
@@ -24,6 +24,8 @@ from jaxpp.stages.cuts.balance import Cuts, align, balance, owners
 from jaxpp.stages.cuts.by_name import resolve
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.cuts.uneven import check_giant, uneven
+from jaxpp.stages.loops.rows import rows_between
+from jaxpp.stages.loops.split_scan import slices_between
 from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, scale_dtype, sizes
@@ -34,6 +36,9 @@ from jaxpp.stages.packing import Pack
 from jaxpp.types import Aval, Batch, Key, Params, Tree
 
 __all__ = ["Layout", "lay_out"]
+
+_Permit = Callable[[Params, Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], Slicing]
+"""The slices that a pipeline may hold: of parameters, the slices that cut loops need, and those of leaves read row by row."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,8 @@ def lay_out(
 ) -> tuple[Layout, Batch, CutLoss]:
     """Trace and cut the loss at the shapes given, and decide what follows from that.
 
-    Args:
-        options: of the pipeline.
-        optimizer: or None; decides which gradients are wanted, and which leaves may be held as slices.
-        variables: the parameters, and the model state if the loss has any; arrays or shapes.
-        batch: the whole batch, or its shapes.
-        key: or None.
-        programs: compiles what ``balance="time"`` measures.
-        like: a layout to cut at the same places as.
+    The optimizer decides which gradients are wanted, and which leaves may be held as slices; ``programs`` compiles what
+    ``balance="time"`` measures.
 
     Returns:
         the layout, the shapes of the first microbatch, and the loss cut at these. Where a loop over layers is cut, there are more
@@ -123,38 +122,34 @@ def lay_out(
     frozen = frozenset[int]()
     if optimizer is not None:
         frozen = unread_gradients(optimizer, avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype()))
-    Tracing(options).check_key_taken(options.loss_fn, key)
+    tracing, schedule = Tracing(options, frozen), options.schedule
+    tracing.check_key_taken(options.loss_fn, key)
     check_shared(batch, options.shared)
-    found = _Layouts(options, optimizer, tuple(map(avals_of, variables)), batch, key, frozen, like)
-    schedule = options.schedule
-    layout, first = found.at(found.layered)
+    counts = schedule.num_microbatches, options.placement.num_replicas
+    size = sizes(check_batch(batch, *counts, options.shared), counts[0])[0]
+    given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(batch), size, tracing.shared(batch))
+    layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
+    found = _Layouts(options, optimizer, given, microbatch, key, frozen, like)
+    layout, first = found.at(layered)
     if options.balance == "time" and options.cuts is None and schedule.num_stages > 1 and like is None:
         kinds = {action.kind for action in schedule.order} - {Kind.F}
         seconds = stage_times(first, kinds, options.placement.places, programs)
         clock = clock_of([code.flops for code in first.stages], seconds)
-        layout, first = found.at(replace(found.layered, clock=clock))
-    return layout, found.microbatch, first
+        layout, first = found.at(replace(layered, clock=clock))
+    return layout, microbatch, first
 
 
+@dataclass(frozen=True)
 class _Layouts:
     """The layouts of a loss at the shapes of its first microbatch."""
 
-    def __init__(
-        self,
-        options: Options,
-        optimizer: optax.GradientTransformation | None,
-        given: tuple[Tree, ...],
-        batch: Batch,
-        key: Key | None,
-        frozen: frozenset[int],
-        like: Layout | None,
-    ):
-        self.options, self.optimizer, self.given, self.key, self.frozen, self.like = options, optimizer, given, key, frozen, like
-        counts = options.schedule.num_microbatches, options.placement.num_replicas
-        size = sizes(check_batch(batch, *counts, options.shared), counts[0])[0]
-        tracing = Tracing(options, frozen)
-        self.microbatch = resized(batch_avals(batch), size, tracing.shared(batch))
-        self.layered = tracing.trace(options.loss_fn, given, self.microbatch, key, per_layer=True)
+    options: Options
+    optimizer: optax.GradientTransformation | None
+    given: tuple[Tree, ...]
+    microbatch: Batch
+    key: Key | None
+    frozen: frozenset[int]
+    like: Layout | None
 
     def at(self, loss: TracedLoss) -> tuple[Layout, CutLoss]:
         """Cut the loss, every layer of whose loops is an equation of its own, and say what that decides."""
@@ -163,7 +158,7 @@ class _Layouts:
         cuts = () if like else self._choose(loss)
         permit = functools.partial(slicing_for, self.optimizer)
         specs = specs_of(options.shardings, given[0], options.placement.num_shards)
-        slicing = slicing_at(loss, cuts, given[0], specs, permit, like and like.slicing)
+        slicing = _slicing_at(loss, cuts, given[0], specs, permit, like and like.slicing)
         tracing, variables = Tracing(options, self.frozen), given
         if loss.layers or slicing.any:
             variables = (slicing.of(given[0]), *given[1:])
@@ -199,3 +194,32 @@ class _Layouts:
             return resolve(loss, names)
         check_giant(loss, count)
         return balance(loss, count)
+
+
+def _slicing_at(
+    loss: TracedLoss,
+    cuts: Cuts,
+    params: Params,
+    specs: Sequence[PartitionSpec],
+    permit: _Permit,
+    known: Slicing | None = None,
+) -> Slicing:
+    """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
+
+    A leaf that is read row by row stays whole if its rows are sharded already, or if each replica has a leaf of its own. ``permit``
+    takes back what the optimizer cannot run on; ``known`` are the slices that another engine has of the shared parameters.
+    """
+    shared = num_shared(params)
+    if known is not None:
+        return Slicing((*known.sizes[:shared], *[()] * num_own(params)))
+    sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
+    single = rows_between(loss.params, loss.reads, cuts)
+    single = [() if leaf in sharded or leaf >= shared else sizes for leaf, sizes in enumerate(single)]
+    return permit(params, slices_between(loss.params, loss.layers, _stages_of(loss, cuts)), single)
+
+
+def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int | None]:
+    """The stage of each part of a loop over layers; None for a part that no cut divides, as it depends on parameters alone."""
+    position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
+    places = [position.get(layer.result) for layer in loss.layers]
+    return [None if place is None else bisect.bisect_right(cuts, place) for place in places]

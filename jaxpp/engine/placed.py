@@ -88,12 +88,6 @@ class Placed:
 def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:
     """Trace the optimizer, give each of its equations to a stage, and say where every leaf lives.
 
-    Args:
-        options: of the pipeline.
-        optimizer: or None.
-        layout: of the loss.
-        first: the loss cut at the shapes of the first microbatch.
-
     Raises:
         OptimizerError: the optimizer would move large arrays between stages.
     """

@@ -24,14 +24,7 @@ __all__ = ["Preparer"]
 
 
 class Preparer:
-    """Keeps the cut losses of one pipeline, by shape.
-
-    Args:
-        options: of the pipeline.
-        layout: to which every loss is cut.
-        placement: where the stages live.
-        first: the loss cut at the shapes of the first microbatch, and those shapes and the key.
-    """
+    """Keeps the cut losses of one pipeline, by shape; ``first`` is the loss cut at the shapes of the first microbatch."""
 
     def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
         self.options, self.layout, self.placement = options, layout, placement

@@ -5,18 +5,19 @@ The compiler divides the work as the parameters are sharded; two layers sharded 
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.place import MODEL
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
+from jaxpp.types import Aval, Params, Tree
 
 __all__ = ["RULES", "opt_specs_of", "specs_of"]
 
@@ -54,7 +55,7 @@ RULES = {"column": _column, "row": _row, "heads": _heads, "embedding": _embeddin
 """The rules that have a name."""
 
 
-def specs_of(shardings: Any, params: Any, num_shards: int) -> tuple[PartitionSpec, ...]:
+def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
     """How each parameter leaf is sharded.
 
     Args:
@@ -88,11 +89,11 @@ def specs_of(shardings: Any, params: Any, num_shards: int) -> tuple[PartitionSpe
     return tuple(specs)
 
 
-def _are_pairs(shardings: Any) -> bool:
+def _are_pairs(shardings: object) -> bool:
     return isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in shardings)
 
 
-def _matched(shardings: Mapping[str, Any], leaves: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
+def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]]) -> list[PartitionSpec]:
     """By path; where several patterns match, the last counts."""
     paths = [path_name(path) for path, _ in leaves]
     specs, missed = [_WHOLE] * len(leaves), []
@@ -115,7 +116,7 @@ def _matched(shardings: Mapping[str, Any], leaves: Sequence[tuple[Any, Any]]) ->
     return specs
 
 
-def _annotated(params: Any, rules: Any) -> list[PartitionSpec]:
+def _annotated(params: Params, rules: Tree) -> list[PartitionSpec]:
     """By the axis names that Flax's modules were given."""
     specs = nn.get_partition_spec(params)
     if rules is not None:
@@ -123,7 +124,7 @@ def _annotated(params: Any, rules: Any) -> list[PartitionSpec]:
     return jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
-def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[Any, Any]], num_shards: int) -> None:
+def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]], num_shards: int) -> None:
     wrong = []
     for spec, (path, leaf) in zip(specs, leaves, strict=True):
         where = f"{path_name(path)}, {describe(leaf)}: {spec}"
@@ -142,7 +143,7 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[Any, Any]], nu
         )
 
 
-def opt_specs_of(opt_state: Any, params: Any, specs: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:
+def opt_specs_of(opt_state: Tree, params: Params, specs: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:
     """How each optimizer leaf is sharded: like the parameter whose path it ends with, if it has its shape."""
     if not specs:
         return ()

@@ -70,12 +70,7 @@ class Tracing:
         return key_argument(loss_fn, 2 + self.options.has_state)
 
     def takes_key(self, variables: Sequence[Tree], batch: Batch) -> bool:
-        """Whether the loss takes a key. A loss with ``*args`` is tried.
-
-        Args:
-            variables: the parameters, and the model state if the loss has any; arrays or shapes.
-            batch: the batch; arrays or shapes.
-        """
+        """Whether the loss takes a key. A loss with ``*args`` is tried."""
         found = self._key_argument(self.options.loss_fn)
         if found.sure or found.name:
             return found.sure and found.name is not None
@@ -123,15 +118,9 @@ class Tracing:
         train: bool = True,
         per_layer: bool = False,
     ) -> TracedLoss:
-        """A loss traced at one microbatch's shapes.
+        """The pipeline's loss, or another over the same parameters, traced at one microbatch's shapes.
 
-        Args:
-            loss_fn: the pipeline's, or another over the same parameters.
-            variables: the parameters as they are held, and the model state if the loss has any.
-            microbatch: shapes.
-            key: or None.
-            train: whether it will be differentiated.
-            per_layer: whether every layer of a loop becomes an equation of its own.
+        With ``train`` the loss will be differentiated; with ``per_layer`` every layer of a loop becomes an equation of its own.
         """
         params, *state = variables
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
