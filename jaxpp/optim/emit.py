@@ -26,14 +26,6 @@ def add_update(
 ) -> UpdateResults[Name]:
     """Add the update to a step.
 
-    Args:
-        builder: the step so far; holds gradients on their owners.
-        update: what to run.
-        loss: the name of the loss.
-        states: the names of the new model state leaves.
-        own: the parameters, gradients and optimizer leaves of which each replica has its own, by role and number.
-        donate: whether the old parameters and optimizer state give up their buffers.
-
     Returns:
         the names of the results.
     """

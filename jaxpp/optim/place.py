@@ -42,11 +42,6 @@ _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'val
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
     """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them.
 
-    Args:
-        optimizer: any optax transformation.
-        params: tree of parameter shapes.
-        loss: shape of the loss.
-
     Raises:
         OptimizerError: it calls the loss (a line search).
     """

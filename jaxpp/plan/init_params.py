@@ -59,14 +59,7 @@ def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Se
 
 
 def lower_init(graph: Graph, given: Sequence[Name], made: Sequence[Name], what: str = "init") -> Builder:
-    """The lines that make leaves of a state from the key, or from other leaves, each stage its own.
-
-    Args:
-        graph: of the init function.
-        given: names of its arguments.
-        made: names of its results, each on its owner.
-        what: what the programs are called.
-    """
+    """The lines that make leaves of a state from the key, or from other leaves, each stage its own."""
     builder, sources = Builder(), dict(zip(graph.inputs, given, strict=True))
     for stage in sorted({name.stage for name in made}):
         mine = [k for k, name in enumerate(made) if name.stage == stage]

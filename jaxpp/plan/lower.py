@@ -45,10 +45,6 @@ def forward_actions(num_stages: int, num_microbatches: int) -> list[Action]:
 def lower(step: Step, actions: Sequence[Action]) -> Builder:
     """Write the lines of one step up to its gradients.
 
-    Args:
-        step: what to run.
-        actions: in dispatch order.
-
     Returns:
         the lines; the model state after the step is on its owners, under the names that a further microbatch would read.
     """

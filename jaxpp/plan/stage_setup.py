@@ -32,14 +32,7 @@ class _Part(NamedTuple):
 
 
 def add_stage_setup(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval]) -> None:
-    """One program for all that a stage does once per step before its first forward.
-
-    Args:
-        builder: writes the lines.
-        step: what is lowered.
-        stage: the stage.
-        totals: the sums that must be zero at first, and their shapes.
-    """
+    """One program for all that a stage does once per step before its first forward."""
     for variant, code in enumerate(step.codes(stage)):
         constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): value for k, value in enumerate(code.constants)}
         builder.constants |= {name: Constant(value) for name, value in constants.items()}

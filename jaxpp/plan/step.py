@@ -69,12 +69,7 @@ class Step:
         return self.split.sizes
 
     def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
-        """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once.
-
-        Args:
-            key: what it does, and all that it depends on.
-            make: makes it.
-        """
+        """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once."""
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = make()

@@ -106,12 +106,7 @@ def _check_constants(graph: Graph) -> None:
 
 
 def _check(weights: Sequence[float], *, whole: bool = True) -> None:
-    """Refuse weights that have no mean.
-
-    Args:
-        weights: of microbatches.
-        whole: whether these are all.
-    """
+    """Refuse weights that have no mean."""
     if all(map(math.isfinite, weights)) and (sum(weights) != 0 or not whole):
         return
     raise LossError(

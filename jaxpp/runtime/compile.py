@@ -86,13 +86,7 @@ class Programs:
         return found
 
     def compile(self, jobs: Iterable[PlacedProgram], given: Iterable[Shardings] | None = None, what: str = "") -> None:
-        """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered.
-
-        Args:
-            jobs: what to compile.
-            given: for each how the arguments are sharded whose sharding the compiler chose when it made them.
-            what: what for, for the progress bar.
-        """
+        """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered."""
         fresh: dict[Hashable, tuple[PlacedProgram, Shardings]] = {}
         for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
             program, place, donated = job

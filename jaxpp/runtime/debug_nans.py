@@ -56,12 +56,7 @@ def flags() -> tuple[bool, bool]:
 
 
 class Checked:
-    """Looks at the results of the programs of one plan.
-
-    Args:
-        step: what was lowered.
-        scaled: whether the loss is scaled: its gradients may overflow, which the step sees to.
-    """
+    """Looks at the results of the programs of one plan."""
 
     def __init__(self, step: Step, *, scaled: bool):
         self._step, self._nans, self._infs = step, *flags()

@@ -25,12 +25,6 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
     """Seconds that one microbatch takes on each stage, forward and backward.
 
     The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those.
-
-    Args:
-        cut: the loss, cut.
-        kinds: of the backwards that the schedule has: B, or I and W.
-        places: where the stages live.
-        programs: compiles and keeps the programs; they serve the pipeline afterwards if it is not cut elsewhere.
     """
     jobs: list[list[PlacedProgram]] = []
     for code, place in zip(cut.stages, places, strict=True):
@@ -59,12 +53,7 @@ def _zeros(aval: Aval) -> jax.Array:
 
 
 def clock_of(flops: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Time over work: after which part of the FLOPs which part of the time has passed.
-
-    Args:
-        flops: of each stage.
-        seconds: of each stage.
-    """
+    """Time over work: after which part of the FLOPs which part of the time has passed."""
     points, work, passed = [(0.0, 0.0)], 0.0, 0.0
     for own, taken in zip(flops, seconds, strict=True):
         work, passed = work + own, passed + taken

@@ -78,12 +78,6 @@ def by_hand(
     """The stages of a cut loss as functions ``(params, x, batch, key) -> x``.
 
     ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage. The last stage returns the loss.
-
-    Args:
-        num_stages: how many stages there are.
-        cut_at: the loss cut at the shapes of a batch and a key.
-        slicing: which parameter leaves are held as slices.
-        has_state: whether the loss has a model state; its stages cannot be run by hand.
     """
 
     def function(stage: int) -> Callable[..., Tree]:

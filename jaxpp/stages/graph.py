@@ -118,11 +118,6 @@ class Rewriter:
 def trace(function: Callable[..., Tree], *args: Tree, opened: bool = False) -> tuple[Graph, Tree]:
     """Trace ``function`` at the shapes of ``args`` (arrays or ``jax.ShapeDtypeStruct``).
 
-    Args:
-        function: what to trace.
-        *args: its arguments.
-        opened: whether functions with rules of their own for gradients are opened too; not where it will be differentiated.
-
     Returns:
         the flat graph, and the tree of result shapes.
     """

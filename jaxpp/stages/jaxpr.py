@@ -323,12 +323,7 @@ def split_rows(eqn: JaxprEqn) -> tuple[list[int], bool] | None:
 
 
 def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | None:
-    """The part that a slice, or a gather of one row, takes of its first operand; None for any other equation.
-
-    Args:
-        eqn: the equation.
-        integer: finds the integer that an index is, if that is known.
-    """
+    """The part that a slice, or a gather of one row, takes of its first operand; None for any other equation."""
     kind, shape = kind_of(eqn), tuple(aval_of(eqn.invars[0]).shape)
     ones = (1,) * len(shape)
     if kind == "slice":

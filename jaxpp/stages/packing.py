@@ -64,12 +64,6 @@ class Pack:
 def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
     """Group the small arrays by dtype.
 
-    Args:
-        refs: names of arrays.
-        avals: their shapes and dtypes.
-        name: role and peer for the vectors' names; they are numbered -1, -2, ...
-        limit: bytes up to which an array is packed.
-
     Returns:
         one pack a dtype that has at least two small arrays.
     """

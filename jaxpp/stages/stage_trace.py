@@ -42,14 +42,7 @@ class StageSlice:
     outputs: list[tuple[Ref, Atom]]
 
     def trace(self, stage: int, carried: Sequence[tuple[int, ...]], train: bool, whole: Graph) -> TracedStage:
-        """Trace the slice, under ``jax.vjp`` if it is to be trained.
-
-        Args:
-            stage: which stage it is.
-            carried: for each value that crosses, the stages that return a cotangent for it.
-            train: whether to differentiate.
-            whole: the graph of the loss, or a graph with other equations in the same places.
-        """
+        """Trace the slice, under ``jax.vjp`` if it is to be trained."""
         loss = self.loss
         run = whole.function(self.piece.eqns, self.piece.inputs, [atom for _, atom in self.outputs])
         avals = shapes_of(self.piece.inputs)

@@ -176,14 +176,7 @@ def _units(value: float, base: int, names: Sequence[str]) -> str:
 def tabulate(
     cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[object, Device]], functions: Sequence[Callable[..., Activation]]
 ) -> Stages:
-    """The table of a cut loss.
-
-    Args:
-        cut: the loss, cut at the shapes of a microbatch.
-        owner: the stage of each parameter leaf.
-        places: where each stage lives, and its (first) device.
-        functions: what ``Stage.forward`` runs.
-    """
+    """The table of a cut loss."""
     stages = []
     labels = _labels([code.modules for code in cut.stages])
     for code, (place, home), function in zip(cut.stages, places, functions, strict=True):

@@ -112,13 +112,6 @@ class _Poor:
 def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
     """Cut another trace of a model so that parameters and model state stay with their owners, as far as possible.
 
-    Args:
-        loss: the new trace.
-        num_stages: stages.
-        owner: the stage that owns each parameter leaf.
-        state_owner: the stage that owns each model state leaf.
-        train: whether every stage must have something to do; a loss that is only evaluated may leave some idle.
-
     Raises:
         CutError: there are fewer spine equations than stages, in training.
     """

@@ -21,11 +21,6 @@ __all__ = ["partition_stages"]
 def partition_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[Var, int]) -> dict[int, Piece]:
     """Split a loss into stages so that the fewest bytes cross.
 
-    Args:
-        graph: the loss.
-        colors: the stage of each equation; None is repeated wherever it is needed.
-        homes: the stage that returns a result.
-
     Returns:
         a piece for each stage.
     """

@@ -42,12 +42,7 @@ def check_giant(loss: TracedLoss, num_stages: int) -> None:
 
 
 def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
-    """What to warn of: the largest stage of the best cut costs more than ``UNEVEN`` times the mean. None if it does not.
-
-    Args:
-        loss: what was cut.
-        cuts: where.
-    """
+    """What to warn of: the largest stage of the best cut costs more than ``UNEVEN`` times the mean. None if it does not."""
     num_stages = len(cuts) + 1
     costs = np.asarray(loss.costs)
     stages = [costs[start:end] for start, end in zip([0, *cuts], [*cuts, len(costs)], strict=True)]

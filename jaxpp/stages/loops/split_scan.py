@@ -62,11 +62,6 @@ class Layers:
 def split_scans(graph: Graph, params: Sequence[Var], *, per_layer: bool = False) -> tuple[Graph, tuple[Layers, ...]]:
     """Split the loops over stacked parameters.
 
-    Args:
-        graph: a traced loss.
-        params: its inputs that are parameters.
-        per_layer: whether every layer becomes an equation; else a loop is split where the slices of its parameters end.
-
     Returns:
         the graph, and what the loops were split into; casts of stacked parameters are taken out of their loops.
     """
@@ -77,13 +72,7 @@ def split_scans(graph: Graph, params: Sequence[Var], *, per_layer: bool = False)
 
 
 def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
-    """The rows of each slice of each parameter; empty for a parameter that is not sliced.
-
-    Args:
-        params: the parameter variables.
-        layers: what the loops were split into.
-        stages: the stage of each of these; None for layers that do not depend on data.
-    """
+    """The rows of each slice of each parameter; empty for a parameter that is not sliced."""
     ends: dict[Atom, set[int]] = {}
     for before, after, stage, following in zip(layers, layers[1:], stages, stages[1:], strict=False):
         if stage != following and before.loop == after.loop:
@@ -182,12 +171,6 @@ class _Splitter(Rewriter):
 
 def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: int) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations that run a loop over other rows.
-
-    Args:
-        loop: the loop.
-        atoms: its operands.
-        is_param: for each operand that has rows, whether it is a parameter.
-        length: how many rows.
 
     Returns:
         the equations, casts of parameters before the loop; and what they return: what is carried, then the outputs.

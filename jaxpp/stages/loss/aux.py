@@ -73,12 +73,6 @@ def reducers_of(
 ) -> dict[int, Reducer]:
     """The reducer of each aux leaf that is not averaged.
 
-    Args:
-        loss: the traced loss.
-        named: reducers by path.
-        rows: finds the leaves that have one row an example.
-        strict: whether every path must be there (an evaluation loss may have another aux).
-
     Raises:
         ArgumentError: a path that is not there.
         LossError: a leaf that cannot be averaged.

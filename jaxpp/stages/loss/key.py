@@ -32,11 +32,7 @@ class KeyArgument(NamedTuple):
 
 
 def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
-    """How a loss takes its key.
-
-    Args:
-        loss_fn: the user's loss.
-        before: how many arguments come before the key.
+    """How a loss takes its key, which ``before`` arguments come before.
 
     Returns:
         the positional argument after the others, unless it has a default of its own (a flag); else a keyword-only argument that is
@@ -72,11 +68,7 @@ def _signature(loss_fn: LossFn) -> inspect.Signature | None:
 
 
 def positional_key(loss_fn: Any, before: int) -> Any:
-    """A loss that takes its key as the argument after the others; the loss itself if it does, or takes none.
-
-    Args:
-        loss_fn: the user's loss.
-        before: how many arguments come before the key.
+    """A loss that takes its key as the argument after ``before`` others; the loss itself if it does, or takes none.
 
     Raises:
         ArgumentError: it needs other arguments than the loss is called with.

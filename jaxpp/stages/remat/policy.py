@@ -27,11 +27,6 @@ _TRANSCENDENTAL = {"cpu": 1.0}
 def kept_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[Kept, ...] | None:
     """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
 
-    Args:
-        remat: what every stage keeps, or a list with one entry for each stage.
-        num_stages: how many stages there are.
-        platform: of the devices: computing again costs more on a CPU.
-
     Raises:
         ArgumentError: it says of no stage what to keep, or the list has another length.
     """

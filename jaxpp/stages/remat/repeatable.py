@@ -107,25 +107,14 @@ def is_smooth(eqn: JaxprEqn) -> bool:
 
 
 def may_repeat(name: str, operands: Sequence[Aval], new_dtype: DType | None = None) -> bool:
-    """Whether an operation may be run again where nothing is known of its operands.
-
-    Args:
-        name: of its primitive.
-        operands: their shapes and dtypes.
-        new_dtype: of the result, where the operation is a cast.
-    """
+    """Whether an operation may be run again where nothing is known of its operands."""
     rounded = any(_is_inexact(aval.dtype) for aval in operands)
     decides = name in _DECIDING or (new_dtype is not None and not _is_inexact(new_dtype))
     return name in _REPEATABLE - {"name"} and not (rounded and decides)
 
 
 def price_of(eqn: JaxprEqn, transcendental: float) -> float:
-    """What it costs to run an equation again, in bytes.
-
-    Args:
-        eqn: a repeatable equation.
-        transcendental: the price of one element of the result of a function of ``TRANSCENDENTAL``.
-    """
+    """What it costs to run an equation again, in bytes."""
     name = kind_of(eqn)
     if name in EXTREMES:
         return _ELEMENT * sum(math.prod(aval_of(var).shape) for var in variables(eqn.invars))
