@@ -24,11 +24,8 @@ from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Change", "changes"]
 
-_PATIENCE = 2
-"""Seconds before a progress bar shows."""
-
-_COMPILED = 2
-"""Changes that are compiled, for the exact peak, where by the estimates none fits."""
+_PATIENCE = 2  # seconds before a progress bar shows
+_COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
 
 
 class Change(NamedTuple):

@@ -22,9 +22,7 @@ from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Forecast", "StageMemory", "forecast", "parse_bytes"]
 
-
-_MOST = 6
-"""Changes that are shown."""
+_MOST = 6  # changes that are shown
 
 
 class StageMemory(NamedTuple):

@@ -15,19 +15,12 @@ TITLE = 0.32
 
 
 class Timeline(NamedTuple):
-    """A step in time, in any unit.
-
-    Attributes:
-        title: what it is.
-        bars: the actions.
-        rest: rank, start and end of what else the ranks run: the begin of the step, sums of tied gradients, the update.
-        sends: rank, start and end of each arrival.
-    """
+    """A step in time, in any unit. Its ``rest`` is the begin of the step, sums of tied gradients, and the update."""
 
     title: str
     bars: Sequence[Bar]
-    rest: Sequence[tuple[int, float, float]] = ()
-    sends: Sequence[tuple[int, float, float]] = ()
+    rest: Sequence[tuple[int, float, float]] = ()  # rank, start and end
+    sends: Sequence[tuple[int, float, float]] = ()  # rank, start and end of each arrival
 
     @property
     def end(self) -> Number:
