@@ -41,7 +41,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     if not isinstance(text, str):
         fix = "read the file: from_csv(path.read_text())" if isinstance(text, os.PathLike) else "pass the text of a file"
         raise ScheduleError(f"from_csv({shown(text)})", "the CSV is text", type(text).__name__, fix)
-    if _looks_like_path(text):
+    line = text.strip()
+    if "\n" not in line and re.search(r"[/\\]|\.\w+$", line):  # it ends as a file's name does, or has folders; no action does
         raise ScheduleError(
             f"from_csv({text!r})",
             "it takes the CSV itself, not the path of a file",
@@ -50,7 +51,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         )
     rows: list[list[Action]] = []
     wrong: list[str] = []
-    for line, cells in enumerate(csv.reader(text.lstrip("\ufeff").splitlines()), start=1):
+    for number, cells in enumerate(csv.reader(text.lstrip("\ufeff").splitlines()), start=1):
         rows.append([])
         for column, cell in enumerate(cells, start=1):
             pair = _PAIR.fullmatch(cell.strip())
@@ -58,15 +59,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
                 try:
                     rows[-1].append(parse(part))
                 except ScheduleError:
-                    wrong.append(f"line {line}, cell {column}: {cell!r}")
+                    wrong.append(f"line {number}, cell {column}: {cell!r}")
     if wrong:
         rule = "each cell is empty or an action <stage><kind><microbatch>, the kind one of F, B, I, W"
         fix = "write cells like 2F0; of PyTorch's formats use compute_only, without sends"
         raise ScheduleError(f"from_csv({name!r})", rule, wrong, fix)
     return Schedule(name, tuple(map(tuple, rows)))
-
-
-def _looks_like_path(text: str) -> bool:
-    """Whether a text is one line that ends as a file's name does, or has folders, which no action does."""
-    line = text.strip()
-    return "\n" not in line and bool(re.search(r"[/\\]|\.\w+$", line))

@@ -155,8 +155,7 @@ class Simulation(Drawn):
         return f"{self.schedule.heading}; makespan {float(self.makespan):.6g}, bubble {self.bubble_fraction:.1%}"
 
     def __str__(self) -> str:
-        head = ["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "own bubble", "peak residuals"]
-        rows = [head]
+        rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "own bubble", "peak residuals"]]
         columns = zip(self.busy, self.idle, self.causes, self.own_bubble, self.peak_residuals, strict=True)
         for rank, (busy, idle, causes, own, peak) in enumerate(columns):
             rows.append([str(rank), *(_short(x, self.makespan) for x in (busy, idle, *causes, own)), str(peak)])

@@ -79,10 +79,7 @@ def _read_cell(cell: object) -> Action | None:
 def infer_owners(rows: Sequence[ActionRow]) -> tuple[int, ...]:
     """The rank of each stage: the row that holds most of its actions, the first of equals."""
     votes = Counter((action.stage, rank) for rank, row in enumerate(rows) for action in row)
-    best: dict[int, int] = {}
-    for (stage, rank), n in votes.items():
-        if stage not in best or n > votes[stage, best[stage]]:
-            best[stage] = rank
+    best = {stage: rank for (stage, rank), _ in sorted(votes.items(), key=lambda vote: (vote[1], -vote[0][1]))}
     return tuple(best[stage] for stage in range(count(best)))
 
 

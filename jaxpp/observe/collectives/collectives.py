@@ -121,13 +121,7 @@ class Collectives:
         return sum(times * collective.num_bytes for times, collective in self._select(kind, axes, program))
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None, program: str | None = None) -> int:
-        """How many collectives run in a step.
-
-        Args:
-            kind: as for ``num_bytes``.
-            axes: as for ``num_bytes``.
-            program: as for ``num_bytes``.
-        """
+        """How many collectives run in a step; the arguments are those of ``num_bytes``."""
         return sum(times for times, _ in self._select(kind, axes, program))
 
     def _select(self, kind: str | None, axes: str | Sequence[str] | None, program: str | None) -> Iterator[tuple[int, Collective]]:

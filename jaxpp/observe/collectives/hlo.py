@@ -16,7 +16,7 @@ XLA, some of which print shapes beside operands, and which write groups of devic
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -104,10 +104,10 @@ def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ..
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
     text = attributes[found.end() :] if found else "{}"
-    if mesh := _MESH.match(text):
-        return _mesh_groups(mesh)
-    if iota := _IOTA.match(text):
-        return _as_groups(_iota(iota))
+    mesh, iota = _MESH.match(text), _IOTA.match(text)
+    rows = _mesh_groups(mesh) if mesh else _iota(iota) if iota else None
+    if rows is not None:
+        return tuple(map(tuple, rows.tolist()))
     if not text.startswith("{"):
         return None
     inside = _until(text, 0)[1:-1]
@@ -125,14 +125,9 @@ def _instruction(name: str, rest: str, known: dict[str, Shape]) -> HloInstructio
     attributes = behind[found.end() - 1 + len(inside) :]
     opcode = found["opcode"]
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', attributes)
-    operands = tuple(_operand(operand, known) for operand in _split(inside[1:-1])) if opcode != "constant" else ()
+    texts = map(str.strip, _split(inside[1:-1])) if opcode != "constant" else ()
+    operands = tuple(known.get(text.split(" ")[-1].lstrip("%")) or parse_shape(text) for text in texts)
     return HloInstruction(name, result, opcode, operands, bare, tuple(_calls(opcode, bare, attributes)))
-
-
-def _operand(text: str, known: Mapping[str, Shape]) -> Shape:
-    """The shape of an operand: written before its name, or that of the instruction of that name."""
-    text = text.strip()
-    return known.get(text.split(" ")[-1].lstrip("%")) or parse_shape(text)
 
 
 def _calls(opcode: str, bare: str, attributes: str) -> Iterator[Call]:
@@ -191,7 +186,7 @@ def _iota(found: re.Match[str]) -> np.ndarray:
     return numbers.reshape(_ints(found["to"])) if found["of"] else numbers
 
 
-def _mesh_groups(found: re.Match[str]) -> tuple[tuple[int, ...], ...]:
+def _mesh_groups(found: re.Match[str]) -> np.ndarray:
     """The groups along axes of a mesh, each axis whole or the part ``:(before)size`` of it."""
     pairs = [part.strip().rsplit("=", 1) for part in found["sizes"].split(",")]
     sizes = {name.strip("'"): int(size) for name, size in pairs}
@@ -202,7 +197,7 @@ def _mesh_groups(found: re.Match[str]) -> tuple[tuple[int, ...], ...]:
     cuts = {name: {1, size} for name, size in sizes.items()}
     for name, before, size in wanted:
         cuts[name] |= {int(before), int(before) * int(size)} if before else set()
-    parts = [(name, low, high // low) for name in sizes for low, high in _pairs(sorted(cuts[name]))]
+    parts = [(name, low, high // low) for name in sizes for low, high in itertools.pairwise(sorted(cuts[name]))]
     along = [
         number
         for name, before, size in wanted
@@ -211,13 +206,4 @@ def _mesh_groups(found: re.Match[str]) -> tuple[tuple[int, ...], ...]:
     ]
     rest = [number for number in range(len(parts)) if number not in along]
     grid = devices.reshape([length for _, _, length in parts]).transpose(*rest, *along)
-    return _as_groups(grid.reshape(-1, math.prod(parts[number][2] for number in along)))
-
-
-def _pairs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Each value with the one behind it; one value alone is with itself."""
-    return list(itertools.pairwise(values)) or [(values[0], values[0])]
-
-
-def _as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, row)) for row in rows)
+    return grid.reshape(-1, math.prod(parts[number][2] for number in along))

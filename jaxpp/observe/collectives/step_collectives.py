@@ -49,12 +49,8 @@ def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]
         return []
     if isinstance(call, Mean):
         groups = call.groups.current
-        return [(f"{line.label}, replicas {_and(g)}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
+        return [(f"{line.label}, replicas {' '.join(map(str, g))}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
     if line.program is None:
         return []
     label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
     return [(label, call, sizes)]
-
-
-def _and(group: tuple[int, ...]) -> str:
-    return " ".join(map(str, group))

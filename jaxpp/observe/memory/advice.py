@@ -24,11 +24,8 @@ from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Change", "changes"]
 
-_PATIENCE = 2
-"""Seconds before a progress bar shows."""
-
-_COMPILED = 2
-"""Changes that are compiled, for the exact peak, where by the estimates none fits."""
+_PATIENCE = 2  # seconds before a progress bar shows
+_COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
 
 
 class Change(NamedTuple):
@@ -75,17 +72,13 @@ def changes(
             else:
                 missed.append((peak, what, other))
     for peak, what, other in [] if fitting else sorted(missed, key=lambda miss: miss[0])[:_COMPILED]:
-        exact = _compiled_peak(other, batch, key) if peak <= 2 * room else peak
+        if peak > 2 * room:
+            break
+        liveness = step_liveness(other, other.plan("update", batch, key)[1], compiled=True)
+        exact = max(map(liveness.most, liveness.devices))
         if exact <= room:
             fitting[what] = Change(what, exact, _time(other.options) / _time(now))
     return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
-
-
-def _compiled_peak(engine: Engine, batch: Batch, key: Key | None) -> int:
-    """What ``forecast`` would say."""
-    _, drafted = engine.plan("update", batch, key)
-    liveness = step_liveness(engine, drafted, compiled=True)
-    return max(map(liveness.most, liveness.devices))
 
 
 def _tried(engine: Engine, options: Options, batch: Batch, key: Key | None) -> Engine:

@@ -22,9 +22,7 @@ from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Forecast", "StageMemory", "forecast", "parse_bytes"]
 
-
-_MOST = 6
-"""Changes that are shown."""
+_MOST = 6  # changes that are shown
 
 
 class StageMemory(NamedTuple):
@@ -106,8 +104,7 @@ class Forecast:
         need = f"{worst} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
         if self.fits:
             return [f"it fits: {need}"]
-        kinds = [sum(row.kinds[k] for row in self.stages if row.device == worst) for k in range(len(MEMORY_KINDS))]
-        kinds.append(sum(row.temporaries for row in self.stages if row.device == worst))
+        kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
         lines = [f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})"]
         if not self.changes:

@@ -11,6 +11,10 @@ from jaxpp.observe.profile.spans import Span
 __all__ = ["to_html", "to_json", "to_perfetto"]
 
 _COMPUTE, _ARRIVALS, _HOST = 0, 1, 2
+_NUMBERS = (
+    "seconds step_seconds bubble_fraction simulated_seconds simulated_bubble_fraction trace_cost beside clock missing "
+    "host_seconds latencies"
+).split()
 
 
 def to_perfetto(profile: Profile) -> str:
@@ -52,17 +56,7 @@ def to_json(profile: Profile) -> str:
             "schedule": {"name": schedule.name, "rows": [list(map(str, row)) for row in schedule.rows]},
             "stage_to_rank": list(schedule.stage_to_rank),
             "devices": list(map(str, profile.devices)),
-            "seconds": profile.seconds,
-            "step_seconds": list(profile.step_seconds),
-            "bubble_fraction": profile.bubble_fraction,
-            "simulated_seconds": profile.simulated_seconds,
-            "simulated_bubble_fraction": profile.simulated_bubble_fraction,
-            "trace_cost": profile.trace_cost,
-            "beside": profile.beside,
-            "clock": profile.clock,
-            "missing": profile.missing,
-            "host_seconds": profile.host_seconds,
-            "latencies": list(profile.latencies),
+            **{name: getattr(profile, name) for name in _NUMBERS},
             "ranks": [
                 {"busy": busy, "idle": idle, "causes": causes._asdict()}
                 for busy, idle, causes in zip(profile.busy, profile.idle, profile.causes, strict=True)

@@ -75,9 +75,7 @@ def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: Nu
     scale = 0.88 / (max(peaks) or 1)
     for kind, colour in enumerate(COLOURS):
         areas = [area for row, curve in enumerate(memory) for area in _areas(curve, kind, row + 1, scale, end)]
-        panel.polygons(
-            areas, colour, MEMORY_KINDS[kind], 0.3, colour
-        )  # the lines let bytes be seen that lived for less than a pixel
+        panel.polygons(areas, colour, MEMORY_KINDS[kind], 0.3, colour)  # its lines show bytes that lived for less than a pixel
     for row, most in enumerate(peaks):
         panel.margin([bytes_in_words(most)], row + 0.56)
     panel.margin(["peak"], -72 * 0.16 / panel.points[1])

@@ -31,16 +31,12 @@ def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device])
     once the device has begun what it was given before. So a curve goes through the moments of ``liveness`` in their order, and has
     the same peak.
     """
-    end = 1e3 * max(span.end for span in spans)
-    return tuple(_curve(liveness, spans, device, _label(device, by_rank), end) for device in liveness.devices)
+    return tuple(_curve(liveness, spans, device, by_rank) for device in liveness.devices)
 
 
-def _label(device: Device, by_rank: Sequence[Device]) -> str:
+def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, by_rank: Sequence[Device]) -> Curve:
     ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
-    return f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
-
-
-def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, label: str, end: float) -> Curve:
+    label = f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
     levels, freed = liveness.levels[device].tolist(), liveness.freed[device].tolist()
     times, found, now = [0.0], [tuple(levels[0])], 0.0
 
@@ -55,4 +51,5 @@ def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, label: str
         note(now, levels[number + 1])
         now = max(now, 1e3 * span.end) if here else now
         note(now, [a - b for a, b in zip(levels[number + 1], freed[number + 1], strict=True)])
+    end = max(1e3 * span.end for span in spans)
     return Curve(label, (*times, max(now, end)), (*found, tuple(levels[-1])))

@@ -228,13 +228,12 @@ class Profile(Drawn):
 
     def _timelines(self) -> list[Timeline]:
         """Both timelines, in milliseconds, with their titles."""
-        both: tuple[tuple[Clock, tuple[Span, ...]], ...] = ("trace", self.spans), ("isolated", self.isolated)
         found = []
-        for clock, spans in both:
+        for title, spans in zip(self.titles.values(), (self.spans, self.isolated), strict=True):
             rest = [span for span in spans if span.action is None and not span.sends]
             parts = (rest, [span for span in spans if span.sends])
             others = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
-            found.append(Timeline(self.titles[clock], _in_milliseconds(_bars(spans)), *others))
+            found.append(Timeline(title, _in_milliseconds(_bars(spans)), *others))
         return found
 
     def causes_table(self) -> list[list[str]]:
@@ -254,36 +253,27 @@ class Profile(Drawn):
     def remarks(self) -> list[str]:
         """What else there is to say, a line each."""
         compute, transfer, rest = self.shares
+        other = dataclasses.replace(self, clock="trace" if self.clock == "isolated" else "isolated")
         lines = [
             f"milliseconds; compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {rest:.1%}",
             f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, "
             f"bubble {self.simulated_bubble_fraction:.1%}",
-            *self._other(),
+            f"{other.titles[other.clock]}: {_milli(other.seconds)} ms, bubble {other.bubble_fraction:.1%}",
             f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a step that is traced takes "
             f"{self.trace_cost:.2f} of one that is not",
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
-        slow = False
+        slow = []
         for boundary, hop in enumerate(map(float, self.measured.hops)):
-            hidden = [float(t) for a, t in self.measured.durations.items() if a.kind == Kind.F and a.stage == boundary + 1]
-            if hop > _mean(hidden):
-                slow = True
-                where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
-                lines.append(
-                    f"warning: a transfer over {where} takes {_milli(hop)} ms, longer than the forward that could hide it "
-                    f"({_milli(_mean(hidden))} ms)"
-                )
+            hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (boundary + 1, Kind.F)])
+            where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
+            takes = f"{_milli(hop)} ms, longer than the forward that could hide it ({_milli(hidden)} ms)"
+            slow += [f"warning: a transfer over {where} takes {takes}"] * (hop > hidden)
         if slow:
-            lines.append(f"warning: waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank")
+            slow.append(f"warning: waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank")
         if self.missing:
-            lines.append(f"warning: the trace of this backend lacks what is needed ({self.missing}): starts are inferred")
-        return lines
-
-    def _other(self) -> list[str]:
-        """The step on the other of the two clocks, in one line."""
-        other: Clock = "trace" if self.clock == "isolated" else "isolated"
-        found = dataclasses.replace(self, clock=other)
-        return [f"{self.titles[other]}: {_milli(found.seconds)} ms, bubble {found.bubble_fraction:.1%}"]
+            slow.append(f"warning: the trace of this backend lacks what is needed ({self.missing}): starts are inferred")
+        return lines + slow
 
     def __str__(self) -> str:
         return "\n".join([self.overview(), "", *table_lines(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])

@@ -90,13 +90,6 @@ def check_profile(num_steps: int, clock: str | None) -> None:
         raise ArgumentError("pipe.profile", rule, f"clock={clock!r}", 'pass clock="trace", or leave it out')
 
 
-def _clock_for(engine: Engine) -> Clock:
-    """The isolated clock where devices share what they compute with."""
-    places = engine.placement.by_rank
-    shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
-    return "isolated" if shared else "trace"
-
-
 def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_steps: int, clock: Clock | None) -> Profile:
     """Run steps under the profiler, then one step whose memory is looked at; the profile is of the traced step of median length.
 
@@ -128,8 +121,10 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None,
     ledger, _ = sample_step(engine, steps.leaves, batch, key)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], isolated_spans(plan, alone, schedule)
-    shown = engine.placement.ranks_shown
-    return Profile(schedule, shown, *spans, clock or _clock_for(engine), tuple(lengths), cost, ledger, missing)
+    places, shown = engine.placement.by_rank, engine.placement.ranks_shown
+    shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
+    clock = clock or ("isolated" if shared else "trace")
+    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, missing)
 
 
 @contextlib.contextmanager

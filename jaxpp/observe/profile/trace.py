@@ -11,6 +11,7 @@ order, and a compiled program numbers its runs. So the k-th run of a program on 
 the program there, step after step (``matched``). If the numbers do not match, that is an error.
 """
 
+import itertools
 import re
 import warnings
 from collections import defaultdict
@@ -80,7 +81,7 @@ def _read(folder: Path) -> Runs:
         for line in plane.lines:
             if device and line.name == _MODULES:
                 for event in line.events:
-                    key = int(device[1]), _name(event.name.split("(")[0]), event.name
+                    key = int(device[1]), event.name.split("(")[0].removeprefix("jit_"), event.name
                     events[key][event.start_ns] = Run(event.start_ns / 1e9, event.end_ns / 1e9)
             elif not device:
                 steps += [event.start_ns / 1e9 for event in line.events if event.name == STEP]
@@ -98,10 +99,9 @@ def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_Ru
             continue
         key = found["device_ordinal"], found["run_id"]
         start, end = event.start_ns / 1e9, event.end_ns / 1e9
-        known = runs.get(key)
-        runs[key] = Run(start, end) if known is None else Run(min(start, known.start), max(end, known.end))
+        runs[key] = _joined(runs.get(key), Run(start, end))
         if "hlo_module" in found:
-            names[key] = _name(found["hlo_module"]), found.get("program_id")
+            names[key] = found["hlo_module"].removeprefix("jit_"), found.get("program_id")
 
 
 def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKey, dict[int, Run]]]:
@@ -110,18 +110,9 @@ def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKe
         if name:
             yield (device, name, program), runs
             continue
-        groups: list[dict[int, Run]] = []
-        last = None
-        for number in sorted(runs):
-            if last is None or number != last + 1:
-                groups.append({})
-            groups[-1][number] = runs[number]
-            last = number
-        yield from (((device, "", k), group) for k, group in enumerate(groups))
-
-
-def _name(module: str) -> str:
-    return module.removeprefix("jit_")
+        consecutive = itertools.groupby(enumerate(sorted(runs)), key=lambda place: place[1] - place[0])
+        for k, (_, group) in enumerate(consecutive):
+            yield (device, "", k), {number: runs[number] for _, number in group}
 
 
 class TraceError(Exception):
@@ -155,8 +146,8 @@ def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
         for lines, group in zip(mine, there, strict=True):
             for number, run in enumerate(group):
                 step, line = divmod(number, len(lines))
-                begun = runs.steps[step]
-                _add(found[step], lines[line], Run(run.start - begun, run.end - begun))
+                begun, known = runs.steps[step], found[step][lines[line]]
+                found[step][lines[line]] = _joined(known, Run(run.start - begun, run.end - begun))
     return found
 
 
@@ -170,10 +161,9 @@ def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
     return {key: list(found.values()) for key, found in calls.items()}
 
 
-def _add(step: list[Run | None], line: int, run: Run) -> None:
-    """Add the run of one device; a program on several devices runs from the first that begins to the last that ends."""
-    known = step[line]
-    step[line] = run if known is None else Run(min(known.start, run.start), max(known.end, run.end))
+def _joined(known: Run | None, run: Run) -> Run:
+    """A run of several operations, or on several devices, is from the first that begins to the last that ends."""
+    return run if known is None else Run(min(known.start, run.start), max(known.end, run.end))
 
 
 def ordinal_of(device: Device) -> int:

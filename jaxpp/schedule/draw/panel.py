@@ -10,7 +10,7 @@ import importlib.util
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxpp.schedule.action import Kind
@@ -19,16 +19,13 @@ from jaxpp.schedule.residuals import Residual, counts, places
 
 __all__ = [
     "DOT",
-    "IDLE",
     "INK",
     "LEFT",
-    "Cell",
     "Entry",
     "Figure",
     "Panel",
     "Part",
     "bar_legend",
-    "cell_of",
     "has_matplotlib",
     "inside",
     "legend",
@@ -41,12 +38,12 @@ __all__ = [
 
 _COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F0E442"}
 _WORDS = {Kind.F: "F forward", Kind.B: "B backward", Kind.I: "I input part", Kind.W: "W weight part"}
-IDLE, INK, DOT = "#EFEFEF", "#222222", "dot"
+_IDLE, INK, DOT = "#EFEFEF", "#222222", "dot"
 LEFT, _TOP, _BOTTOM = 0.62, 0.66, 0.5  # inches around the axes: the rows' names, heading and key, the time
 _SMALLEST, _LARGEST = 4.5, 8.0  # points of the numbers in bars
 
 
-class Cell(NamedTuple):
+class _Cell(NamedTuple):
     """A bar as it is drawn: its box, its kind, the number of its stage on its rank, and its text."""
 
     left: Number
@@ -109,9 +106,17 @@ class Panel:
         made.set_label(label)
         self.axes.add_collection(made, autolim=False)
 
-    def bars(self, cells: Sequence[Cell]) -> None:
+    def lanes(
+        self, tops: Mapping[str, float], bars: Iterable[tuple[Bar, float]], end: Number, stage_to_rank: Sequence[int]
+    ) -> None:
+        """Draw named lanes, idle up to ``end``, and on them the bars, each in the lane that begins at the number beside it."""
+        self.rectangles([(0, end, *inside(top)) for top in tops.values()], _IDLE, "idle")
+        self.cells([_cell_of(bar, top, stage_to_rank) for bar, top in bars])
+        self.axes.set_yticks([top + 0.5 for top in tops.values()], list(tops))
+
+    def cells(self, cells: Sequence[_Cell]) -> None:
         """Draw the cells, one collection for each kind and stage of its rank, with numbers where they can be read."""
-        groups: dict[tuple[Kind, int], list[Cell]] = defaultdict(list)
+        groups: dict[tuple[Kind, int], list[_Cell]] = defaultdict(list)
         latest, longest = max(cell.order for cell in cells), max(len(cell.text) for cell in cells)
         for cell in cells:
             groups[cell.kind, cell.order].append(cell)
@@ -221,7 +226,7 @@ def legend(panel: Panel, entries: Iterable[Entry], above: float) -> None:
     cells, x = [], 0.0
     for words, what, order in entries:
         if isinstance(what, Kind):
-            cells.append(Cell(x, x + 0.22, 0.1, 0.9, what, order))
+            cells.append(_Cell(x, x + 0.22, 0.1, 0.9, what, order))
         elif what == DOT:
             key.dots(3, [(x + 0.11, 0.5)])
         else:
@@ -229,7 +234,7 @@ def legend(panel: Panel, entries: Iterable[Entry], above: float) -> None:
         key.axes.text(x + 0.28, 0.52, words, size=8, va="center", color=INK)
         x += 0.42 + 0.057 * len(words)
     if cells:
-        key.bars(cells)
+        key.cells(cells)
 
 
 def bar_legend(
@@ -238,15 +243,15 @@ def bar_legend(
     """What the colours of bars mean, in a line between the heading and what lies that many inches above the panel."""
     entries: list[Entry] = [(_WORDS[k], k, 0) for k in Kind if any(b.action.kind == k for b in bars)]
     entries += [("later stage of its rank", Kind.F, 1)] * several_stages(stage_to_rank)
-    entries += [*more, *[("idle", IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]]
+    entries += [*more, *[("idle", _IDLE, 0), ("residuals alive", pebble, 0)][: 1 + bool(pebble)]]
     legend(panel, entries, 0.1 + above)
 
 
-def cell_of(bar: Bar, top: float, stage_to_rank: Sequence[int]) -> Cell:
+def _cell_of(bar: Bar, top: float, stage_to_rank: Sequence[int]) -> _Cell:
     """The cell of a bar in the row that begins at ``top``."""
     stage, kind, microbatch = bar.action
     order = list(stage_to_rank[:stage]).count(stage_to_rank[stage])
-    return Cell(bar.start, bar.end, *inside(top), kind, order, str(microbatch))
+    return _Cell(bar.start, bar.end, *inside(top), kind, order, str(microbatch))
 
 
 def inside(top: float) -> tuple[float, float]:
@@ -281,7 +286,7 @@ def matplotlib_module(module: str) -> Any:
         raise ImportError('figures need matplotlib, which is not installed. Fix: pip install "jaxpp[figures]"') from error
 
 
-def _underlines(cell: Cell) -> list[tuple[Number, Number, float, float]]:
+def _underlines(cell: _Cell) -> list[tuple[Number, Number, float, float]]:
     thick = 0.08 * (cell.bottom - cell.top)
     bottoms = [cell.bottom - (0.5 + 1.6 * k) * thick for k in range(cell.order)]
     return [(cell.left, cell.right, bottom - thick, bottom) for bottom in bottoms]

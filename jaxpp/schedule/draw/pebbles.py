@@ -14,21 +14,7 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.panel import (
-    DOT,
-    IDLE,
-    Figure,
-    Panel,
-    Part,
-    bar_legend,
-    cell_of,
-    inside,
-    matplotlib_module,
-    page,
-    several_stages,
-    shade,
-    width_of,
-)
+from jaxpp.schedule.draw.panel import DOT, Figure, Panel, Part, bar_legend, matplotlib_module, page, several_stages, shade, width_of
 from jaxpp.schedule.draw.timeline import TITLE, Timeline, shortest
 from jaxpp.schedule.residuals import lifetimes, peaks
 
@@ -119,9 +105,9 @@ def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step:
     Returns what stands for the residuals in the legend: a pebble, or a colour where there are too many.
     """
     makespan, several, tops = max(bar.end for bar in bars) or 1, several_stages(stage_to_rank), lanes(bars)
-    panel.rectangles([(0, makespan, *inside(top)) for top in tops.values()], IDLE, "idle")
     top_of = {(lane.stage, kind): top for lane, top in tops.items() for kind in lane.kinds}
-    panel.bars([cell_of(bar, top_of[bar.action[:2]], stage_to_rank) for bar in bars])
+    named = {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}
+    panel.lanes(named, [(bar, top_of[bar.action[:2]]) for bar in bars], makespan, stage_to_rank)
     residuals = lifetimes(bars)
     of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
     most = max(of_stage)
@@ -134,7 +120,6 @@ def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step:
             panel.numbers(own, lane, most)
         panel.margin([str(of_stage[stage]), f"rank {rank}: {of_rank[rank]}"][: 1 + several], lane + 0.5)
     panel.margin(["peak", "of its rank"][: 1 + several], -0.7)
-    panel.axes.set_yticks([top + 0.5 for top in tops.values()], ["/".join(lane.kinds) + str(lane.stage) for lane in tops])
     return DOT if countable else shade(1)
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpp.schedule.clock import Bar, Number
+from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import timeline
@@ -82,7 +82,7 @@ class Drawn:
         columns = int(makespan) if whole else columns
         lines = [["·"] * columns for _ in range(num_ranks)]
         for rank, action, start, end in bars:
-            first, last = (_column(time, makespan, columns) for time in (start, end))
+            first, last = (int(time * columns / (makespan or 1) + 0.5) for time in (start, end))
             lines[rank][first:last] = [str(action.kind)] * (last - first)
         return "\n".join([heading, *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
 
@@ -139,7 +139,3 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
     tags = ["th"] + ["td"] * (len(rows) - 1)
     lines = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
     return "<table>" + "".join(f'<tr style="text-align:right">{line}</tr>' for line in lines) + "</table>"
-
-
-def _column(time: Number, makespan: Number, columns: int) -> int:
-    return int(time * columns / (makespan or 1) + 0.5)

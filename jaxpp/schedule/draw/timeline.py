@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.panel import IDLE, INK, Figure, Panel, Part, bar_legend, cell_of, inside, page, width_of
+from jaxpp.schedule.draw.panel import INK, Figure, Panel, Part, bar_legend, inside, page, width_of
 
 __all__ = ["REST", "SENT", "TITLE", "Timeline", "draw_timeline", "shortest", "timeline", "timeline_room"]
 
@@ -15,19 +15,12 @@ TITLE = 0.32
 
 
 class Timeline(NamedTuple):
-    """A step in time, in any unit.
-
-    Attributes:
-        title: what it is.
-        bars: the actions.
-        rest: rank, start and end of what else the ranks run: the begin of the step, sums of tied gradients, the update.
-        sends: rank, start and end of each arrival.
-    """
+    """A step in time, in any unit. Its ``rest`` is the begin of the step, sums of tied gradients, and the update."""
 
     title: str
     bars: Sequence[Bar]
-    rest: Sequence[tuple[int, float, float]] = ()
-    sends: Sequence[tuple[int, float, float]] = ()
+    rest: Sequence[tuple[int, float, float]] = ()  # rank, start and end
+    sends: Sequence[tuple[int, float, float]] = ()  # rank, start and end of each arrival
 
     @property
     def end(self) -> Number:
@@ -60,10 +53,8 @@ def timeline_room(stage_to_rank: Sequence[int], above: float = 0) -> Part:
 def draw_timeline(panel: Panel, line: Timeline, stage_to_rank: Sequence[int]) -> None:
     """Draw a timeline onto a panel that has room for it."""
     ranks = range(max(stage_to_rank) + 1)
-    panel.rectangles([(0, line.end or 1, *inside(rank)) for rank in ranks], IDLE, "idle")
-    panel.bars([cell_of(bar, bar.rank, stage_to_rank) for bar in line.bars])
+    panel.lanes({str(rank): rank for rank in ranks}, [(bar, bar.rank) for bar in line.bars], line.end or 1, stage_to_rank)
     panel.rectangles([(start, end, *inside(rank)) for rank, start, end in line.rest], REST, "rest")
     panel.rectangles([(start, end, rank + 0.94, rank + 1.04) for rank, start, end in line.sends], SENT, "sends")
-    panel.axes.set_yticks([rank + 0.5 for rank in ranks], list(map(str, ranks)))
     panel.axes.set_ylabel("rank", size=9, color=INK)
     panel.title(line.title)

@@ -117,11 +117,9 @@ def _fill(slots: dict[int, Action]) -> ActionRow:
     row: list[Action] = []
     owed: deque[Action] = deque()
     for slot in range(min(slots), max(slots) + 1):
-        action = slots.get(slot)
-        if action is None:
-            row += [owed.popleft()] if owed else []
-            continue
-        row.append(action)
-        if action.kind == Kind.I:
-            owed.append(Action(action.stage, Kind.W, action.microbatch))
+        if slot in slots:
+            row.append(slots[slot])
+            owed += [row[-1]._replace(kind=Kind.W)] * (row[-1].kind == Kind.I)
+        elif owed:
+            row.append(owed.popleft())
     return (*row, *owed)
