@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_function
@@ -26,7 +27,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. The names are those of ``Pipeline``'s arguments; the values are checked and settled (``of``).
+    """What the user asked for: the arguments of ``Pipeline``, checked and settled by ``of``.
 
     Attributes:
         loss_fn: ``loss_fn(params[, model_state], batch[, key])``; takes the key by position.
@@ -51,7 +52,7 @@ class Options:
     schedule: Schedule
     places: tuple[Place, ...]
     has_aux: bool = False
-    weight: Callable[[Batch], Any] | None = None
+    weight: Callable[[Batch], ArrayLike] | None = None
     cuts: tuple[str, ...] | None = None
     remat: tuple[Kept, ...] | None = None
     cut_gradient: frozenset[int] = frozenset()
@@ -84,8 +85,10 @@ class Options:
             ScheduleError: an unknown schedule; or, with model state, a schedule that changes the order of a stage's forwards.
         """
         num_microbatches = num_stages if num_microbatches is None else num_microbatches
-        max_shapes = others.get("max_shapes", 1)
-        _check_counts(num_stages=num_stages, num_microbatches=num_microbatches, max_shapes=max_shapes)
+        counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "max_shapes": others.get("max_shapes", 1)}
+        if low := [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]:
+            where, rule = "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1"
+            raise ArgumentError(where, rule, low, "pass 1 or more")
         _check_functions(loss_fn, others)
         made = _schedule_of(schedule, int(num_stages), int(num_microbatches))
         has_state = others.get("has_state", False)
@@ -108,12 +111,10 @@ class Options:
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         found = cls(positional_key(loss_fn, 2 + has_state), made, places, **given)
         if has_state and found.placement.num_replicas > 1:
-            raise ArgumentError(
-                "has_state=True with data parallelism",
-                "model state passes from each microbatch to the next, and replicas run theirs side by side",
-                f"{found.placement.num_replicas} replicas",
-                "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)",
-            )
+            where, got = "has_state=True with data parallelism", f"{found.placement.num_replicas} replicas"
+            rule = "model state passes from each microbatch to the next, and replicas run theirs side by side"
+            fix = "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)"
+            raise ArgumentError(where, rule, got, fix)
         return found
 
     @cached_property
@@ -140,7 +141,7 @@ class Options:
         return tuple(device for place in self.places for device in place.devices)
 
 
-def _check_functions(loss_fn: object, others: Mapping[str, Any]) -> None:
+def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
     check_function("loss_fn", "the loss is a function of (params, batch[, key])", loss_fn)
     if (weight := others.get("weight")) is not None:
         fix = 'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out'
@@ -164,56 +165,41 @@ def _check_shardings(shardings: object, mesh: Mesh | None) -> object:
     if shardings is None or (mesh is not None and MODEL in mesh.axis_names):
         return shardings
     got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
-    raise ArgumentError(
-        "shardings",
-        'parameters are sharded over the "model" axis of a mesh',
-        got,
-        'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out',
-    )
+    fix = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out'
+    raise ArgumentError("shardings", 'parameters are sharded over the "model" axis of a mesh', got, fix)
+
+
+def _listed(given: object) -> tuple[object, ...]:
+    """The items of a list or of another iterable; a string, or what is no iterable, is one item."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
-    """The names at which stages begin; a string is one name."""
+    """The names at which stages begin."""
     if cuts is None:
         return None
-    names: tuple[Any, ...] = (cuts,) if isinstance(cuts, str) or not isinstance(cuts, Iterable) else tuple(cuts)
-    wrong = [shown(name) for name in names if not isinstance(name, str)]
-    if wrong:
+    names = _listed(cuts)
+    if wrong := [shown(name) for name in names if not isinstance(name, str)]:
         rule = "a cut is the name of a module or parameter at which a stage begins"
         raise ArgumentError("cuts", rule, wrong, 'pass a list of names, such as cuts=["h_2", "h_4"]')
     if len(names) != num_stages - 1:
-        raise ArgumentError(
-            f"cuts={list(names)!r}",
-            "n stages have n - 1 cuts between them",
-            f"{len(names)} cut{'s' * (len(names) != 1)} and num_stages={num_stages}",
-            f"pass num_stages={len(names) + 1}, or {num_stages - 1} cut{'s' * (num_stages != 2)}",
-        )
-    return names
-
-
-def _check_counts(**counts: Any) -> None:
-    low = [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]
-    if low:
-        raise ArgumentError(
-            "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1", low, "pass 1 or more"
-        )
+        got = f"{len(names)} cut{'s' * (len(names) != 1)} and num_stages={num_stages}"
+        fix = f"pass num_stages={len(names) + 1}, or {num_stages - 1} cut{'s' * (num_stages != 2)}"
+        raise ArgumentError(f"cuts={list(names)!r}", "n stages have n - 1 cuts between them", got, fix)
+    return tuple(map(str, names))
 
 
 def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule by that name, or the one given if it is of these sizes."""
+    """The schedule of this name, or the given schedule if it has these sizes."""
     made = schedule
     if not isinstance(made, Schedule):
         made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)
-    if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
-        raise ArgumentError(
-            f"schedule={made.name!r}",
-            "a schedule must be made for the pipeline's numbers of stages and microbatches",
-            [
-                f"schedule: {made.num_stages} stages, {made.num_microbatches} microbatches",
-                f"pipeline: {num_stages}, {num_microbatches}",
-            ],
-            f"pass num_stages={made.num_stages}, num_microbatches={made.num_microbatches}, or another schedule",
-        )
+    sizes = made.num_stages, made.num_microbatches
+    if sizes != (num_stages, num_microbatches):
+        rule = "a schedule must be made for the pipeline's numbers of stages and microbatches"
+        got = [f"schedule: {sizes[0]} stages, {sizes[1]} microbatches", f"pipeline: {num_stages}, {num_microbatches}"]
+        fix = f"pass num_stages={sizes[0]}, num_microbatches={sizes[1]}, or another schedule"
+        raise ArgumentError(f"schedule={made.name!r}", rule, got, fix)
     return made
 
 
@@ -225,34 +211,24 @@ def _check_order(schedule: Schedule) -> None:
             forwards.setdefault(stage, []).append(microbatch)
     wrong = [f"stage {s} runs F of {', '.join(map(str, found))}" for s, found in sorted(forwards.items()) if found != sorted(found)]
     if wrong:
-        raise ScheduleError(
-            f"schedule={schedule.name!r}, has_state=True",
-            "model state is updated microbatch by microbatch, so each stage runs its forwards in order",
-            wrong,
-            "use a schedule whose forwards are in order, as those of jaxpp.schedule.make are",
-        )
+        rule = "model state is updated microbatch by microbatch, so each stage runs its forwards in order"
+        fix = "use a schedule whose forwards are in order, as those of jaxpp.schedule.make are"
+        raise ScheduleError(f"schedule={schedule.name!r}, has_state=True", rule, wrong, fix)
 
 
-def _shared_of(shared: Any) -> tuple[str, ...]:
-    names = (shared,) if isinstance(shared, str) or not isinstance(shared, Iterable) else tuple(shared)
+def _shared_of(shared: object) -> tuple[str, ...]:
+    names = _listed(shared)
     if not all(isinstance(name, str) for name in names):
-        raise ArgumentError(
-            "shared",
-            "batch leaves for all microbatches are named by their paths, or patterns of paths",
-            repr(shared),
-            'pass for example shared=("beta", "graph/*")',
-        )
-    return names
+        rule = "batch leaves for all microbatches are named by their paths, or patterns of paths"
+        raise ArgumentError("shared", rule, repr(shared), 'pass for example shared=("beta", "graph/*")')
+    return tuple(map(str, names))
 
 
-def _boundaries_of(cut_gradient: Any, num_stages: int) -> frozenset[int]:
+def _boundaries_of(cut_gradient: Iterable[int] | int, num_stages: int) -> frozenset[int]:
     boundaries = tuple(cut_gradient) if isinstance(cut_gradient, Iterable) else (cut_gradient,)
     wrong = [repr(b) for b in boundaries if not is_count(b, least=0) or b > num_stages - 2]
     if wrong:
-        raise ArgumentError(
-            f"cut_gradient={cut_gradient!r}",
-            "boundary s lies between stages s and s + 1",
-            f"{', '.join(wrong)} with {num_stages} stages",
-            f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary",
-        )
+        rule, got = "boundary s lies between stages s and s + 1", f"{', '.join(wrong)} with {num_stages} stages"
+        fix = f"pass a list of numbers from 0 to {num_stages - 2}" if num_stages > 1 else "leave it out: one stage has no boundary"
+        raise ArgumentError(f"cut_gradient={cut_gradient!r}", rule, got, fix)
     return frozenset(map(int, boundaries))

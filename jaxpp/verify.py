@@ -62,14 +62,14 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     ``r * num_microbatches``. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params`` and the
     gradients are lists with a tree for each replica.
     """
-    loss_fn = positional_key(loss_fn, 2 + (model_state is not None))
+    has_state = model_state is not None
+    loss_fn = positional_key(loss_fn, 2 + has_state)
     leaves, tree = jax.tree.flatten(batch)
     whole = shared_leaves(batch, shared)
     parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
     pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
     scales = weights / weights.sum()
-    has_state = model_state is not None
 
     @jax.jit
     def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
@@ -81,21 +81,17 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
 
     each = params if groups else [params] * num_replicas
-    losses: list[Array] = []
-    grads: list[Grads] = []
-    auxes: list[Tree] = []
+    found: list[tuple[Array, Tree, Grads]] = []
     for i, piece in enumerate(pieces):
         states = (model_state,) if has_state else ()
         rest = (*states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
         value, aux, grad = step(each[i // num_microbatches], *rest)
         model_state, aux = aux if has_state else (None, aux)
-        auxes.append(aux)
         value, grad = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
-        losses.append(value)
-        grads.append(grad)
+        found.append((value, aux, grad))
+    losses, auxes, grads = zip(*found, strict=True)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
-    found = _sum(losses), _merge_aux(auxes, scales, reducers or {}), total
-    return (*found, model_state) if has_state else found
+    return _sum(losses), _merge_aux(auxes, scales, reducers or {}), total, *([model_state] if has_state else [])
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:
@@ -158,26 +154,17 @@ def compare(what: str, got: Tree, want: Tree, *, floor: float = 0.0, coarsest: D
         if error.max(initial=0.0) > bound:
             at = np.unravel_index(int(error.argmax()), a.shape)
             place = f"{what}{jax.tree_util.keystr(path)}"
-            raise VerifyError(
-                "verify",
-                f"the pipelined step must equal the single-device step, and {place} does not",
-                [
-                    f"pipelined {a[at].item()!r}, single device {b[at].item()!r}, at index {tuple(map(int, at))}",
-                    f"difference {error.max():.3g}, allowed {bound:.3g}",
-                ],
-                "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it",
-            )
+            rule = f"the pipelined step must equal the single-device step, and {place} does not"
+            values = f"pipelined {a[at].item()!r}, single device {b[at].item()!r}, at index {tuple(map(int, at))}"
+            fix = "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it"
+            raise VerifyError("verify", rule, [values, f"difference {error.max():.3g}, allowed {bound:.3g}"], fix)
 
 
 def check_comparable(options: Options) -> None:
     """Refuse a pipeline whose step differs from the plain step on purpose, because a boundary carries no gradient."""
     if options.cut_gradient:
-        raise ArgumentError(
-            "pipe.verify",
-            "verify compares with the plain step, whose gradient crosses every boundary",
-            f"cut_gradient={sorted(options.cut_gradient)}",
-            "make a pipeline without cut_gradient",
-        )
+        rule, got = "verify compares with the plain step, whose gradient crosses every boundary", sorted(options.cut_gradient)
+        raise ArgumentError("pipe.verify", rule, f"cut_gradient={got}", "make a pipeline without cut_gradient")
 
 
 def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> None:
@@ -228,13 +215,10 @@ def _check_numbers(found: Mapping[str, Tree]) -> None:
             if _inexact(leaf.dtype) and (count := int(np.isnan(_wide(leaf)).sum())):
                 got.append(f"{name}{jax.tree_util.keystr(path)} is NaN" + f", {count} of {leaf.size} elements" * (leaf.size > 1))
     if got:
-        raise VerifyError(
-            "verify",
-            "NaN compared with NaN proves nothing, and the pipelined and the single-device step both have it",
-            got[:8] + [f"and {len(got) - 8} more"] * (len(got) > 8),
-            "verify with a batch and a state whose loss is a number; jax.config.update('jax_debug_nans', True) before pipe.step "
-            "says where the NaN begins",
-        )
+        rule = "NaN compared with NaN proves nothing, and the pipelined and the single-device step both have it"
+        debug = "jax.config.update('jax_debug_nans', True) before pipe.step says where the NaN begins"
+        got = got[:8] + [f"and {len(got) - 8} more"] * (len(got) > 8)
+        raise VerifyError("verify", rule, got, f"verify with a batch and a state whose loss is a number; {debug}")
 
 
 def _own(engine: Engine) -> bool:
@@ -280,8 +264,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     state, after = (states_of(engine).wrap(given) for given in (leaves, stepped))
     grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    whole = State(state.params, state.opt_state, state.model_state, state.loss_scale)
-    grads, whole, model_state, loss = gather((grads, whole, model_state, found.loss))
+    grads, whole, model_state, loss = gather((grads, State(*state), model_state, found.loss))
     if _own(engine):
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
         made = [update(grad, State(params, opt, *whole[2:]), model_state, loss) for grad, params, opt in rows]
@@ -289,11 +272,11 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
         wanted = State(*parts, *made[0][2:])
     else:
         wanted = update(grads, whole, model_state, loss)
-    compare("", State(after.params, after.opt_state, after.model_state, after.loss_scale), wanted)
+    compare("", State(*after), wanted)
 
 
 def _shaken(params: Params) -> Params:
-    """The parameters with their last digits changed, up and down by turns."""
+    """The parameters with their last digits changed, alternately up and down."""
 
     def shake(leaf: Array) -> Array:
         turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)

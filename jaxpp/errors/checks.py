@@ -1,40 +1,25 @@
 """The arguments that stand for themselves (functions, names, devices), checked as the user wrote them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.types import Device
+from jaxpp.types import Device, Tree
 
 __all__ = ["check_devices", "check_function", "check_optimizer", "refuse_tracers"]
 
 
-def check_function(where: str, rule: str, value: Any, fix: str = "pass the function itself") -> None:
-    """Refuse what cannot be called.
-
-    Args:
-        where: the argument.
-        rule: what it is, one sentence.
-        value: what the user passed.
-        fix: what to pass instead.
-
-    Raises:
-        ArgumentError: it cannot be called.
-    """
+def check_function(where: str, rule: str, value: object, fix: str = "pass the function itself") -> None:
+    """Refuse what cannot be called."""
     if not callable(value):
         raise ArgumentError(where, rule, shown(value), fix)
 
 
-def check_optimizer(loss_fn: Any, optimizer: Any) -> None:
-    """Refuse what is no optax transformation.
-
-    Raises:
-        ArgumentError: it has no ``init`` and ``update``.
-    """
+def check_optimizer(loss_fn: object, optimizer: object) -> None:
+    """Refuse what is no optax transformation: what has no ``init`` and ``update``."""
     if _is_optimizer(optimizer):
         return
     fix = "pass for example optax.adamw(3e-4)"
@@ -46,16 +31,12 @@ def check_optimizer(loss_fn: Any, optimizer: Any) -> None:
     raise ArgumentError("Pipeline(loss_fn, optimizer, ...)", rule, shown(optimizer), fix)
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def check_devices(devices: Any) -> tuple[Device, ...]:
-    """The devices given, or all there are.
-
-    Raises:
-        ArgumentError: they are none, or no devices.
-    """
+def check_devices(devices: Tree) -> tuple[Device, ...]:
+    """The devices given, which are at least one, or all there are."""
     if devices is None:
         return tuple(jax.devices())
     rule = "a pipeline runs on a list of JAX's devices, one a rank"
@@ -70,13 +51,12 @@ def check_devices(devices: Any) -> tuple[Device, ...]:
     found = tuple(devices)
     if not found:
         raise ArgumentError("devices=[]", "a pipeline needs at least one device", "an empty list", "leave devices out to use all")
-    wrong = [f"devices[{k}]: {shown(device)}" for k, device in enumerate(found) if not isinstance(device, jax.Device)]
-    if wrong:
+    if wrong := [f"devices[{k}]: {shown(device)}" for k, device in enumerate(found) if not isinstance(device, jax.Device)]:
         raise ArgumentError("devices", rule, wrong, _those_devices(devices, found))
     return found
 
 
-def _those_devices(devices: Any, found: Sequence[Any]) -> str:
+def _those_devices(devices: object, found: Sequence[object]) -> str:
     """How to write the devices that a number, or several, may have meant."""
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         return f"pass devices=jax.devices()[:{devices}]"
@@ -85,21 +65,9 @@ def _those_devices(devices: Any, found: Sequence[Any]) -> str:
     return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
 
 
-def refuse_tracers(where: str, *trees: Any) -> None:
-    """Refuse to run inside a transformation of JAX.
-
-    Args:
-        where: the call.
-        *trees: its arguments.
-
-    Raises:
-        ArgumentError: a leaf is traced.
-    """
+def refuse_tracers(where: str, *trees: Tree) -> None:
+    """Refuse to run inside a transformation of JAX, where arguments are traced."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
-        call = where.partition("(")[0]
-        raise ArgumentError(
-            where,
-            "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap",
-            "a traced argument",
-            f"call {call} outside of these (it compiles what it runs itself), and jit what comes after it",
-        )
+        rule = "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap"
+        fix = f"call {where.partition('(')[0]} outside of these (it compiles what it runs itself), and jit what comes after it"
+        raise ArgumentError(where, rule, "a traced argument", fix)

@@ -14,7 +14,6 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -35,6 +34,7 @@ __all__ = [
     "warn",
 ]
 
+_PACKAGE = pathlib.Path(__file__).parents[1]
 _MOST_LINES = 10
 """Violations that a message names; of the others it says how many there are."""
 
@@ -65,7 +65,7 @@ class JaxppError(ValueError):
         super().__init__(text)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as a message shows it: its printed form on one line, not longer than can be read.
 
     Example:
@@ -140,6 +140,3 @@ def warn(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and _PACKAGE in pathlib.Path(frame.f_code.co_filename).parents:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-_PACKAGE = pathlib.Path(__file__).parents[1]

@@ -291,11 +291,7 @@ class Bank:
         return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {slots})"
 
     def layout(self, name: Hashable, where: str | None = None) -> SetLayout:
-        """The trees of a set, and the shapes of its leaves.
-
-        Args:
-            name: which set.
-            where: how the user named it, for the error; this call if not given.
+        """The trees of a set, and the shapes of its leaves; ``where`` is the user's own call, for the error.
 
         Raises:
             BankError: there is no such set; the error names sets of similar names.

@@ -34,8 +34,6 @@ class DeviceCache:
     A copy that was prefetched waits as it travelled: packed.
     """
 
-    __slots__ = ("copies", "lent", "prefetched")
-
     def __init__(self) -> None:
         self.copies: dict[Hashable, tuple[Array, ...]] = {}
         self.lent: set[Hashable] = set()
@@ -68,8 +66,7 @@ class WriteBack(NamedTuple):
 
 def arrived(leaf: Leaf) -> bool:
     """Whether a copy is there; arrays of PRNG keys cannot say, and come with the others."""
-    ready = getattr(leaf, "is_ready", None)
-    return ready is None or ready()
+    return getattr(leaf, "is_ready", lambda: True)()
 
 
 def set_in_use(name: Hashable, rule: str, where: str = "") -> BankError:

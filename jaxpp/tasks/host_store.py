@@ -14,7 +14,7 @@ in vectors (``SetPacking``), and are taken apart where the set is fetched: a pro
 the step that the transfer should hide behind.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import add
@@ -58,7 +58,7 @@ class HostStore:
         self.traffic = Traffic()
         self._hosts: dict[Hashable, HostCopy] = {}
         self._packings: dict[tuple[jax.ShapeDtypeStruct, ...], SetPacking] = {}
-        self._rows: dict[Hashable, DeviceCache] = {}
+        self._rows: defaultdict[Hashable, DeviceCache] = defaultdict(DeviceCache)
         self._writes: deque[WriteBack] = deque()
         self._late: list[BankError] = []
 
@@ -135,7 +135,7 @@ class HostStore:
         """
         self._settle()
         self._known(name)
-        cache = self._row(row)
+        cache = self._rows[row]
         if name in cache.lent:
             raise set_in_use(name, "a set is in use once at a time")
         packing = cache.prefetched.get(name)
@@ -150,14 +150,10 @@ class HostStore:
         return leaves
 
     def prefetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> None:
-        """Begin to bring a set that will be fetched, as ``fetch``. The least recently used copy makes room.
-
-        Raises:
-            BankError: there is no such set, the sets in use take all slots, or the device has no room.
-        """
+        """Begin to bring a set that will be fetched, as ``fetch`` does. The least recently used copy makes room."""
         self._settle()
         self._known(name)
-        cache = self._row(row)
+        cache = self._rows[row]
         if name in cache.copies:
             cache.copies[name] = cache.copies.pop(name)
         elif name not in cache.lent:
@@ -203,7 +199,7 @@ class HostStore:
 
     def keep(self, name: Hashable, leaves: Sequence[Array], row: Hashable = 0) -> None:
         """Give a set back unchanged: it stays on the device while there is a slot, and nothing is written."""
-        cache = self._row(row)
+        cache = self._rows[row]
         cache.lent.discard(name)
         if cache.make_room(self.slots):
             cache.copies[name] = tuple(leaves)
@@ -211,7 +207,7 @@ class HostStore:
     def release(self, name: Hashable, rows: Sequence[Hashable] = (0,)) -> None:
         """Give a set back as if it had not been lent: nothing is written, and its copy is dropped."""
         for row in rows:
-            self._row(row).release(name)
+            self._rows[row].release(name)
 
     def tell_later(self, error: BankError) -> None:
         """Have the next call raise an error that must not cost its caller what it holds."""
@@ -234,9 +230,6 @@ class HostStore:
     def _count(self, more: Traffic) -> None:
         self.traffic = Traffic(*map(add, self.traffic, more))
 
-    def _row(self, row: Hashable) -> DeviceCache:
-        return self._rows.setdefault(row, DeviceCache())
-
     def _known(self, name: Hashable) -> HostCopy:
         if name not in self._hosts:
             got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
@@ -249,7 +242,7 @@ class HostStore:
 
     def _load(self, name: Hashable, homes: Sequence[Sharding], row: Hashable) -> tuple[SetPacking, tuple[Array, ...]]:
         """The arrays of a set on their way to a row's device, and how they are packed there."""
-        cache = self._row(row)
+        cache = self._rows[row]
         if not cache.make_room(self.slots):
             got = f"slots={self.slots}, in use: {', '.join(map(repr, cache.lent))}"
             fix = f"make the bank with slots={self.slots + 1}, or leave the block that uses one first"
@@ -269,12 +262,10 @@ class HostStore:
         except JaxRuntimeError as error:
             if not _is_full(error):
                 raise
-            raise BankError(
-                f"set {name!r}",
-                "a set in use fits on the device beside what is there",
-                f"no room for its {self._hosts[name].nbytes:,} bytes ({self.slots} slots)",
-                f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets",
-            ) from error
+            rule = "a set in use fits on the device beside what is there"
+            got = f"no room for its {self._hosts[name].nbytes:,} bytes ({self.slots} slots)"
+            fix = f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets"
+            raise BankError(f"set {name!r}", rule, got, fix) from error
 
     def _again(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The result of ``work``; if there is no room, again without the copies that wait and with no write-back under way."""

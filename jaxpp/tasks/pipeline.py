@@ -47,12 +47,9 @@ def check_bank(bank: object) -> None:
 def check_scaling(options: Options) -> None:
     """Refuse a scaled loss where replicas have sets of their own."""
     if options.loss_scale is not None and options.placement.num_replicas > 1:
-        raise ArgumentError(
-            "loss_scale with a bank and data parallelism",
-            "a gradient that is not finite skips the step for all, and each task has its own sum of gradients",
-            f"{options.placement.num_replicas} replicas",
-            "pass one replica, or compute in bfloat16, which needs no scale",
-        )
+        where, got = "loss_scale with a bank and data parallelism", f"{options.placement.num_replicas} replicas"
+        rule = "a gradient that is not finite skips the step for all, and each task has its own sum of gradients"
+        raise ArgumentError(where, rule, got, "pass one replica, or compute in bfloat16, which needs no scale")
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:
@@ -167,10 +164,7 @@ class BankRunner(Runner):
         if len(names) != count:
             fix = f"pass a name, or a list of {count}"
             raise BankError("task", "a list of tasks has one a replica", f"{len(names)} tasks for {count} replicas", fix)
-        for name in names:
-            self.bank.layout(name, f"task={task!r}")
-        different = {self.bank.layout(name) for name in names}
-        if len(different) > 1:
+        if len({self.bank.layout(name, f"task={task!r}") for name in names}) > 1:
             params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
             got = [f"{name!r}: {', '.join(map(describe, leaves[:4]))}" for name, leaves in params.items()]
             rule = "replicas run one program, so their tasks' sets have the same shapes"
@@ -186,12 +180,9 @@ class BankRunner(Runner):
             engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
             found = ReplicaSets(engine, layout)
             if engine.placed.names.params != first.placed.names.params:
-                raise CutError(
-                    f"task {name!r}",
-                    "the shared parameters stay on their stages whatever the task",
-                    "with this set the loss is cut elsewhere",
-                    "pass cuts=[...] to the Pipeline, so that it is cut where you say",
-                )
+                rule = "the shared parameters stay on their stages whatever the task"
+                fix = "pass cuts=[...] to the Pipeline, so that it is cut where you say"
+                raise CutError(f"task {name!r}", rule, "with this set the loss is cut elsewhere", fix)
             self._known[layout] = found
         return self._known[layout]
 

@@ -29,16 +29,13 @@ class ReplicaSets:
 
     def __init__(self, engine: Engine, layout: SetLayout):
         if engine.layout.num_own != layout.params.num_leaves:
-            raise CutError(
-                "theta[t]",
-                "a loop over the layers of a task's own parameters is not cut",
-                "a boundary inside such a loop",
-                "pass cuts=[...] outside of it, or fewer stages",
-            )
+            rule, got = "a loop over the layers of a task's own parameters is not cut", "a boundary inside such a loop"
+            raise CutError("theta[t]", rule, got, "pass cuts=[...] outside of it, or fewer stages")
         self.engine = engine
         names, placement = engine.placed.names.own, engine.placement
         replicas = range(placement.num_replicas)
         self.homes = tuple(tuple(placement[name.stage].replica(r).sharding(name.ref) for name in names) for r in replicas)
+        self._sharded = cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)  # for several replicas, which have sub-meshes
         self._reshaped: dict[Hashable, jax.stages.Wrapped] = {}
 
     def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
@@ -68,16 +65,8 @@ class ReplicaSets:
             rows.append(row)
         return [self._reshape(r, row, lead=False) for r, row in enumerate(rows)]
 
-    @property
-    def _sharded(self) -> tuple[tuple[NamedSharding, ...], ...]:
-        """The homes of several replicas, which live on sub-meshes."""
-        return cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)
-
     def _reshape(self, replica: int, row: _Row, *, lead: bool) -> _Row:
-        """A set with an axis of one replica before the others, or without; it gives up its buffers to the result.
-
-        One program a device, as leaves of a set may live on several stages.
-        """
+        """A set with an axis of one replica before the others, or without; donated to one program for each stage of its leaves."""
         by_mesh: dict[Mesh, list[int]] = {}
         for k, home in enumerate(self._sharded[replica]):
             by_mesh.setdefault(_mesh(home), []).append(k)

@@ -11,6 +11,7 @@ float32, which changes signalling NaNs. An int32 step count lies beside float32 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import jax
@@ -84,11 +85,10 @@ class SetPacking:
 
     def unpack(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The leaves of arrays that have travelled to the device, each at its home with a buffer of its own; waits for nothing."""
-        found, at = dict(zip(self._alone, arrays[len(self._packs) :], strict=True)), 0
+        found, rest = {}, iter(arrays)
         for bundle in self._bundles:
-            end = at + len(bundle.packs)
-            found |= zip(bundle.members, bundle.split(*arrays[at:end]), strict=True)
-            at = end
+            found |= zip(bundle.members, bundle.split(*islice(rest, len(bundle.packs))), strict=True)
+        found |= zip(self._alone, rest, strict=True)
         return tuple(found[k] for k in range(len(self.shapes)))
 
     def on_host(self, leaves: Sequence[Leaf]) -> "HostCopy":
@@ -118,12 +118,12 @@ class SetPacking:
 
         def join(*leaves: Array) -> list[Array]:
             assert [(x.shape, x.dtype) for x in leaves] == [(aval.shape, aval.dtype) for aval in expected]
-            values = {Ref(Role.VALUE, k): _to_words(leaf) for k, leaf in zip(mine, leaves, strict=True)}
+            values = {Ref(Role.VALUE, k): _as_bits(leaf, _word(leaf.dtype)) for k, leaf in zip(mine, leaves, strict=True)}
             return [pack.join(values) for pack in packs]
 
         def split(*vectors: Array) -> list[Array]:
             parts = [part for pack, vector in zip(packs, vectors, strict=True) for part in pack.split(vector).values()]
-            return [_from_words(part, aval.dtype) for part, aval in zip(parts, expected, strict=True)]
+            return [_as_bits(part, aval.dtype) for part, aval in zip(parts, expected, strict=True)]
 
         homes = [self.homes[k] for k in mine]
         return _Bundle(home, packs, mine, jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=homes))
@@ -168,9 +168,7 @@ def _word(dtype: DType) -> DType:
     return np.dtype(f"uint{bits}") if bits >= 8 else None
 
 
-def _to_words(leaf: Array) -> Array:
-    return leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(leaf, _word(leaf.dtype))
-
-
-def _from_words(words: Array, dtype: DType) -> Array:
-    return words.astype(dtype) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)
+def _as_bits(array: Array, dtype: DType) -> Array:
+    """The bits of an array as another dtype of the same width; a boolean is a byte."""
+    convert = jax.lax.convert_element_type if np.dtype(bool) in (array.dtype, dtype) else jax.lax.bitcast_convert_type
+    return convert(array, dtype)

@@ -39,8 +39,8 @@ def take(params: Params, path: Path) -> tuple[Params, Params]:
     """
     if not isinstance(path, str):
         subtrees = {}
-        for one in _paths(path):
-            params, subtrees[one] = take(params, one)
+        for each in _paths(path):
+            params, subtrees[each] = take(params, each)
         return params, subtrees
     found: list[Params] = []
 
@@ -67,8 +67,8 @@ def insert(params: Params, task_params: Params, path: Path) -> Params:
         {'body': 1, 'block_1': {'dense': 3, 'adapter': 2}}
     """
     if not isinstance(path, str):
-        for one in _paths(path):
-            params = insert(params, task_params[one], one)
+        for each in _paths(path):
+            params = insert(params, task_params[each], each)
         return params
     return _at(params, path, lambda node, key: type(node)({**node, key: task_params}), there=False)
 
@@ -91,8 +91,8 @@ def bind_subtree(loss_fn: LossFn, path: Path) -> LossFn:
         >>> loss_fn({"body": 2.0}, 1.0, 3.0)
         7.0
     """
-    for one in [path] if isinstance(path, str) else _paths(path):
-        _keys(one)
+    for each in [path] if isinstance(path, str) else _paths(path):
+        _keys(each)
 
     @functools.wraps(loss_fn)
     def bound(params: Params, task_params: Params, *rest: Tree, **named: Tree) -> Tree:
@@ -127,12 +127,12 @@ def _at(tree: Tree, path: str, change: Callable[[Tree, Hashable], Tree], *, ther
     keys = _keys(path)
 
     def walk(node: Tree, depth: int) -> Tree:
-        last = depth == len(keys) - 1
+        word, last = keys[depth], depth == len(keys) - 1
         if not isinstance(node, Mapping):
             raise _missing(path, keys[:depth], type(node).__name__, ())
-        key = int(keys[depth]) if keys[depth] not in node and keys[depth].isdecimal() else keys[depth]
+        key = int(word) if word not in node and word.isdecimal() else word
         if key not in node and (there or not last):
-            raise _missing(path, keys[:depth], f"no {keys[depth]!r}", difflib.get_close_matches(keys[depth], map(str, node)))
+            raise _missing(path, keys[:depth], f"no {word!r}", difflib.get_close_matches(word, map(str, node)))
         if last:
             return change(node, key)
         return type(node)({**node, key: walk(node[key], depth + 1)})  # pyright: ignore[reportCallIssue]
