@@ -17,7 +17,7 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of
-from jaxpp.stages.table import Stages, tabulate
+from jaxpp.stages.stage_table import Stages, tabulate
 from jaxpp.state import States, states_of
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import BankRunner, Runner, with_set
@@ -97,7 +97,7 @@ def compile_step(
     warn_of(engine.layout.unevenness)
     engine.plan("update", batch, taken)
     places = [(place.shown, place.devices[0]) for place in engine.placement.places]
-    cut = engine.preparer.job(batch, taken).cuts[0]
+    cut = engine.preparer.step(batch, taken).cuts[0]
     alone = functions or by_hand(len(places), engine.cut_at, engine.slicing, has_state=options.has_state)
     stages = tabulate(cut, engine.owner, places, alone)
     runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, taken)

@@ -20,9 +20,9 @@ from jaxpp.observe.profile.record import check_profile, record
 from jaxpp.options import Options
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
-from jaxpp.stages.loss.key import positional_key
+from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
-from jaxpp.stages.table import Stages, bytes_in_words
+from jaxpp.stages.stage_table import Stages, bytes_in_words
 from jaxpp.state import Metrics, State
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set

@@ -19,7 +19,7 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.table import Stages
+from jaxpp.stages.stage_table import Stages
 from jaxpp.state import Metrics, State, check_kept
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import with_set

@@ -23,8 +23,8 @@ from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import Reducer
-from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
+from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint
 from jaxpp.state import State, states_of
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
@@ -171,7 +171,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's."""
     config, layout = engine.options, engine.layout
     state = states_of(engine).wrap(leaves)
-    traced = engine.preparer.job(batch, key).cuts[0].loss
+    traced = engine.preparer.step(batch, key).cuts[0].loss
     spread = assembled(jax.tree.structure(layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     groups = engine.preparer.groups.current if _own(engine) else ()

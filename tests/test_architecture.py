@@ -82,7 +82,7 @@ def test_only_transfer_moves_arrays_in_a_step():
     for file in FILES:
         text = file.read_text()
         if file.name != "transfer.py" and "device_put(" in text:
-            assert file.name == "table.py", f"{file} moves arrays"
+            assert file.name == "stage_table.py", f"{file} moves arrays"
 
 
 def test_the_front_door_has_the_names_of_the_design():

@@ -122,8 +122,8 @@ def test_a_batch_of_another_size_compiles_what_depends_on_it_alone():
         """What a step of this size runs that is not known."""
         before = len(pipe.engine.programs)
         pipe.step(state, X[:size], donate=False)
-        _, drafted = pipe.engine.plan("update", X[:size], None, donate=False)
-        programs = {id(line.program): line.label for line in drafted.bound.lines if line.program}
+        _, lowered = pipe.engine.plan("update", X[:size], None, donate=False)
+        programs = {id(line.program): line.label for line in lowered.bound.lines if line.program}
         new = sorted({label for program, label in programs.items() if program not in known})
         assert not known or len(pipe.engine.programs) - before == len(programs.keys() - known)
         known.update(programs)

@@ -52,19 +52,19 @@ def test_the_frozen_half_runs_no_backward_and_keeps_no_residual(how, schedule):
     case = mlp_case(batch_size=16)
     pipe, _, _ = make(case, how, schedule)
     pipe.init(case.params, case.batch)
-    drafted = pipe.engine.draft("update", case.batch, None)
-    ran = {line.action for line in drafted.bound.lines if line.action is not None and line.program is not None}
+    lowered = pipe.engine.lower("update", case.batch, None)
+    ran = {line.action for line in lowered.bound.lines if line.action is not None and line.program is not None}
     backwards = {(action.stage, str(action.kind)) for action in ran if action.kind != Kind.F}
     assert {stage for stage, _ in backwards} == {2, 3}
     assert (2, "I") not in backwards, "nobody wants the cotangent of the first stage that learns"
-    liveness = step_liveness(pipe.engine, drafted)
+    liveness = step_liveness(pipe.engine, lowered)
     assert {life.name.stage for life in liveness.lives if life.kind == "residuals"} == {2, 3}
     last = max(number + 1 for number, line in enumerate(liveness.lines) if line.action is not None)
     early = {life.name.stage for life in liveness.lives if life.kind == "gradients" and life.begins <= last}
     late = {life.name.stage for life in liveness.lives if life.kind == "gradients" and life.begins > last}
     assert early == {2, 3}
     assert late - early == (set() if how == "optimizer" else {0, 1}), "an optimizer that reads them gets zeros, at the end"
-    sends = [line.label for line in drafted.bound.lines if line.is_send and line.action is not None]
+    sends = [line.label for line in lowered.bound.lines if line.is_send and line.action is not None]
     assert len(sends) == 4 * (3 + 1), "activations over three boundaries, cotangents over the last only"
 
 

@@ -221,14 +221,14 @@ def test_an_update_that_fails_in_part_says_so_and_what_to_do(monkeypatch):
     pipe = pipeline()
     state = pipe.init(PARAMS, X)
     saved = host(state)
-    plan, drafted = pipe.engine.plan("update", X, None)  # no way is known to fill a device just then
+    plan, lowered = pipe.engine.plan("update", X, None)  # no way is known to fill a device just then
     last = max(k for k, line in enumerate(plan.instructions) if line.label.startswith("update stage"))
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
     lines = [line._replace(call=full) if k == last else line for k, line in enumerate(plan.instructions)]
-    failing = dataclasses.replace(plan, instructions=tuple(lines)), drafted
+    failing = dataclasses.replace(plan, instructions=tuple(lines)), lowered
     monkeypatch.setattr(pipe.engine, "plan", lambda *_, **__: failing)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         pipe.step(state, X)

@@ -43,8 +43,8 @@ def ready(name):
 def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
     batch, engine = jax.tree.map(np.asarray, case.batch), pipe.engine
-    drafted = engine.draft("update", batch, case.key)
-    liveness = step_liveness(engine, drafted, homes_of(drafted, batch, case.key))
+    lowered = engine.lower("update", batch, case.key)
+    liveness = step_liveness(engine, lowered, homes_of(lowered, batch, case.key))
     own = engine.copy(engine.leaves(state))
     own = engine.run("update", own, batch, case.key).state
     jax.block_until_ready(own)
@@ -98,8 +98,8 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=p, num_microbatches=m, has_aux=True, remat=remat)
     pipe.init(case.params, case.batch)
     engine = pipe.engine
-    drafted = engine.draft("update", case.batch, None)
-    liveness = step_liveness(engine, drafted)
+    lowered = engine.lower("update", case.batch, None)
+    liveness = step_liveness(engine, lowered)
     boundary = 28 // m * 16 * 4
     for stage, device in list(enumerate(liveness.devices))[remat == "recompute" :]:  # the first keeps parts of the batch then
         residuals = [life for life in liveness.lives if life.device == device and life.kind == "residuals"]
@@ -118,11 +118,11 @@ def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_re
 
 def test_a_batch_that_is_already_on_the_device_of_the_first_stage_is_not_counted_twice():
     case, pipe, _ = ready("mlp 1f1b")
-    drafted = pipe.engine.draft("update", case.batch, None)
+    lowered = pipe.engine.lower("update", case.batch, None)
     here = {Name(CALLER, Ref(Role.BATCH, k)): jax.devices()[0] for k in range(2)}
-    peaks = [step_liveness(pipe.engine, drafted, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
+    peaks = [step_liveness(pipe.engine, lowered, homes).levels[jax.devices()[0]].sum(axis=1).max() for homes in (None, here)]
     assert peaks[0] >= peaks[1]
-    first = [step_liveness(pipe.engine, drafted, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
+    first = [step_liveness(pipe.engine, lowered, homes).levels[jax.devices()[0]][1].sum() for homes in (None, here)]
     assert first[0] - first[1] == case.batch["x"].nbytes
 
 

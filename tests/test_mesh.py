@@ -162,8 +162,8 @@ def test_activations_go_from_sub_mesh_to_sub_mesh_without_the_host():
     case = gpt_case(batch_size=16)
     pipe = pipeline(case, mesh=mesh_of())
     state = pipe.init(case.params, case.batch)
-    _, drafted = pipe.engine.plan("grads", case.batch, case.key)
-    sent = {line.label: line for line in drafted.bound.lines if line.is_send and line.action is not None}
+    _, lowered = pipe.engine.plan("grads", case.batch, case.key)
+    sent = {line.label: line for line in lowered.bound.lines if line.is_send and line.action is not None}
     assert {"send 0F0 to stage 1", "send 1B0 to stage 0"} <= set(sent)
     seen = []
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.place import plan_update
+from jaxpp.optim.owners import plan_update
 from jaxpp.verify import compare
 from tests.conftest import gpt_case, mlp_case
 

@@ -88,9 +88,9 @@ def test_verify_names_the_first_leaf_that_differs_and_both_values_when_a_stage_w
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
-    plan, drafted = pipe.engine.plan("grads", case.batch, None)
+    plan, lowered = pipe.engine.plan("grads", case.batch, None)
     lines = [line._replace(call=doubled(line.call)) if line.label == "1B0" else line for line in plan.instructions]
-    tampered = dataclasses.replace(plan, instructions=tuple(lines)), drafted
+    tampered = dataclasses.replace(plan, instructions=tuple(lines)), lowered
     monkeypatch.setattr(pipe.engine, "plan", lambda *_, **__: tampered)
     with pytest.raises(VerifyError) as error:
         pipe.verify(state, case.batch)

@@ -38,7 +38,7 @@ def residual_peaks(case, name, p, m):
         case.key,
     )
     owner = engine.options.schedule.stage_to_rank
-    draft = lower(engine.preparer.job(case.batch, case.key), engine.options.schedule.order)
+    draft = lower(engine.preparer.step(case.batch, case.key), engine.options.schedule.order)
     last = {}
     for number, line in enumerate(draft.lines):
         last.update((value, number) for value in line.inputs)
@@ -236,7 +236,7 @@ def test_the_actions_are_dispatched_in_the_order_of_the_unit_clock():
     for name in SCHEDULES:
         schedule = make_for_stages(name, num_stages=4, num_microbatches=4)
         engine = first.with_schedule(schedule)
-        draft = lower(engine.preparer.job(case.batch, None), schedule.order)
+        draft = lower(engine.preparer.step(case.batch, None), schedule.order)
         labels = [line.label for line in draft.lines if line.label[0].isdigit()]
         assert labels == [str(action) for action in schedule.order if (action.stage, action.kind) != (0, Kind.I)]
         for row in schedule.rows:

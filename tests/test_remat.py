@@ -112,7 +112,7 @@ def test_a_second_batch_shape_keeps_as_little_as_the_first():
     pipe.init(case.params, case.batch)
     smaller = jax.tree.map(lambda leaf: leaf[:6], case.batch)
     for batch in (case.batch, smaller):
-        for codes in pipe.engine.preparer.job(batch, None).cuts:
+        for codes in pipe.engine.preparer.step(batch, None).cuts:
             assert not any(code.residuals for code in codes.stages)
 
 

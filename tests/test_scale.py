@@ -78,7 +78,7 @@ def test_tracing_cutting_and_lowering_grow_linearly_with_parameter_leaves(loss_f
 
         def run():
             engine = open_engine(options, OPTIMIZERS[name](), (params,), batch, None)
-            engine.draft("update", batch, None)
+            engine.lower("update", batch, None)
 
         return lines_run(run)
 
@@ -110,10 +110,10 @@ def test_of_all_batch_shapes_the_last_ones_used_are_kept():
     for size in (6, 8, 6, 10):
         pipe.step(state, jnp.ones((size, 4)), donate=False)
     gc.collect()
-    assert {drafted.job.batch[0].shape[0] for _, drafted in engine.kept} == {6, 10}, "the least recently used one goes"
+    assert {lowered.step.batch[0].shape[0] for _, lowered in engine.kept} == {6, 10}, "the least recently used one goes"
     assert len(engine.kept) == engine.preparer.num_cuts == 2
     count = len(engine.programs)
-    drafts = [drafted.bound for _, drafted in engine.kept]
+    drafts = [lowered.bound for _, lowered in engine.kept]
     used = {line.program for draft in drafts for line in draft.lines if line.program is not None}
     alive = [ref() for ref in held if ref() is not None]
     assert used.issuperset(alive) and len(alive) < len(held), "programs go with the last plan that uses them"
@@ -224,7 +224,7 @@ def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
     pipe = jaxpp.Pipeline(dropout, optax.sgd(0.1), num_stages=2, num_microbatches=6)
     state = pipe.init({f"w{k}": jnp.full(4, 0.5) for k in range(4)}, jnp.ones((12, 4)))
     pipe.verify(state, jnp.ones((12, 4)), key)
-    lines = pipe.engine.draft("update", jnp.ones((12, 4)), key).bound.lines
+    lines = pipe.engine.lower("update", jnp.ones((12, 4)), key).bound.lines
     begins = [line.program for line in lines if line.label.startswith("begin") and line.program]
     folds = [str(jax.make_jaxpr(program.function)(*program.avals)).count("random_fold_in") for program in begins]
     assert set(folds) <= {0, 1} and 1 in folds
@@ -238,5 +238,5 @@ def test_lowering_grows_linearly_with_actions():
         options = {"num_stages": 8, "num_microbatches": schedule.num_microbatches, "schedule": schedule}
         batch = jnp.ones((schedule.num_microbatches, 4))
         engine = open_engine(Options.of(squares, **options), optax.sgd(0.1), (params,), batch, None)
-        counts.append(lines_run(lambda engine=engine, batch=batch: engine.draft("update", batch, None)))
+        counts.append(lines_run(lambda engine=engine, batch=batch: engine.lower("update", batch, None)))
     assert all(more < LINEAR * less for less, more in itertools.pairwise(counts))

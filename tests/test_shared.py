@@ -72,8 +72,8 @@ def test_a_python_number_takes_the_type_of_what_it_meets():
 def test_a_shared_leaf_is_one_array_on_each_device_not_one_a_microbatch():
     pipe = pipeline(num_stages=2, num_microbatches=8)
     state = pipe.init(PARAMS, BATCH)
-    _, drafted = pipe.engine.plan("update", BATCH, None)
-    names = {name for line in drafted.bound.lines for name in line.inputs if name.ref.role == "batch" and name.ref.shared}
+    _, lowered = pipe.engine.plan("update", BATCH, None)
+    names = {name for line in lowered.bound.lines for name in line.inputs if name.ref.role == "batch" and name.ref.shared}
     assert names and {name.microbatch for name in names} == {-1}
     assert pipe.forecast(PARAMS, BATCH).peaks
     assert pipe.profile(state, BATCH, num_steps=1).ledger

@@ -115,7 +115,7 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
         batch,
         None,
     )
-    job = engine.preparer.job(batch, None)
+    job = engine.preparer.step(batch, None)
     backward = job.cuts[0].stages[1].backward
     assert [ref.role for ref in backward["I"].then.outputs] == [Role.GRAD, Role.COTANGENT]
     assert "W" not in backward

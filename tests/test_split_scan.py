@@ -162,7 +162,7 @@ def test_no_residual_is_a_cast_of_the_weights():
     loss_fn, init = make(ScannedGPT(depth=4, dtype=jnp.bfloat16))
     pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=4)
     pipe.init(init, jax.random.key(0), TOKENS)
-    for code in pipe.engine.preparer.job(TOKENS, jax.random.key(0)).cuts[0].stages:
+    for code in pipe.engine.preparer.step(TOKENS, jax.random.key(0)).cuts[0].stages:
         assert {(2, 16, 64), (2, 64, 16)}.isdisjoint({aval.shape for aval in code.residuals})
         assert sum(map(count_bytes, code.statics.results)) > 2 * 2 * 2 * 16 * 64
 

@@ -101,8 +101,8 @@ def measure(
 def _highest(pipe: jaxpp.Pipeline, leaves: Leaves[Array], batch: Any, key: jax.Array) -> dict[Device, int]:
     """The most that each device holds after any instruction of a step, in bytes; the leaves are consumed."""
     engine = pipe.engine
-    _, drafted = engine.plan("update", batch, key)
-    extras = iter(temporaries(drafted.bound, engine.programs))
+    _, lowered = engine.plan("update", batch, key)
+    extras = iter(temporaries(lowered.bound, engine.programs))
     highest = dict.fromkeys(engine.options.placement.ranks_shown, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:

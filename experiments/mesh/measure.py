@@ -207,8 +207,8 @@ def bytes_on_devices(tree: Any, shape: Shape) -> tuple[int, ...]:
 def bytes_sent(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, key: jax.Array) -> Sent:
     """Run a step, and look at what arrives by each send from one stage to another; the state is left as it is."""
     engine = pipe.engine
-    _, drafted = engine.plan("update", batch, key, donate=False)
-    lines, found = iter(drafted.bound.lines), dict.fromkeys(Sent._fields, 0)
+    _, lowered = engine.plan("update", batch, key, donate=False)
+    lines, found = iter(lowered.bound.lines), dict.fromkeys(Sent._fields, 0)
 
     def look(instruction: Instruction, slots: Sequence[Any]) -> None:
         line = next(lines)

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jaxpp.engine.layout import Layout, lay_out
-from jaxpp.engine.outcome import Drafted, Outcome
+from jaxpp.engine.outcome import Lowered, Outcome
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
@@ -23,9 +23,10 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.init_params import INIT_KEY, lower_init
 from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.lower import add_wait, add_zero_gradients, forward_actions, lower
+from jaxpp.plan.lower import add_wait, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
+from jaxpp.plan.sum_gradients import add_zero_gradients
 from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
@@ -61,8 +62,8 @@ class Engine:
     preparer: Preparer
     programs: Programs
     opened_at: Hashable
-    _drafts: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
-    _plans: dict[tuple[Hashable, ...], tuple[Plan, Drafted]] = field(default_factory=dict, init=False)
+    _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
+    _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
@@ -160,24 +161,24 @@ class Engine:
         loss_fn: LossFn | None = None,
         donate: bool = True,
         watched: bool = False,
-    ) -> tuple[Plan, Drafted]:
+    ) -> tuple[Plan, Lowered]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
         shape = loss_fn, _shapes(batch, key)
         cache_key = (purpose, donate, watched, flags(), *shape)
         found = self._plans.get(cache_key)
         if found is None:
-            drafted = self.draft(purpose, batch, key, loss_fn=loss_fn, donate=donate)
-            what = f"for a batch of {drafted.job.split.num_examples(self.placement.num_replicas)}"
-            checked = Checked(drafted.job, scaled=self.options.loss_scale is not None) if any(flags()) else None
+            lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
+            checked = Checked(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
             options = {"watched": watched, "check": checked, "what": what}
-            names = drafted.inputs, drafted.outputs
-            plan, bound = compile_plan(drafted.bound, self.programs, self.preparer.groups, *names, **options)
-            found = self._plans[cache_key] = plan, dataclasses.replace(drafted, bound=bound)
+            names = lowered.inputs, lowered.outputs
+            plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
+            found = self._plans[cache_key] = plan, dataclasses.replace(lowered, bound=bound)
         self._use(shape)
         return found
 
     @property
-    def kept(self) -> tuple[tuple[Plan, Drafted], ...]:
+    def kept(self) -> tuple[tuple[Plan, Lowered], ...]:
         """The plans that are kept, and what they were made of."""
         return tuple(self._plans.values())
 
@@ -187,50 +188,50 @@ class Engine:
         self._recent[shape] = None
         if len(self._recent) > self.options.max_shapes:
             del self._recent[next(iter(self._recent))]
-            for known in (self._drafts, self._plans):
+            for known in (self._lowered, self._plans):
                 for name in [name for name in known if name[-2:] not in self._recent]:
                     del known[name]
-            self.preparer.forget({id(cut) for job, _ in self._drafts.values() for cut in job.cuts})
+            self.preparer.forget({id(cut) for step, _ in self._lowered.values() for cut in step.cuts})
 
-    def draft(
+    def lower(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, donate: bool = True
-    ) -> Drafted:
+    ) -> Lowered:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
         shape = loss_fn, _shapes(batch, key)
         cache_key = (train, *shape)
-        if cache_key not in self._drafts:
+        if cache_key not in self._lowered:
             schedule = self.options.schedule
-            job = self.preparer.job(batch, key, loss_fn=loss_fn, train=train)
-            actions = schedule.order if train else forward_actions(schedule.num_stages, len(job.sizes))
-            self._drafts[cache_key] = job, lower(job, actions)
+            step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
+            actions = schedule.order if train else forward_actions(schedule.num_stages, len(step.sizes))
+            self._lowered[cache_key] = step, lower(step, actions)
         self._use(shape)
-        job, lines = self._drafts[cache_key]
+        step, lines = self._lowered[cache_key]
         builder, names = lines.copy(), self.placed.names
-        found = Outcome(total_name(job.loss_stage, Role.LOSS), _aux_names(job))
-        states = [state_name(name.stage, leaf, len(job.sizes)) for leaf, name in enumerate(names.model_state)]
+        found = Outcome(total_name(step.loss_stage, Role.LOSS), _aux_names(step))
+        states = [state_name(name.stage, leaf, len(step.sizes)) for leaf, name in enumerate(names.model_state)]
         if purpose == "update":
-            found = self._add_update(builder, job, found, states, donate=donate)
+            found = self._add_update(builder, step, found, states, donate=donate)
         elif purpose == "grads":
-            add_zero_gradients(builder, job, range(len(self.owner)))
+            add_zero_gradients(builder, step, range(len(self.owner)))
             grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
             found = found._replace(grads=grads, model_state=states)
         else:
             found = found._replace(model_state=states)
         inputs = _read_by(purpose, names).flat()
-        inputs += [Name(CALLER, job.batch_ref(k)) for k in range(len(job.batch))]
+        inputs += [Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch))]
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        return Drafted(bind_lines(builder, self.placement), job, inputs, found)
+        return Lowered(bind_lines(builder, self.placement), step, inputs, found)
 
     def _add_update(
-        self, builder: Builder, job: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
+        self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
     ) -> Outcome[Name]:
         """Add the update to the lines of a step, after what its host callbacks may refuse."""
         update, names = self.update, self.placed.names
-        add_zero_gradients(builder, job, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
-        if job.calls_host:
-            grads = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in job.trained]
+        add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
+        if step.calls_host:
+            grads = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained]
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
         made = add_update(builder, update, found.loss, states, self.placement.own, donate=donate and not calls)
@@ -266,15 +267,15 @@ class Engine:
             watched: whether the observer asks the instructions whether they are done.
             hold: called before the first buffer of ``leaves`` is taken over.
         """
-        plan, drafted = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
-        job = drafted.job
+        plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]
         given = [*map(unaliased, jax.tree.leaves(batch))]
         if self.placement.num_replicas > 1:
-            given, keys = split_over_replicas(given, keys, self.placement.num_replicas, job.shared)
-        if job.weights is not None and not job.weights.looked:
-            job.weights.look(given)
-        return drafted.outcome(execute(plan, [*_read_by(purpose, leaves).flat(), *given, *keys], observer, hold))
+            given, keys = split_over_replicas(given, keys, self.placement.num_replicas, step.shared)
+        if step.weights is not None and not step.weights.looked:
+            step.weights.look(given)
+        return lowered.outcome(execute(plan, [*_read_by(purpose, leaves).flat(), *given, *keys], observer, hold))
 
 
 def open_engine(
@@ -330,10 +331,10 @@ def _shape(leaf: Any) -> Hashable:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def _aux_names(job: Step) -> list[Name]:
+def _aux_names(step: Step) -> list[Name]:
     found: dict[int, Name] = {}
-    for stage in range(job.num_stages):
-        for ref in job.codes(stage)[0].forward.outputs:
+    for stage in range(step.num_stages):
+        for ref in step.codes(stage)[0].forward.outputs:
             if ref.role in (Role.AUX, Role.ROWS):
                 found[ref.index] = total_name(stage, Role.AUX, ref.index)
     return [found[k] for k in sorted(found)]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.sharding_rules import specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key
-from jaxpp.optim.place import unread_gradients
+from jaxpp.optim.owners import unread_gradients
 from jaxpp.optim.rowwise import slicing_for
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs

@@ -13,7 +13,7 @@ from jaxpp.plan.step import Step
 from jaxpp.runtime.bind import Bound
 from jaxpp.types import Array, Tree
 
-__all__ = ["Drafted", "Outcome"]
+__all__ = ["Lowered", "Outcome"]
 
 _T = TypeVar("_T")
 
@@ -43,18 +43,18 @@ class Outcome(NamedTuple, Generic[_T]):
 
 
 @dataclass(frozen=True)
-class Drafted:
+class Lowered:
     """A step as lines.
 
     Attributes:
         bound: the lines, with their places.
-        job: what was lowered.
+        step: what was lowered.
         inputs: the names of the arguments: leaves of the state, batch leaves, the key.
         results: the names of the results.
     """
 
     bound: Bound
-    job: Step
+    step: Step
     inputs: list[Name]
     results: Outcome[Name]
 
@@ -70,7 +70,7 @@ class Drafted:
     def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
         """The results of a plan, each in its place."""
         found = self._tree.unflatten(values)
-        return found._replace(aux=self.job.cuts[0].loss.aux_tree.unflatten(found.aux))
+        return found._replace(aux=self.step.cuts[0].loss.aux_tree.unflatten(found.aux))
 
 
 def _is_name(value: object) -> bool:

@@ -10,7 +10,7 @@ import optax
 
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.sharding_rules import opt_specs_of
-from jaxpp.optim.place import plan_update
+from jaxpp.optim.owners import plan_update
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name

@@ -8,8 +8,8 @@ import jax
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing, raw_key
 from jaxpp.options import Options
+from jaxpp.plan.microbatch_weights import weigh
 from jaxpp.plan.step import Step
-from jaxpp.plan.weights import weigh
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.cuts.balance import align
@@ -74,7 +74,7 @@ class Preparer:
             return split_any(check_batch(batch, 1, shared=options.shared), *counts)
         return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
 
-    def job(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
+    def step(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
         """What to lower for a batch of these shapes.
 
         Raises:

@@ -13,8 +13,8 @@ from jaxpp.stages.cuts.cut import CutLoss, cut
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.loss.aux import Reducer, reducers_of
-from jaxpp.stages.loss.key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
+from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree

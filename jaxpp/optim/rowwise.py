@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.conditions import open_conditions
-from jaxpp.optim.place import flat_update, trace_update
+from jaxpp.optim.owners import flat_update, trace_update
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import ELEMENTWISE, aval_of, is_cast, kind_of, number_in, variables
 from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of

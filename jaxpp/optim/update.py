@@ -1,4 +1,4 @@
-"""An optimizer's update, traced on the whole tree and placed: what ``optim.place`` makes and ``optim.emit`` writes as lines."""
+"""An optimizer's update, traced on the whole tree and placed: what ``optim.owners`` makes and ``optim.emit`` writes as lines."""
 
 import itertools
 from collections.abc import Hashable, Sequence

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxpp.plan.builder import Name
-from jaxpp.plan.weights import Weights
+from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cuts.cut import CutLoss
 from jaxpp.stages.loss.microbatch import Split

@@ -1,1 +1,1 @@
-"""How it runs: stages on devices, a schedule lowered to a plan, one loop, and the optimizer where the parameters live."""
+"""Where and how a plan runs: places, compiled programs, transfers, and one loop."""

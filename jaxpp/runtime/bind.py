@@ -15,7 +15,8 @@ import jax
 from jax.sharding import Sharding
 
 from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, Name
-from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
+from jaxpp.plan.plan import About, Instruction, Plan
+from jaxpp.plan.slots import SlotNumbers, last_uses
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Submesh
 from jaxpp.runtime.placement import Placement
@@ -80,11 +81,7 @@ class Bound:
     @cached_property
     def last_uses(self) -> Mapping[Name, int]:
         """The number of the last line that reads or writes each name."""
-        return _last_uses(self.lines)
-
-
-def _last_uses(lines: Sequence[Line]) -> dict[Name, int]:
-    return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}
+        return last_uses(self.lines)
 
 
 def bind_lines(builder: Builder, placement: Placement) -> Bound:
@@ -147,7 +144,7 @@ def compile_plan(
     compiled, chosen = _compile(lines, programs, what)
     placed = {name: programs.constant(found, bound.placement[name.stage], name.ref) for name, found in bound.constants.items()}
     made = dataclasses.replace(bound, chosen=chosen, placed=placed)
-    last = _last_uses(lines)
+    last = last_uses(lines)
     results = tuple(map(bound.resolve, outputs))
     kept = set(results)
     slots = SlotNumbers()

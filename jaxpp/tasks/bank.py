@@ -28,7 +28,7 @@ from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.schedule.draw.text import table_lines
-from jaxpp.stages.table import bytes_in_words
+from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.set_layout import SetLayout, check_params
 from jaxpp.tasks.subtree import bind_subtree, take

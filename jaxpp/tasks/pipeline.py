@@ -23,8 +23,8 @@ from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.key import positional_key
 from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint, join_losses
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.replica_sets import ReplicaSets

@@ -23,7 +23,7 @@ import numpy as np
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.collectives.hlo import HloInstruction, parse_groups, parse_hlo
 from jaxpp.schedule.draw.text import html_table, table_lines
-from jaxpp.stages.table import bytes_in_words
+from jaxpp.stages.stage_table import bytes_in_words
 
 __all__ = ["COLLECTIVE_KINDS", "Collective", "Collectives", "ProgramCollective", "read_collectives"]
 

@@ -23,11 +23,11 @@ def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int
     Programs are named by what they do, and a program that runs for every microbatch is named once. The bytes of all parameters are
     what one device would hold of them, with the parameters of each stage counted once.
     """
-    plan, drafted = engine.plan("update", batch, key)
+    plan, lowered = engine.plan("update", batch, key)
     calls = [instruction.call for instruction in plan.instructions]
     runs: Counter[tuple[str, int]] = Counter()
     found: dict[tuple[str, int], tuple[Collective, ...]] = {}
-    for line, call in zip(drafted.bound.lines, calls, strict=True):
+    for line, call in zip(lowered.bound.lines, calls, strict=True):
         for label, program, shape in _programs(line, call):
             name = label, id(program)
             runs[name] += 1

@@ -59,7 +59,7 @@ def changes(
                 continue
             try:
                 other = _tried(engine, options, batch, key)
-                liveness = step_liveness(other, other.draft("update", batch, key))
+                liveness = step_liveness(other, other.lower("update", batch, key))
             except JaxppError:
                 continue  # too many stages for this model, say
             share = now.schedule.num_microbatches / options.schedule.num_microbatches

@@ -17,7 +17,7 @@ from jaxpp.observe.memory.advice import Change, changes
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, step_liveness
 from jaxpp.plan.builder import Name
 from jaxpp.schedule.draw.text import table_lines
-from jaxpp.stages.table import bytes_in_words
+from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Forecast", "StageMemory", "forecast", "parse_bytes"]
@@ -126,8 +126,8 @@ def forecast(engine: Engine, batch: Batch, key: Key | None, room: int | None = N
     """
     limits = [stats["bytes_limit"] for d in engine.options.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room
-    _, drafted = engine.plan("update", batch, key)
-    liveness = step_liveness(engine, drafted, compiled=True)
+    _, lowered = engine.plan("update", batch, key)
+    liveness = step_liveness(engine, lowered, compiled=True)
     if waiting:
         held = {life.name: life for life in liveness.lives if life.begins == 0}
         copies = (held[name]._replace(ends=len(liveness.lines) + 1) for name in waiting)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Drafted
+from jaxpp.engine.outcome import Lowered
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.leaves import Leaves
@@ -23,7 +23,7 @@ from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.program import Role
-from jaxpp.stages.table import bytes_in_words
+from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
@@ -124,23 +124,23 @@ def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
 
 def sample_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> tuple[Ledger, Leaves[Array]]:
     """Run one step, which consumes the leaves of its state, and look at what is alive; it waits at each look."""
-    plan, drafted = engine.plan("update", batch, key)
-    liveness = step_liveness(engine, drafted, homes_of(drafted, batch, key), compiled=True)
+    plan, lowered = engine.plan("update", batch, key)
+    liveness = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
-    state = dict(zip(drafted.inputs, leaves.flat(), strict=False))
+    state = dict(zip(lowered.inputs, leaves.flat(), strict=False))
     kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
-    sampler = _Sampler(plan, drafted, liveness, foreign, kept)
+    sampler = _Sampler(plan, lowered, liveness, foreign, kept)
     sampler.look(0, state, liveness.devices)
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
-    values = dict(zip(drafted.outputs, jax.tree.leaves(outcome), strict=True))
+    values = dict(zip(lowered.outputs, jax.tree.leaves(outcome), strict=True))
     sampler.look(len(liveness.lines) + 1, state | values, liveness.devices)
     stats = {device: found for device in liveness.devices if (found := devices_of(device)[0].memory_stats())}
     return Ledger(liveness, tuple(sampler.samples), stats), outcome.state
 
 
-def homes_of(drafted: Drafted, batch: Batch, key: Key | None) -> dict[Name, Device]:
+def homes_of(lowered: Lowered, batch: Batch, key: Key | None) -> dict[Name, Device]:
     """The devices of the caller's batch leaves and key, of each that is on one device."""
-    names = [name for name in drafted.inputs if name.stage == CALLER]
+    names = [name for name in lowered.inputs if name.stage == CALLER]
     given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
     arrays = [(name, leaf.devices()) for name, leaf in zip(names, given, strict=True) if isinstance(leaf, jax.Array)]
     return {name: next(iter(devices)) for name, devices in arrays if len(devices) == 1}
@@ -149,13 +149,13 @@ def homes_of(drafted: Drafted, batch: Batch, key: Key | None) -> dict[Name, Devi
 class _Sampler:
     """Follows which slot holds which value, and looks at each device when it holds most."""
 
-    def __init__(self, plan: Plan, drafted: Drafted, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
+    def __init__(self, plan: Plan, lowered: Lowered, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
         self.samples: list[Sample] = []
         self._lines, self._liveness, self._foreign = liveness.lines, liveness, foreign
         self._peaks = {device: liveness.peak(device) for device in liveness.devices}
         self._moment = 0
-        self._always = [*drafted.bound.placed.items(), *kept.items()]  # the old model state is the caller's until the step ends
-        self._holds = dict(zip(plan.inputs, map(drafted.bound.resolve, drafted.inputs), strict=True))
+        self._always = [*lowered.bound.placed.items(), *kept.items()]  # the old model state is the caller's until the step ends
+        self._holds = dict(zip(plan.inputs, map(lowered.bound.resolve, lowered.inputs), strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
         """Called by the executor after each instruction."""

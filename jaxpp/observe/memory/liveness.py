@@ -1,4 +1,4 @@
-"""What is alive on each device while a step runs, from the lines of its draft and the shapes of its values; nothing runs.
+"""What is alive on each device while a step runs, from its lines and the shapes of its values; nothing runs.
 
 Every value of a step has a name, a size, a line that makes it and a line after which it is freed. So the bytes that a device holds
 at any moment are a sum over values, which is known before the first step (``forecast``), and can be compared with what is really
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Drafted
+from jaxpp.engine.outcome import Lowered
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.compile import PlacedProgram, Programs
@@ -130,20 +130,20 @@ class Liveness:
 
 
 def step_liveness(
-    engine: Engine, drafted: Drafted, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
+    engine: Engine, lowered: Lowered, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
     ``homes`` are the devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are
     counted if the programs are ``compiled``.
     """
-    bound = drafted.bound
+    bound = lowered.bound
     first, last = _forwards(bound), bound.last_uses
     end = len(bound.lines) + 1
-    sizes = _given(engine, drafted)
+    sizes = _given(engine, lowered)
     places = bound.placement.places
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER}
-    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, drafted.outputs)], end)
+    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, lowered.outputs)], end)
     taken: set[Name] = set()
     for number, line in enumerate(bound.lines):
         gone = line.taken - set(line.outputs)
@@ -203,13 +203,13 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
     return tuple(map(needs, bound.lines))
 
 
-def _given(engine: Engine, drafted: Drafted) -> dict[Name, int]:
+def _given(engine: Engine, lowered: Lowered) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
-    job = drafted.job
+    job = lowered.step
     key = [] if job.key is None else [job.key]
     avals = [*engine.placed.shapes.flat(), *job.batch, *key]
-    places = [None if name.stage == CALLER else engine.placement[name.stage] for name in drafted.inputs]
-    triples = zip(drafted.inputs, avals, places, strict=True)
+    places = [None if name.stage == CALLER else engine.placement[name.stage] for name in lowered.inputs]
+    triples = zip(lowered.inputs, avals, places, strict=True)
     return {name: count_bytes(aval) if place is None else place.num_bytes(name.ref, aval) for name, aval, place in triples}
 
 

@@ -18,7 +18,7 @@ from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.draw.panel import INK, LEFT, Entry, Figure, Panel, Part, bar_legend, legend, page, width_of
 from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, draw_timeline, timeline_room
-from jaxpp.stages.table import bytes_in_words
+from jaxpp.stages.stage_table import bytes_in_words
 
 __all__ = ["COLOURS", "profile_figure"]
 

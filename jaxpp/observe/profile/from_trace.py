@@ -40,7 +40,7 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
     """
     engine = pipe.engine
-    plan, drafted = engine.plan("update", batch, key)
+    plan, lowered = engine.plan("update", batch, key)
     try:
         runs = read_runs(Path(folder))
         found = matched(plan, runs, max(1, len(runs.steps)))
@@ -57,5 +57,5 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
     lengths = [max(span.end for span in spans) for spans in steps]
     median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
     spans = steps[median], isolated_spans(plan, alone, schedule)
-    ledger = Ledger(step_liveness(engine, drafted), (), {})
+    ledger = Ledger(step_liveness(engine, lowered), (), {})
     return Profile(schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger)

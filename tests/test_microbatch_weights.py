@@ -69,6 +69,6 @@ def test_weights_are_looked_at_once_a_shape(monkeypatch):
     pipe, state = weighted(lambda batch: batch["mask"].sum())
     batch = {"x": X, "mask": jnp.ones(8)}
     state, _ = pipe.step(state, batch)
-    monkeypatch.setattr("jaxpp.plan.weights.Weights.look", pytest.fail)
+    monkeypatch.setattr("jaxpp.plan.microbatch_weights.Weights.look", pytest.fail)
     _, metrics = pipe.step(state, batch | {"mask": jnp.zeros(8)})
     assert jnp.isnan(metrics.loss)
