@@ -35,7 +35,7 @@ _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _WITHOUT_BITS = ("token", "opaque")
-_HOST_MEMORY = re.compile(r"S\(5\)")
+_HOST_MEMORY = "S(5)"
 _PACKED = re.compile(r"E\((\d+)\)")
 
 
@@ -91,7 +91,7 @@ def parse_shape(text: str) -> Shape:
         sizes = [int(size.strip("<= ")) for size in found["sizes"].split(",") if size.strip()]
         arrays.append(f"{found['type']}[{found['sizes']}]")
         num_bytes += -(-math.prod(sizes) * _bits(found["type"], layout) // 8)
-        on_host |= bool(_HOST_MEMORY.search(layout))
+        on_host |= _HOST_MEMORY in layout
     return Shape(tuple(arrays), num_bytes, on_host)
 
 

@@ -203,7 +203,7 @@ class Profile(Drawn):
     @property
     def titles(self) -> Mapping[Clock, str]:
         """What the two timelines are called."""
-        how = "traced" if not self.missing else "watched, starts inferred"
+        how = "watched, starts inferred" if self.missing else "traced"
         return {"trace": how, "isolated": "each program alone, on devices of its own"}
 
     def drawing(self) -> Drawing:
@@ -230,8 +230,7 @@ class Profile(Drawn):
         """Both timelines, in milliseconds, with their titles."""
         found = []
         for title, spans in zip(self.titles.values(), (self.spans, self.isolated), strict=True):
-            rest = [span for span in spans if span.action is None and not span.sends]
-            parts = (rest, [span for span in spans if span.sends])
+            parts = [s for s in spans if s.action is None and not s.sends], [s for s in spans if s.sends]
             others = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
             found.append(Timeline(title, _in_milliseconds(_bars(spans)), *others))
         return found

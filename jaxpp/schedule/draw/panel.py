@@ -275,11 +275,7 @@ def shade(part: float) -> str:
 
 
 def matplotlib_module(module: str) -> Any:
-    """A module of matplotlib.
-
-    Raises:
-        ImportError: without matplotlib, saying how to install it.
-    """
+    """A module of matplotlib, or an error that says how to install it."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:

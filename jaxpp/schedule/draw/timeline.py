@@ -10,8 +10,7 @@ __all__ = ["REST", "SENT", "TITLE", "Timeline", "draw_timeline", "shortest", "ti
 
 REST, SENT = "#8C8C8C", "#D55E00"
 """The colours of what is no action, and of what arrives, which is a line below the row of a rank."""
-TITLE = 0.32
-"""Inches above a panel that has a title."""
+TITLE = 0.32  # inches above a panel that has a title
 
 
 class Timeline(NamedTuple):
