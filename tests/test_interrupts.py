@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import jaxpp
-import jaxpp.pipeline as pipeline_module
+from jaxpp.compiled import Compiled
 from jaxpp.errors import StateError
 from tests.test_bugs import PARAMS, X, loss_fn, pipeline
 
@@ -282,8 +282,8 @@ def test_a_pipeline_keeps_one_state_alive_and_no_other(monkeypatch):
     old = weakref.ref(pipe.init(PARAMS, X).params["a"])
     gc.collect()
     assert old() is not None
-    seen, make = [], pipeline_module.first_leaves
-    monkeypatch.setattr(pipeline_module, "first_leaves", lambda *given: (seen.append(old() is None), make(*given))[1])
+    seen, make = [], Compiled.first_leaves
+    monkeypatch.setattr(Compiled, "first_leaves", lambda *given: (seen.append(old() is None), make(*given))[1])
     pipe.init(PARAMS, X)
     assert seen == [True]
 

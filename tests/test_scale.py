@@ -18,7 +18,8 @@ import jaxpp
 from jaxpp.engine.engine import open_engine
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
-from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.compile import PlacedProgram, Programs
+from jaxpp.runtime.place import OneDevice
 from jaxpp.stages.program import Program, Ref, Role
 
 HOME = str(pathlib.Path(jaxpp.__file__).parent)
@@ -191,7 +192,7 @@ def test_programs_on_keys_and_on_their_bits_are_two():
     device, refs = jax.devices()[0], ((Ref(Role.ACTIVATION, 0),), (Ref(Role.ACTIVATION, 1),))
     programs, both = Programs(), (keys, jax.random.key_data(keys))
     shapes = [jax.ShapeDtypeStruct(given.shape, given.dtype) for given in both]
-    jobs = [(Program(lambda x: [x], *refs, (shape,)), device, ()) for shape in shapes]
+    jobs = [PlacedProgram(Program(lambda x: [x], *refs, (shape,)), OneDevice(device), ()) for shape in shapes]
     programs.compile(jobs)
     for job, given in zip(jobs, both, strict=True):
         (found,) = programs.get(job)(given)
