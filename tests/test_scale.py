@@ -195,7 +195,7 @@ def test_programs_on_keys_and_on_their_bits_are_two():
     jobs = [PlacedProgram(Program(lambda x: [x], *refs, (shape,)), OneDevice(device), ()) for shape in shapes]
     programs.compile(jobs)
     for job, given in zip(jobs, both, strict=True):
-        (found,) = programs.get(job)(given)
+        (found,) = programs.get(job).call(given)
         assert (found.dtype, found.shape) == (given.dtype, given.shape)
 
 
