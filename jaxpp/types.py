@@ -4,7 +4,7 @@ All of them are pytrees of arrays; the names say what role a tree plays, which i
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Sharding
@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class Aval(Protocol):
     """A shape and a dtype: ``jax.ShapeDtypeStruct``, or what a traced variable says of itself."""
 

@@ -31,7 +31,17 @@ jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(tempfile.gettemp
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-with install_import_hook("models", "beartype.beartype"):
+SHAPED = (
+    "models",
+    "jaxpp.stages.loss.aux",
+    "jaxpp.stages.loss.microbatch",
+    "jaxpp.plan.stage_setup",
+    "jaxpp.observe.memory.liveness",
+)
+"""Where annotations with shapes are checked at every call."""
+
+with install_import_hook(SHAPED, "beartype.beartype"):
+    import jaxpp  # noqa: F401  (so that its modules are imported while they are checked)
     from models.gpt import GPT
     from models.mlp import MLP
 
