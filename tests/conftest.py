@@ -91,9 +91,13 @@ def mlp_case(dtype: str = "float32", *, batch_size: int = 19, width: int = 16, d
     return Case("mlp", loss_fn, init, jax.jit(init)(jax.random.key(0)), batch, None, model)
 
 
-def gpt_case(dtype: str = "float32", *, batch_size: int = 11, depth: int = 2, compute: Any = None, width: int = 16) -> Case:
+def gpt_case(
+    dtype: str = "float32", *, batch_size: int = 11, depth: int = 2, compute: Any = None, width: int = 16, heads: int = 2
+) -> Case:
     """A small GPT with dropout and a tied head, on random tokens; aux holds the largest logit."""
-    model = GPT(vocab_size=32, max_length=8, width=width, depth=depth, num_heads=2, dropout=0.2, dtype=compute, param_dtype=dtype)
+    model = GPT(
+        vocab_size=32, max_length=8, width=width, depth=depth, num_heads=heads, dropout=0.2, dtype=compute, param_dtype=dtype
+    )
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 32, (batch_size, 9)))
 
     def loss_fn(params, batch, key):
