@@ -28,8 +28,8 @@ _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
 _OURS = frozenset({"jaxpp", "jax", "jaxlib"})
-_BETWEEN = frozenset({"contextlib", "concurrent", "functools", "threading"})
-"""Modules of Python whose frames are taken out where jaxpp or JAX called them."""
+_BETWEEN = frozenset({"concurrent", "contextlib", "functools", "jaxtyping", "threading"})
+"""Modules whose frames are taken out where jaxpp or JAX called them."""
 
 
 def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
