@@ -15,7 +15,7 @@ from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.panel import has_matplotlib
 from jaxpp.schedule.draw.pebbles import Lane, lanes, pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import timeline
-from jaxpp.schedule.residuals import Residual, counts, lifetimes, peak, places
+from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peak, places
 
 SMALL = make("1f1b", num_ranks=2, num_microbatches=4)
 

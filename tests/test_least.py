@@ -22,7 +22,7 @@ from jaxpp.options import Options
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import balance, owners
-from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role

@@ -18,7 +18,7 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
 from jaxpp.observe.profile.profile import Causes, Profile
 from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule import Kind, dependencies, make
-from jaxpp.schedule.residuals import lifetimes, peak
+from jaxpp.schedule.residual_counts import lifetimes, peak
 from tests.conftest import gpt_case, mlp_case
 
 RESOLUTION = 1e-5  # seconds: the stamps of different threads

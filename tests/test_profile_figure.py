@@ -15,7 +15,7 @@ from jaxpp.schedule import Action, Kind, make
 from jaxpp.schedule.clock import Bar, Timing, bars, replay
 from jaxpp.schedule.draw.pebbles import pebble_pair
 from jaxpp.schedule.draw.timeline import Timeline
-from jaxpp.schedule.residuals import lifetimes, peak
+from jaxpp.schedule.residual_counts import lifetimes, peak
 
 MIB = 2**20
 LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.stages.cuts.balance import balance, owners
-from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.aux import join
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role

@@ -13,7 +13,7 @@ from jaxpp.options import Options
 from jaxpp.plan.lower import lower
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cuts.balance import balance, owners
-from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.aux import join
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role

@@ -10,7 +10,7 @@ import jaxpp
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.by_name import resolve
-from jaxpp.stages.cuts.cut import cut
+from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.graph import descendants, trace
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.program import Role

@@ -34,7 +34,7 @@ from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host
 from jaxpp.stages.loops.stacked import Slicing, is_slices

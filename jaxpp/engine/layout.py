@@ -22,7 +22,7 @@ from jaxpp.runtime.measure import clock_of, stage_times
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.balance import Cuts, align, balance, owners
 from jaxpp.stages.cuts.by_name import resolve
-from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.cuts.uneven import check_giant, uneven
 from jaxpp.stages.loops.rows import rows_between
 from jaxpp.stages.loops.split_scan import slices_between

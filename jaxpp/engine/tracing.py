@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.stages.cuts.balance import Cuts
-from jaxpp.stages.cuts.cut import CutLoss, cut
+from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.loss.aux import Reducer, reducers_of

@@ -11,7 +11,7 @@ from functools import cached_property
 from jaxpp.plan.builder import Name
 from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode

@@ -12,7 +12,7 @@ from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
-from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.trace import key_implementation
 from jaxpp.types import Aval
 

@@ -23,7 +23,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Bar, Number, Times, Timing, bars, makespan, replay
 from jaxpp.schedule.draw.text import Drawing, Drawn, table_lines
 from jaxpp.schedule.idle import Idle, bubble_fraction, idle_causes
-from jaxpp.schedule.residuals import lifetimes, peaks
+from jaxpp.schedule.residual_counts import lifetimes, peaks
 
 __all__ = ["Costs", "Simulation", "simulate"]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.cut import CutLoss
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params
 

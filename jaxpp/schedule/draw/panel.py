@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.residuals import Residual, counts, places
+from jaxpp.schedule.residual_counts import Residual, counts, places
 
 __all__ = [
     "DOT",

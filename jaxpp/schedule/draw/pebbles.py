@@ -16,7 +16,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.panel import DOT, Figure, Panel, Part, bar_legend, matplotlib_module, page, several_stages, shade, width_of
 from jaxpp.schedule.draw.timeline import TITLE, Timeline, shortest
-from jaxpp.schedule.residuals import lifetimes, peaks
+from jaxpp.schedule.residual_counts import lifetimes, peaks
 
 __all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
 
