@@ -1,0 +1,1 @@
+"""What does a step cost in torch.distributed.pipelining?"""
