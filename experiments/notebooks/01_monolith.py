@@ -68,8 +68,8 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 print(f"loss before training: {loss:.4f} (guessing one of ten digits costs ln 10 = {np.log(10):.4f})")
 
 # %% [markdown]
-# A training **step** computes the loss and the gradients, and lets an optimizer change the parameters. A hundred steps on the same
-# 1,024 digits are enough to read digits that the model has never seen.
+# A training **step** computes the loss and the gradients, and lets an optimizer change the parameters. A hundred steps on the
+# same 1,024 digits are enough to read digits that the model has never seen.
 
 # %%
 optimizer = optax.adam(1e-3)
@@ -120,15 +120,16 @@ for name, size in sizes.items():
 # %% [markdown]
 # ## The fourth: what the forward pass keeps for the backward pass
 #
-# Gradients are computed in two passes. The **forward pass** goes through the layers from first to last, and ends with the loss. The
-# **backward pass** goes through the layers from last to first. At each layer it needs values that the forward pass has computed
-# there. To get the gradient of a weight matrix, for instance, it needs the input of that layer.
+# Gradients are computed in two passes. The **forward pass** goes through the layers from first to last, and ends with the loss.
+# The **backward pass** goes through the layers from last to first. At each layer it needs values that the forward pass has
+# computed there. To get the gradient of a weight matrix, for instance, it needs the input of that layer.
 #
 # The output of a layer is called an **activation**. The values that are kept from forward to backward are called **residuals**.
 # Most of them are activations, and that is why people speak of "activation memory".
 #
 # JAX lets us hold the residuals in our hands. `jax.vjp(f, params)` runs the forward pass of `f`. It returns the result, and a
-# function that runs the backward pass: the **pullback**. A pullback is a tree whose leaves are the residuals, so we can count them.
+# function that runs the backward pass: the **pullback**. A pullback is a tree whose leaves are the residuals, so we can count
+# them.
 
 # %%
 loss, pullback = jax.vjp(lambda params: loss_fn(params, batch), params)
@@ -137,15 +138,16 @@ for kind, count in kinds.most_common(4):
     print(f"{count:2} x {kind}")
 
 # %% [markdown]
-# The first two lines are the price of seven hidden layers and 1,024 digits. For each of these layers, the pullback keeps the layer's
-# output, which is the input of the next layer. For the derivative of `relu`, it keeps a mask that says which outputs were positive,
-# and an array of zeros for the outputs that were not. (A compiler would not store these zeros. This line ran uncompiled.) Then come
-# the weights of the layers, through which the gradients travel backward.
+# The first two lines are the price of seven hidden layers and 1,024 digits. For each of these layers, the pullback keeps the
+# layer's output, which is the input of the next layer. For the derivative of `relu`, it keeps a mask that says which outputs were
+# positive, and an array of zeros for the outputs that were not. (A compiler would not store these zeros. This line ran
+# uncompiled.) Then come the weights of the layers, through which the gradients travel backward.
 #
 # ## Is that what the device really holds?
 #
-# `jax.live_arrays()` lists every array that is alive. Two arrays may share a buffer, so we count each buffer once. The memory before
-# and after `jax.vjp` must differ by what `jax.eval_shape` says about the pullback, without the batch, which was there before.
+# `jax.live_arrays()` lists every array that is alive. Two arrays may share a buffer, so we count each buffer once. The memory
+# before and after `jax.vjp` must differ by what `jax.eval_shape` says about the pullback, without the batch, which was there
+# before.
 
 
 # %%
@@ -166,8 +168,8 @@ print(f"residuals: {measured / 2**10:,.0f} KiB measured, {expected / 2**10:,.0f}
 assert abs(measured - expected) < 0.1 * expected
 
 # %% [markdown]
-# The residuals of this small model are twenty times as large as its parameters. Calling the pullback gives the gradients. They are
-# what `jax.value_and_grad` gave, because `jax.value_and_grad` does the same two things.
+# The residuals of this small model are twenty times as large as its parameters. Calling the pullback gives the gradients. They
+# are what `jax.value_and_grad` gave, because `jax.value_and_grad` does the same two things.
 
 # %%
 (same_grads,) = pullback(jnp.ones_like(loss))
@@ -200,9 +202,9 @@ plt.show()
 # %% [markdown]
 # ## Why one device is not enough
 #
-# Now a model of the size that people want. With Adam in float32, every parameter needs 16 bytes: 4 for itself, 4 for its gradient,
-# and 8 for the optimizer state. The dashed line is a GPU with 80 GiB. A model of 7 billion parameters does not fit, even before the
-# first example.
+# Now a model of the size that people want. With Adam in float32, every parameter needs 16 bytes: 4 for itself, 4 for its
+# gradient, and 8 for the optimizer state. The dashed line is a GPU with 80 GiB. A model of 7 billion parameters does not fit,
+# even before the first example.
 
 # %%
 billions = np.array([1, 3, 7, 13])
@@ -221,10 +223,10 @@ plt.show()
 # %% [markdown]
 # What can be done?
 #
-# - **Compute again instead of keeping.** `jax.checkpoint` drops residuals and recomputes them in the backward pass; people call this
-#   **remat**, short for rematerialisation. It makes the blue part smaller, and leaves the three others as they are.
-# - **Several devices with a copy of the model each** (data parallelism). The batch is divided, and every device still needs all 16
-#   bytes for every parameter.
+# - **Compute again instead of keeping.** `jax.checkpoint` drops residuals and recomputes them in the backward pass; people call
+#   this **remat**, short for rematerialisation. It makes the blue part smaller, and leaves the three others as they are.
+# - **Several devices with a copy of the model each** (data parallelism). The batch is divided, and every device still needs all
+#   16 bytes for every parameter.
 # - **Divide each array among several devices** (FSDP, tensor parallelism). Every device holds a slice of every layer. The devices
 #   exchange slices or partial results in every layer, so the links between them must be fast.
 # - **Divide the layers among the devices.** Each device then holds the parameters, the gradients, the optimizer state and the
@@ -234,13 +236,13 @@ plt.show()
 #
 # ## Takeaway
 #
-# Training keeps parameters, gradients and optimizer state, which grow with the model, and residuals, which also grow with the batch.
-# Residuals are what the forward pass keeps for the backward pass, and in JAX they are the leaves of a pullback. Dividing the layers
-# among devices divides all four.
+# Training keeps parameters, gradients and optimizer state, which grow with the model, and residuals, which also grow with the
+# batch. Residuals are what the forward pass keeps for the backward pass, and in JAX they are the leaves of a pullback. Dividing
+# the layers among devices divides all four.
 #
 # ## Questions
 #
-# 1. The batch is doubled. Which of the four parts of the memory grow?
+# **1.** The batch is doubled. Which of the four parts of the memory grow?
 #
 # <details><summary>Answer</summary>
 #
@@ -249,7 +251,7 @@ plt.show()
 #
 # </details>
 #
-# 2. You replace Adam by plain gradient descent, `optax.sgd(0.1)`. What happens to the 16 bytes for each parameter?
+# **2.** You replace Adam by plain gradient descent, `optax.sgd(0.1)`. What happens to the 16 bytes for each parameter?
 #
 # <details><summary>Answer</summary>
 #
@@ -258,12 +260,12 @@ plt.show()
 #
 # </details>
 #
-# 3. During evaluation (the loss of a test set, without gradients), the same model needs far less memory. Why?
+# **3.** During evaluation (the loss of a test set, without gradients), the same model needs far less memory. Why?
 #
 # <details><summary>Answer</summary>
 #
-# There is no backward pass, so nothing has to be kept for it. An activation can be freed as soon as the next layer has read it. Only
-# the parameters and one or two activations are alive at the same time.
+# There is no backward pass, so nothing has to be kept for it. An activation can be freed as soon as the next layer has read it.
+# Only the parameters and one or two activations are alive at the same time.
 #
 # </details>
 #

@@ -64,7 +64,8 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 # %% [markdown]
 # ## One function, one pullback
 #
-# In chapter 1, `jax.vjp` returned the pullback of a whole loss. It works for any function. Here is the smallest example, a product.
+# In chapter 1, `jax.vjp` returned the pullback of a whole loss. It works for any function. Here is the smallest example, a
+# product.
 
 # %%
 product, pullback = jax.vjp(lambda w, x: w * x, 3.0, 4.0)
@@ -73,15 +74,16 @@ print("pullback(1.0):", *map(float, pullback(1.0)))
 print("pullback(0.5):", *map(float, pullback(0.5)))
 
 # %% [markdown]
-# The number that goes into a pullback is called a **cotangent**. It says how much the loss changes if the *result* of the function
-# changes a little. The pullback answers how much the loss changes if each *argument* changes a little: with `w * x`, the cotangent
-# times `x`, and the cotangent times `w`. That is the chain rule. A cotangent always has the shape of the value that it belongs to.
+# The number that goes into a pullback is called a **cotangent**. It says how much the loss changes if the *result* of the
+# function changes a little. The pullback answers how much the loss changes if each *argument* changes a little: with `w * x`, the
+# cotangent times `x`, and the cotangent times `w`. That is the chain rule. A cotangent always has the shape of the value that it
+# belongs to.
 #
 # ## Four stages
 #
 # A **stage** is a contiguous slice of the model that lives on one device. We make four stages of two layers each, and put the
-# parameters of each stage on a device of its own. (If there are fewer devices, they are reused.) Each stage is compiled by `jax.jit`,
-# which also makes sure that whatever a stage makes is made on its own device.
+# parameters of each stage on a device of its own. (If there are fewer devices, they are reused.) Each stage is compiled by
+# `jax.jit`, which also makes sure that whatever a stage makes is made on its own device.
 
 # %%
 devices = [jax.devices()[s % len(jax.devices())] for s in range(4)]
@@ -103,10 +105,10 @@ for s in range(4):
 # %% [markdown]
 # ## Activations go forward, cotangents go backward
 #
-# Each stage runs on its own device. Between two stages, `jax.device_put` moves the activation to the next device. Every stage keeps
-# its own pullback, and the residuals in it stay where they were made. On the way back, each pullback takes the cotangent of its
-# stage's output. It returns two things: the gradients of the stage's parameters, which stay on the device, and the cotangent of the
-# stage's input, which is what the stage before needs.
+# Each stage runs on its own device. Between two stages, `jax.device_put` moves the activation to the next device. Every stage
+# keeps its own pullback, and the residuals in it stay where they were made. On the way back, each pullback takes the cotangent of
+# its stage's output. It returns two things: the gradients of the stage's parameters, which stay on the device, and the cotangent
+# of the stage's input, which is what the stage before needs.
 #
 # While this runs, we note how many bytes are alive on each device.
 
@@ -151,8 +153,8 @@ split_loss, cotangent = jax.value_and_grad(cross_entropy)(logits, labels)
 split_grads = backward(pullbacks, cotangent, note)
 
 # %% [markdown]
-# `jax.value_and_grad` of the cross entropy gave the loss, and the first cotangent, which is that of the logits. Now the proof. The
-# gradients of the four stages together are one tree, and it must be the tree of the monolith.
+# `jax.value_and_grad` of the cross entropy gave the loss, and the first cotangent, which is that of the logits. Now the proof.
+# The gradients of the four stages together are one tree, and it must be the tree of the monolith.
 
 
 # %%
@@ -164,10 +166,10 @@ assert_same((split_loss, split_grads), (loss, grads))
 print(f"loss {split_loss:.6f}, the monolith's {loss:.6f}; the gradients are the same")
 
 # %% [markdown]
-# And the memory? Each colour is a device. Look at how the curves rise one after another in the forward pass, and fall in the reverse
-# order in the backward pass. The residuals of the monolith were 8 MiB; no device ever holds more than a third of that. (It is not a
-# quarter, because the inner stages of this model are larger than the outer stages.) A curve falls a little when the output of its
-# stage has moved on. What is left at the end are the gradients, and on device 3 the logits and labels.
+# And the memory? Each colour is a device. Look at how the curves rise one after another in the forward pass, and fall in the
+# reverse order in the backward pass. The residuals of the monolith were 8 MiB; no device ever holds more than a third of that.
+# (It is not a quarter, because the inner stages of this model are larger than the outer stages.) A curve falls a little when the
+# output of its stage has moved on. What is left at the end are the gradients, and on device 3 the logits and labels.
 
 # %%
 colours = ["#0072B2", "#56B4E9", "#009E73", "#E69F00"]
@@ -183,11 +185,12 @@ plt.show()
 # %% [markdown]
 # ## What `requires_grad` means in JAX
 #
-# In PyTorch, a tensor has a flag `requires_grad`, and operations on flagged tensors are recorded. When a stage receives an activation
-# from another device, the received tensor is new and has no flag. If nobody sets the flag, no gradient flows back through it.
+# In PyTorch, a tensor has a flag `requires_grad`, and operations on flagged tensors are recorded. When a stage receives an
+# activation from another device, the received tensor is new and has no flag. If nobody sets the flag, no gradient flows back
+# through it.
 #
-# JAX has no flag and no recording. **What you pass as an argument to the differentiated function is differentiated; everything else
-# is a constant.** So the same mistake looks like this in JAX: the pullback is taken with respect to the parameters alone.
+# JAX has no flag and no recording. **What you pass as an argument to the differentiated function is differentiated; everything
+# else is a constant.** So the same mistake looks like this in JAX: the pullback is taken with respect to the parameters alone.
 
 # %%
 x = jax.device_put(batch["x"], devices[0])
@@ -198,8 +201,8 @@ print("with respect to parameters and input:", len(both(ones)), "results")
 print("with respect to the parameters alone:", len(alone(ones)), "result, and no cotangent for the stage before")
 
 # %% [markdown]
-# For the first stage that is even right: nothing comes before it, and the cotangent of the digits themselves is of no use. For any
-# other stage, there would be nothing to send back. In JAX you notice, because there is no value to pass on.
+# For the first stage that is even right: nothing comes before it, and the cotangent of the digits themselves is of no use. For
+# any other stage, there would be nothing to send back. In JAX you notice, because there is no value to pass on.
 #
 # ## What `detach` means in JAX: watch half of the model not learn
 #
@@ -245,9 +248,9 @@ print(f"warnings without the mistake: {len(messages)}, with it: {len(cut_message
 print(*cut_messages)
 
 # %% [markdown]
-# The warning (its class is `jaxpp.DeadStageWarning`) names the boundary. Without it, would you have noticed? On the left are the two
-# losses. Both fall, because the second half of the model learns alone. On the right is how far each layer has moved from its first
-# values. Layers 0 to 3 of the detached model have not moved at all.
+# The warning (its class is `jaxpp.DeadStageWarning`) names the boundary. Without it, would you have noticed? On the left are the
+# two losses. Both fall, because the second half of the model learns alone. On the right is how far each layer has moved from its
+# first values. Layers 0 to 3 of the detached model have not moved at all.
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(7, 3), layout="constrained")
@@ -266,8 +269,8 @@ plt.show()
 # %% [markdown]
 # ## Keep a reference and watch memory grow
 #
-# The other classic mistake is to keep something alive by accident. In PyTorch, `losses.append(loss)` keeps the whole recorded graph
-# of every step, with all its residuals. That is why people write `loss.detach()` there.
+# The other classic mistake is to keep something alive by accident. In PyTorch, `losses.append(loss)` keeps the whole recorded
+# graph of every step, with all its residuals. That is why people write `loss.detach()` there.
 #
 # A JAX array records nothing, so a list of losses costs a few bytes. What holds the residuals is the *pullback*. Whoever keeps
 # pullbacks, or a variable that still refers to one, keeps their memory. Let us do six forward passes and keep one of the two.
@@ -294,42 +297,42 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Keep this picture in mind. A pipeline *has* to keep pullbacks for a while, from a forward pass to its backward pass. Chapters 4 and
-# 5 are about how many, and for how long.
+# Keep this picture in mind. A pipeline *has* to keep pullbacks for a while, from a forward pass to its backward pass. Chapters 4
+# and 5 are about how many, and for how long.
 #
 # ## Takeaway
 #
-# A split model is a chain of `jax.vjp`: activations travel forward with `jax.device_put`, cotangents travel backward, and residuals
-# and gradients stay at home. A gradient that is cut raises no error, so measure whether every stage learns. The pullback is what holds
-# memory: drop it as soon as it has been called.
+# A split model is a chain of `jax.vjp`: activations travel forward with `jax.device_put`, cotangents travel backward, and
+# residuals and gradients stay at home. A gradient that is cut raises no error, so measure whether every stage learns. The
+# pullback is what holds memory: drop it as soon as it has been called.
 #
 # ## Questions
 #
-# 1. Which arrays cross from device 1 to device 2, and which cross back? How large is each, compared with the batch?
+# **1.** Which arrays cross from device 1 to device 2, and which cross back? How large is each, compared with the batch?
 #
 # <details><summary>Answer</summary>
 #
-# Forward, one activation: the output of layer 3 for all 1,024 digits, 1,024 x 128 numbers. Backward, one cotangent of the same shape.
-# No parameter, no gradient and no residual crosses. The digits themselves are smaller, 1,024 x 64.
+# Forward, one activation: the output of layer 3 for all 1,024 digits, 1,024 x 128 numbers. Backward, one cotangent of the same
+# shape. No parameter, no gradient and no residual crosses. The digits themselves are smaller, 1,024 x 64.
 #
 # </details>
 #
-# 2. In the table of gradients, layers 4 to 7 have the same gradients with and without stop_gradient. Why?
+# **2.** In the table of gradients, layers 4 to 7 have the same gradients with and without stop_gradient. Why?
 #
 # <details><summary>Answer</summary>
 #
-# The forward values are the same, and the backward pass comes from the loss: it reaches layers 7, 6, 5 and 4 before it comes to the
-# stop_gradient. Only what lies further back loses its cotangent.
+# The forward values are the same, and the backward pass comes from the loss: it reaches layers 7, 6, 5 and 4 before it comes to
+# the stop_gradient. Only what lies further back loses its cotangent.
 #
 # </details>
 #
-# 3. All four devices have something to do during a step. Does the split model run four times as fast as the monolith?
+# **3.** All four devices have something to do during a step. Does the split model run four times as fast as the monolith?
 #
 # <details><summary>Answer</summary>
 #
 # No. Stage 1 waits for the activation of stage 0, stage 2 for stage 1, and so on, and backward again. At any time a single device
-# works. So far we have divided the memory and not the time. How bad this is, and what can be done about it, is what chapter 3 begins
-# with.
+# works. So far we have divided the memory and not the time. How bad this is, and what can be done about it, is what chapter 3
+# begins with.
 #
 # </details>
 #

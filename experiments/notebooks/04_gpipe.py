@@ -64,8 +64,9 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 # ## First of all: is the result still the same?
 #
 # A part of the batch is a microbatch, as chapter 3 said. Let us forget pipelines for a moment, and compute the gradient of each
-# microbatch on one device, one after another, and add them up. This is called **gradient accumulation**. The loss is a mean over the
-# examples. So the mean over the batch is the mean of the microbatches' means, if each is weighted with its number of examples.
+# microbatch on one device, one after another, and add them up. This is called **gradient accumulation**. The loss is a mean over
+# the examples. So the mean over the batch is the mean of the microbatches' means, if each is weighted with its number of
+# examples.
 
 
 # %%
@@ -78,7 +79,7 @@ def accumulate(weights, sizes):
     for weight, size in zip(weights, sizes, strict=True):
         part = {"x": batch["x"][start : start + size], "y": batch["y"][start : start + size]}
         found = jax.value_and_grad(loss_fn)(params, part)
-        total = jax.tree.map(lambda sum, new, weight=weight: sum + weight * new, total, found)
+        total = jax.tree.map(lambda old, new, weight=weight: old + weight * new, total, found)
         start += size
     return total
 
@@ -95,27 +96,28 @@ print(f"4 unequal microbatches: loss {loss:.5f} with weights, {wrong:.5f} as a p
 
 # %% [markdown]
 # Gradient accumulation is exact, up to the rounding of the last digits. It needs two conditions: the loss is a mean over the
-# examples, and the layers treat every example alone. Batch normalisation does not; it computes statistics of the microbatch that it
-# sees.
+# examples, and the layers treat every example alone. Batch normalisation does not; it computes statistics of the microbatch that
+# it sees.
 #
 # ## The schedule
 #
-# GPipe does all forwards first, and then all backwards. Here it is with four ranks and eight microbatches; the numbers in the bars
-# are the microbatches. Compare the grey with the picture of chapter 3.
+# GPipe does all forwards first, and then all backwards. Here it is with four ranks and eight microbatches; the numbers in the
+# bars are the microbatches. Compare the grey with the picture of chapter 3.
 
 # %%
 gpipe = jaxpp.schedule.make("gpipe", num_ranks=4, num_microbatches=8)
 gpipe.figure()
 
 # %% [markdown]
-# How large is the bubble for $p$ ranks and $m$ microbatches? Every rank works for $3 m$ slots: a forward and a backward for each
-# microbatch. And every rank waits for $3 (p - 1)$ slots in total, until the first work reaches it and after its last work is done.
-# Look at rank 3: it waits for 3 slots at the beginning and 6 at the end. So the bubble is
+# How large is the bubble for p ranks and m microbatches? Every rank works for 3 m slots: a forward and a backward for each
+# microbatch. And every rank waits for 3 (p - 1) slots in total, until the first work reaches it and after its last work is done.
+# Look at rank 3: it waits for 3 slots at the beginning and 6 at the end. The bubble is 3 (p - 1) / (3 m + 3 (p - 1)), or
 #
-# $$\frac{3 (p - 1)}{3 m + 3 (p - 1)} = \frac{p - 1}{m + p - 1}.$$
+# `bubble = (p - 1) / (m + p - 1)`
 #
-# With one microbatch this is the naive bubble. With many microbatches, it goes to zero. The points in the figure are simulated, and
-# the lines are the formula. Look at where each line crosses the dotted line, a bubble of 10%. That takes 9, 27 and 63 microbatches.
+# With one microbatch this is the naive bubble. With many microbatches, it goes to zero. The points in the figure are simulated,
+# and the lines are the formula. Look at where each line crosses the dotted line, a bubble of 10%. That takes 9, 27 and 63
+# microbatches.
 
 # %%
 counts = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -139,9 +141,10 @@ plt.show()
 #
 # ## GPipe by hand
 #
-# The loop of chapter 2, with a second loop around it. One Python thread hands out all the work. Can it keep four devices busy? Yes,
-# because of **asynchronous dispatch**: a call of a compiled function, or of `jax.device_put`, only puts the work into the queue of a
-# device and returns at once. The arrays that it returns are promises. So Python runs ahead, and each device works through its queue.
+# The loop of chapter 2, with a second loop around it. One Python thread hands out all the work. Can it keep four devices busy?
+# Yes, because of **asynchronous dispatch**: a call of a compiled function, or of `jax.device_put`, only puts the work into the
+# queue of a device and returns at once. The arrays that it returns are promises. So Python runs ahead, and each device works
+# through its queue.
 
 # %%
 devices = [jax.devices()[s % len(jax.devices())] for s in range(4)]
@@ -162,13 +165,15 @@ stage_params = [jax.device_put(params_of(2 * s, 2 * s + 2), devices[s]) for s in
 # %%
 def forwards(xs):
     logits, pullbacks = [], {}
-    for i, x in enumerate(xs):
+    for i, part in enumerate(xs):
+        x = part
         for s in range(4):
             x, pullbacks[s, i] = jax.vjp(stages[s], stage_params[s], jax.device_put(x, devices[s]))
         logits.append(x)
     return logits, pullbacks
 
 
+# %%
 def backwards(cotangents, pullbacks, order):
     total = [jax.tree.map(jnp.zeros_like, own) for own in stage_params]
     for i in order:
@@ -226,8 +231,10 @@ def residual_bytes(xs):
         return sum({array.unsafe_buffer_pointer(): array.nbytes for array in arrays}.values())
 
     before = live()
-    _, pullbacks = forwards(xs)
-    return live() - before
+    kept = forwards(xs)[1]
+    after = live()
+    del kept
+    return after - before
 
 
 counts = [1, 2, 4, 8, 16]
@@ -243,8 +250,8 @@ right.set(title="m parts of 64 examples", xlabel="m", xticks=range(5), xticklabe
 plt.show()
 
 # %% [markdown]
-# GPipe's own answer to the price is remat: keep only the input of each stage, and run the forward a second time in the backward. That
-# costs a third more work. Chapter 5 has an answer that costs nothing.
+# GPipe's own answer to the price is remat: keep only the input of each stage, and run the forward a second time in the backward.
+# That costs a third more work. Chapter 5 has an answer that costs nothing.
 #
 # ## The same with jaxpp
 #
@@ -259,12 +266,13 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 # %% [markdown]
 # ## Takeaway
 #
-# Microbatches let the stages work at the same time, and gradient accumulation makes the result exact. The bubble falls from
-# (p - 1) / p to (p - 1) / (m + p - 1). In GPipe every stage holds the residuals of all m microbatches before the first of them is used.
+# Microbatches let the stages work at the same time, and gradient accumulation makes the result exact. The bubble falls from (p -
+# 1) / p to (p - 1) / (m + p - 1). In GPipe every stage holds the residuals of all m microbatches before the first of them is
+# used.
 #
 # ## Questions
 #
-# 1. Eight ranks shall have a bubble of at most 10%. How many microbatches does GPipe need?
+# **1.** Eight ranks shall have a bubble of at most 10%. How many microbatches does GPipe need?
 #
 # <details><summary>Answer</summary>
 #
@@ -272,17 +280,18 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 #
 # </details>
 #
-# 2. A colleague sums the gradients of 8 microbatches and forgets the weights. The loss looks 8 times as large as before. What happens
-#    to training with SGD, and with Adam?
+# **2.** A colleague sums the gradients of 8 microbatches and forgets the weights. The loss looks 8 times as large as before. What
+# happens to training with SGD, and with Adam?
 #
 # <details><summary>Answer</summary>
 #
-# The gradients are 8 times as large too. With SGD that is a learning rate 8 times as large, and training may diverge. Adam divides by
-# the size of the gradients, so it hardly notices, unless gradients are clipped before.
+# The gradients are 8 times as large too. With SGD that is a learning rate 8 times as large, and training may diverge. Adam
+# divides by the size of the gradients, so it hardly notices, unless gradients are clipped before.
 #
 # </details>
 #
-# 3. In GPipe, `3B0` could run as soon as `3F0` is done, in slot 4. What would have to happen to the forwards that are waiting then?
+# **3.** In GPipe, `3B0` could run as soon as `3F0` is done, in slot 4. What would have to happen to the forwards that are waiting
+# then?
 #
 # <details><summary>Answer</summary>
 #
