@@ -1,4 +1,4 @@
-"""The course and the recipes as texts: short cells, words defined where they first occur, answers folded. ``.ci/docs`` runs them."""
+"""The course and the recipes as texts: short cells, words defined at first use, folded answers. ``.ci/docs`` runs them."""
 
 import ast
 import itertools

@@ -140,7 +140,7 @@ for kind, count in kinds.most_common(4):
 # %% [markdown]
 # The first two lines are the price of seven hidden layers and 1,024 digits. For each of these layers, the pullback keeps the
 # layer's output, which is the input of the next layer. For the derivative of `relu`, it keeps a mask that says which outputs were
-# positive, and an array of zeros for the outputs that were not. (A compiler would not store these zeros. This line ran
+# positive, and an array of zeros for the outputs that were not. (A compiler would not store these zeros. This cell ran
 # uncompiled.) Then come the weights of the layers, through which the gradients travel backward.
 #
 # ## Is that what the device really holds?

@@ -207,7 +207,7 @@ print("with respect to the parameters alone:", len(alone(ones)), "result, and no
 # ## What `detach` means in JAX: watch half of the model not learn
 #
 # `tensor.detach()` of PyTorch is `jax.lax.stop_gradient` in JAX. It passes the value on, and lets no cotangent through. A
-# stop_gradient between stages 1 and 2 changes neither the loss nor the shape of anything. No error is raised.
+# `stop_gradient` between stages 1 and 2 changes neither the loss nor the shape of anything. No error is raised.
 
 
 # %%
@@ -226,7 +226,7 @@ for name in sorted(params):
 # %% [markdown]
 # What does training look like with this mistake? Let us train the model twice for 30 steps. This time `jaxpp` runs the stages: it
 # cuts `loss_fn` into four stages and does what we did by hand above. (Chapter 4 is about `num_microbatches`.) Its option
-# `cut_gradient=[1]` puts the same stop_gradient behind stage 1, to show what happens.
+# `cut_gradient=[1]` puts the same `stop_gradient` behind stage 1, to show what happens.
 
 
 # %%
@@ -317,12 +317,12 @@ plt.show()
 #
 # </details>
 #
-# **2.** In the table of gradients, layers 4 to 7 have the same gradients with and without stop_gradient. Why?
+# **2.** In the table of gradients, layers 4 to 7 have the same gradients with and without `stop_gradient`. Why?
 #
 # <details><summary>Answer</summary>
 #
 # The forward values are the same, and the backward pass comes from the loss: it reaches layers 7, 6, 5 and 4 before it comes to
-# the stop_gradient. Only what lies further back loses its cotangent.
+# the `stop_gradient`. Only what lies further back loses its cotangent.
 #
 # </details>
 #

@@ -111,7 +111,7 @@ np.testing.assert_allclose(bubbles, [(p - 1) / p for p in sizes])
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 axes.bar(sizes, 1 - np.array(bubbles), color="#0072B2", label="working")
 axes.bar(sizes, bubbles, bottom=1 - np.array(bubbles), color="#EFEFEF", label="bubble")
-axes.set(xticks=sizes, xlabel="ranks", ylabel="part of ranks x makespan")
+axes.set(xticks=sizes, xlabel="ranks", ylabel="share of time")
 fig.legend(frameon=False, loc="outside upper right", ncols=2)
 plt.show()
 
@@ -157,16 +157,16 @@ profile.figure()
 # each program takes as long as it takes alone, as if every device had cores of its own. Both show the staircase of the schedule.
 # (The grey bars are not actions: the optimizer updates the parameters of a stage as soon as their gradients are there.)
 #
-# Below the timelines is the memory of each device. Look at the wide green areas: these are the pebbles, in bytes. They last from
-# a stage's forward to its backward.
+# Below the timelines is the memory of each device. Look at the wide green areas: these are the pebbles, in bytes. (`in flight` in
+# the legend stands for activations and cotangents that are being sent.) They last from a stage's forward to its backward.
 
 # %%
 print(f"bubble with equal stages:              {result.bubble_fraction:.1%}")
 print(f"bubble with the times of this machine: {profile.simulated_bubble_fraction:.1%}")
 
 # %% [markdown]
-# The two differ a little, because real transfers take time. And the result is still that of the monolith. `jaxpp.value_and_grad`
-# is called like `jax.value_and_grad`, and returns the same loss and gradients.
+# The two differ, because transfers take time too, and because measured times vary from run to run. And the result is still that
+# of the monolith. `jaxpp.value_and_grad` is called like `jax.value_and_grad`, and returns the same loss and gradients.
 
 
 # %%

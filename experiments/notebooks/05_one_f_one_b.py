@@ -14,7 +14,7 @@
 #
 # GPipe holds the residuals of every microbatch, because all backwards come after all forwards. Chapter 4 found that nothing
 # demands this order. A backward may run as soon as the cotangent of its microbatch is there. **1F1B** uses this freedom: one
-# forward, one backward, in turn (Narayanan et al., [arXiv 1806.03377](https://arxiv.org/abs/1806.03377)).
+# forward, one backward, in turn (Narayanan et al., [arXiv 2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.1).
 #
 # First, the problem of the chapters before, with the loss and the gradients of the monolith.
 
@@ -76,7 +76,7 @@ one_f_one_b.figure()
 
 # %% [markdown]
 # Is it faster than GPipe? Compare the makespan and the bubble. They are equal: the first microbatch still has to travel down to
-# rank 3 and back. What differs is the last line.
+# rank 3 and back. What differs is the number of pebbles.
 
 # %%
 gpipe = jaxpp.schedule.make("gpipe", num_ranks=4, num_microbatches=8)

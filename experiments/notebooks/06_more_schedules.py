@@ -64,11 +64,12 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 #
 # The bubble comes from filling and draining the pipeline. To fill it, the first microbatch has to pass p - 1 stages. If stages
 # were half as long, filling would take half the time. **Interleaving** makes them half as long without more devices: the model is
-# cut into twice as many stages, and each rank owns two of them (Narayanan et al., [arXiv
-# 2104.04473](https://arxiv.org/abs/2104.04473)).
+# cut into twice as many stages, and each rank owns two of them (the same paper as 1F1B, [arXiv
+# 2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.2).
 #
 # The model goes around twice: stages 0 to 3 are on ranks 0 to 3, and stages 4 to 7 on ranks 0 to 3 again. In the picture, the
-# second stage of each rank is paler and underlined. Look at rank 3, which now begins after three *half* forwards.
+# second stage of each rank is paler and underlined. A stage is now half as large, so a slot of this picture lasts half as long as
+# before. Look at rank 3: it begins after three such slots.
 
 # %%
 interleaved = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
@@ -137,7 +138,8 @@ zero_bubble.figure()
 # A rank of `zb-h1` is idle for a third of the time for which it is idle in 1F1B: the cotangents travel through I alone, which is
 # half of B, and W fills gaps. The first rank needs no more pebbles than before. Other schedules go further. `zb-v` gives each
 # rank two stages, placed in a V: the first rank has the first and the last stage, so that the loss comes back to where the digits
-# went in. Look for the grey inside the rows. There is none: after its first action, a rank of `zb-v` works without a pause.
+# went in. (A slot is again half as long.) Look for grey inside the rows. There is none: after its first action, a rank of `zb-v`
+# works without a pause.
 
 # %%
 zb_v = jaxpp.schedule.make("zb-v", num_ranks=4, num_microbatches=8)
@@ -198,8 +200,8 @@ for schedule in (one_f_one_b, mine):
     print("most pebbles on each rank:", *result.peak_residuals)
 
 # %% [markdown]
-# Here are the two on the clock with slow links, 1F1B first. Look at rank 3: in 1F1B it pauses after every second backward, and in
-# `mine` it works without a pause. The price is three more pebbles on rank 0.
+# Here are the two on the clock with slow links, 1F1B first. Look at rank 3: in 1F1B it pauses again and again, and in `mine` it
+# works without a pause. The price is three more pebbles on rank 0.
 
 # %%
 jaxpp.schedule.simulate(one_f_one_b, transfer=0.5).figure()
