@@ -1,0 +1,291 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Interleaving, zero bubble, and a schedule of your own
+#
+# 1F1B solved the problem of memory and left the bubble as it was. This chapter makes the bubble smaller, in two ways: with
+# smaller pieces of the model, and with smaller pieces of the backward. Then you write a schedule yourself.
+#
+# First, the problem of the chapters before, with the loss and the gradients of the monolith.
+
+# %%
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jaxpp
+
+jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
+
+
+# %%
+class MLP(nn.Module):
+    def setup(self):
+        self.layers = [nn.Dense(128) for _ in range(7)] + [nn.Dense(10)]
+
+    def __call__(self, x, first=0, last=8):  # runs the layers first, ..., last - 1
+        for k in range(first, last):
+            x = self.layers[k](x)
+            x = nn.relu(x) if k < 7 else x
+        return x
+
+
+# %%
+digits = load_digits()
+batch = {"x": jnp.asarray(digits.data[:1024] / 16, "float32"), "y": jnp.asarray(digits.target[:1024])}
+params = MLP().init(jax.random.key(0), batch["x"])["params"]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def loss_fn(params, batch):
+    return cross_entropy(MLP().apply({"params": params}, batch["x"]), batch["y"])
+
+
+loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+
+# %% [markdown]
+# ## Smaller pieces of the model: interleaving
+#
+# The bubble comes from filling and draining the pipeline. To fill it, the first microbatch has to pass p - 1 stages. If stages
+# were half as long, filling would take half the time. **Interleaving** makes them half as long without more devices: the model is
+# cut into twice as many stages, and each rank owns two of them (the same paper as 1F1B, [arXiv
+# 2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.2).
+#
+# The model goes around twice: stages 0 to 3 are on ranks 0 to 3, and stages 4 to 7 on ranks 0 to 3 again. In the picture, the
+# second stage of each rank is paler and underlined. A stage is now half as large, so a slot of this picture lasts half as long as
+# before. Look at rank 3: it begins after three such slots.
+
+# %%
+interleaved = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
+print("the ranks of stages 0 to 7:", *interleaved.stage_to_rank)
+interleaved.figure()
+
+# %% [markdown]
+# With v stages on each rank, an action takes 1 / v of the time, and so does filling. The bubble shrinks to
+#
+# `bubble = (p - 1) / (v m + p - 1)`
+
+# %%
+for v in (1, 2, 4):
+    schedule = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8, stages_per_rank=v)
+    costs = {"forward": 1 / v, "input_grad": 1 / v, "weight_grad": 1 / v}
+    free, costly = (jaxpp.schedule.simulate(schedule, **costs, transfer=transfer) for transfer in (0, 0.25))
+    np.testing.assert_allclose(free.bubble_fraction, (4 - 1) / (v * 8 + 4 - 1))
+    print(f"stages on each rank: {v}, makespan {float(free.makespan)}, bubble {free.bubble_fraction:.1%}", end="; ")
+    print(f"with slow links: makespan {costly.makespan}")
+
+# %% [markdown]
+# The price is in the last column. Every boundary between stages costs a transfer, and there are about v times as many boundaries.
+# If a transfer takes a quarter of a forward of the whole rank, two stages on each rank still help, and four are worse than two.
+# (The ranks also hold a few more residuals.)
+#
+# ## Smaller pieces of the backward: I and W
+#
+# Chapter 3 said that a backward computes two things. They are not equally urgent.
+#
+# - The cotangent of the stage's input. The stage before waits for it. This part is called **I**.
+# - The gradients of the stage's parameters. Nobody needs them before the optimizer runs. This part is called **W**.
+#
+# JAX shows that the two are separate: differentiate with respect to the input alone, and with respect to the parameters alone.
+
+# %%
+own = {name: params[name] for name in ("layers_2", "layers_3")}
+x = MLP().apply({"params": params}, batch["x"], 0, 2)
+
+
+def stage(own, x):
+    return MLP().apply({"params": own}, x, 2, 4)
+
+
+y, b = jax.vjp(stage, own, x)
+_, i = jax.vjp(lambda x: stage(own, x), x)
+_, w = jax.vjp(lambda own: stage(own, x), own)
+cotangent = jnp.ones_like(y)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), b(cotangent), (*w(cotangent), *i(cotangent)))
+print("I and W together return what B returns")
+
+# %% [markdown]
+# (This ran the forward three times. jaxpp traces it once and divides the backward, so that nothing is computed twice: I keeps for
+# W what both need.)
+#
+# ## Zero bubble
+#
+# If W can wait, it can wait for a moment in which its rank would be idle. That is the idea of the **zero-bubble** schedules (Qi
+# et al., [arXiv 2401.10241](https://arxiv.org/abs/2401.10241)). Look at the yellow bars: in the cool-down, where 1F1B has grey,
+# ranks catch up on their W.
+
+# %%
+zero_bubble = jaxpp.schedule.make("zb-h1", num_ranks=4, num_microbatches=8)
+zero_bubble.figure()
+
+# %% [markdown]
+# A rank of `zb-h1` is idle for a third of the time for which it is idle in 1F1B: the cotangents travel through I alone, which is
+# half of B, and W fills gaps. The first rank needs no more pebbles than before. Other schedules go further. `zb-v` gives each
+# rank two stages, placed in a V: the first rank has the first and the last stage, so that the loss comes back to where the digits
+# went in. (A slot is again half as long.) Look for grey inside the rows. There is none: after its first action, a rank of `zb-v`
+# works without a pause.
+
+# %%
+zb_v = jaxpp.schedule.make("zb-v", num_ranks=4, num_microbatches=8)
+print("the ranks of stages 0 to 7:", *zb_v.stage_to_rank)
+zb_v.figure()
+
+# %% [markdown]
+# ## All schedules side by side
+#
+# The bubble and the memory of the schedules that jaxpp knows, for 4 ranks and 16 microbatches. Memory is counted in microbatches
+# of a whole rank: where a rank has two stages, each pebble counts half. (`naive` is left out. Its bubble of 75% would make the
+# other bars tiny.) Of the names that you have not met, `looped-bfs` is GPipe with two stages on each rank, `zb-h2` is `zb-h1`
+# with more memory, and `v-half`, `v-min` and `dualpipe-v` are placed in a V like `zb-v`. Look for bars that are short on both
+# sides.
+
+# %%
+names = [name for name in jaxpp.schedule.SCHEDULES if name != "naive"]
+bubbles, pebbles = [], []
+for name in names:
+    v = jaxpp.schedule.SCHEDULES[name].stages_per_rank
+    schedule = jaxpp.schedule.make(name, num_ranks=4, num_microbatches=16)
+    result = jaxpp.schedule.simulate(schedule, forward=1 / v, input_grad=1 / v, weight_grad=1 / v)
+    bubbles.append(100 * result.bubble_fraction)
+    pebbles.append(max(result.peak_residuals) / v)
+fig, (left, right) = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained", sharey=True)
+left.barh(names, bubbles, color="#999999")
+right.barh(names, pebbles, color="#222222")
+left.set(xlabel="bubble, %")
+right.set(xlabel="most residuals on a rank, microbatches")
+left.invert_yaxis()
+plt.show()
+
+# %% [markdown]
+# No schedule is best at everything. `v-min` needs the least memory. `zb-v` and `dualpipe-v` have the smallest bubble, and send
+# about twice as many messages as `1f1b`, which is the simplest that is lean in memory.
+#
+# ## A schedule of your own
+#
+# A schedule is data, so you can write one. A good reason: links that are slow. Suppose that a transfer takes as long as half a
+# forward. In the steady state of 1F1B, each rank then waits for messages that are still on their way. The remedy is to have more
+# microbatches in flight. We take the rows of chapter 5 and change one thing, the warm-up: twice as many forwards.
+
+
+# %%
+def make_row(s, m, warm_up):
+    warm_up = min(warm_up, m)
+    row = [f"{s}F{i}" for i in range(warm_up)]
+    for i in range(m - warm_up):
+        row += [f"{s}F{warm_up + i}", f"{s}B{i}"]
+    return row + [f"{s}B{i}" for i in range(m - warm_up, m)]
+
+
+one_f_one_b = jaxpp.schedule.make("1f1b", num_ranks=4, num_microbatches=8)
+mine = jaxpp.schedule.Schedule("mine", [make_row(s, 8, warm_up=2 * (3 - s)) for s in range(4)])
+for schedule in (one_f_one_b, mine):
+    result = jaxpp.schedule.simulate(schedule, transfer=0.5)
+    print(f"{schedule.name:5} makespan {result.makespan}, bubble {result.bubble_fraction:.1%}", end=", ")
+    print("most pebbles on each rank:", *result.peak_residuals)
+
+# %% [markdown]
+# Here are the two on the clock with slow links, 1F1B first. Look at rank 3: in 1F1B it pauses again and again, and in `mine` it
+# works without a pause. The price is three more pebbles on rank 0.
+
+# %%
+jaxpp.schedule.simulate(one_f_one_b, transfer=0.5).figure()
+
+# %%
+jaxpp.schedule.simulate(mine, transfer=0.5).figure()
+
+# %% [markdown]
+# Every schedule can be stored as CSV, a line for each rank, in the format that PyTorch uses for its schedules. You can write one
+# in an editor or a spreadsheet, and read it.
+
+# %%
+text = mine.to_csv()
+print(text.splitlines()[3])
+assert jaxpp.schedule.from_csv(text) == mine
+
+# %% [markdown]
+# ## A schedule that cannot run
+#
+# Not every order is possible. If rows wait for one another in a circle, nothing can ever run again; that is a **deadlock**. On a
+# real machine it looks like a program that hangs. jaxpp checks a schedule when it is made, and shows the circle. In these rows,
+# rank 1 wants to begin with microbatch 1, and rank 0 wants to finish microbatch 0 first.
+
+# %%
+try:
+    jaxpp.schedule.Schedule("stuck", ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"])
+except ValueError as error:
+    print(f"{type(error).__name__}: {error}")
+
+# %% [markdown]
+# Read the lines under "Got" as a chain; its end is its beginning. The marked actions in the last two lines are the same circle in
+# the rows. To mend the schedule, swap the microbatches in one of the rows.
+#
+# ## Run them
+#
+# Does a schedule of your own train the same model? The order of the actions does not change what they compute, so every schedule
+# must give the loss and the gradients of the monolith. `num_stages` is the number of ranks times the stages on each rank.
+
+
+# %%
+def assert_same(one, other):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), one, other)
+
+
+for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
+    grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=num_stages, num_microbatches=8, schedule=schedule)
+    assert_same(grad_fn(params, batch), (loss, grads))
+    print(f"{getattr(schedule, 'name', schedule):11} equals the monolith")
+
+# %% [markdown]
+# ## Takeaway
+#
+# Interleaving divides the bubble by the number of stages on each rank, and multiplies the transfers. Splitting B into I and W
+# lets the weight gradients fill what is left of the bubble. A schedule is data: write one, let it be checked and simulated, and
+# run it; the result stays the same.
+#
+# ## Questions
+#
+# **1.** 8 ranks, 16 microbatches. What is the bubble of 1F1B, and of interleaving with 2 and with 4 stages on each rank?
+#
+# <details><summary>Answer</summary>
+#
+# 7 / (16 + 7) = 30%; 7 / (32 + 7) = 18%; 7 / (64 + 7) = 10%. To reach 10% without interleaving, 1F1B would need 63 microbatches.
+#
+# </details>
+#
+# **2.** Why can I not wait as W can?
+#
+# <details><summary>Answer</summary>
+#
+# The stage before needs the result of I, a cotangent, to begin its own backward, and the stage before that needs the next, down
+# to stage 0. A delay of I delays all of them. The result of W goes to the optimizer only, at the end of the step.
+#
+# </details>
+#
+# **3.** The loop of chapter 5 goes around the ranks and runs what can run. What would it do with the rows of `stuck`, and how
+# would you make it say so?
+#
+# <details><summary>Answer</summary>
+#
+# It would run `0F0` and then go around forever, because no mail arrives for any rank. If one round over all ranks runs no action,
+# none ever will: count the actions of a round, and raise an error if there were none. jaxpp finds the circle before anything
+# runs.
+#
+# </details>
+#
+# Next: [7. Your own model](07_your_own_model.ipynb)
