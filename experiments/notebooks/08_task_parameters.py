@@ -207,8 +207,8 @@ for count in counts:
     bank.wait()
     held.append(device_bytes())
     all_there.append(theta_bytes + bank.nbytes)
-assert held[0] == held[1] == held[2]
-bank
+assert max(held) - min(held) < 64  # bytes
+print(bank)
 
 # %%
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
@@ -223,8 +223,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Look at the blue bars: they are equal, to the byte. The devices hold Theta with its optimizer state and two sets, whatever T is.
-# The grey bars grow with every task.
+# Look at the blue bars: they do not grow. The devices hold Theta with its optimizer state and two sets, whatever T is. The grey
+# bars grow with every task.
 #
 # ## Why two sets: prefetch
 #
