@@ -19,7 +19,6 @@
 # %%
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
@@ -122,8 +121,7 @@ plt.show()
 # %%
 optimizer = optax.adam(1e-3)
 rules = {"*/up_*": "column", "*/down_*": "row"}
-options = {"num_stages": 2, "num_microbatches": 4, "mesh": mesh, "shardings": rules}
-pipe = jaxpp.Pipeline(loss_fn, optimizer, **options)
+pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=2, num_microbatches=4, mesh=mesh, shardings=rules)
 state = pipe.init(params, batch)
 pipe.stages
 
@@ -168,37 +166,101 @@ found
 # %% [markdown]
 # Find three things in this table:
 #
-# - One all-reduce over `data` for each stage, once per step, as large as the stage's parameters on a device.
-# - In each forward one all-reduce over `model` for each block, and the same number in the backward of stage 1. The backward of
-#   stage 0 has one less: nobody needs the gradient of the images.
-# - The last line: every parameter is reduced over `data` exactly once. (The loss rides along in the same all-reduce.)
+# - One all-reduce over `data` for each stage, once per step, as large as the parameters of the stage on one device.
+# - In each forward one all-reduce over `model` for each of the two blocks, for each of the 4 microbatches: 8. There are as many in
+#   the backward of stage 1. The backward of stage 0 has half as many, because nobody needs the gradient of the images. (The few
+#   bytes at the end are for the norm of the gradient, `metrics.grad_norm`.)
+# - The last line: every parameter is reduced over `data` exactly once.
 #
-# What the pipeline sends from rank to rank is no collective and is not in this table. It is in `pipe.stages`, in the column
+# What the pipeline sends from rank to rank is no collective, so it is not in this table. `pipe.stages` has it in the column
 # `sends`.
 
 # %%
-assert found.count("all-reduce", axes=("data",)) == 2
+assert found.count("all-reduce", axes="data") == 2
+assert found.count("all-reduce", axes="model", program="F of stage 0") == 8
 
 # %% [markdown]
 # ## Which axis for what?
 #
-# The same eight devices can be arranged in other ways. For each arrangement we make the pipeline, check its loss, and count bytes
-# per device and step: the gradients over `data`, the partial results over `model`, and the activations and their cotangents that
-# a device sends or receives over `pipe`.
-
+# Let us keep the two replicas, and give the four devices of each replica to the pipeline, to the shards, or to both. For replicas
+# without shards you need no mesh: `data_parallel=2` makes one. For each arrangement we check the loss and count what a device
+# communicates in one step, on average: gradients over `data`, partial results over `model`, and activations and cotangents over
+# `pipe`.
 
 # %%
-def count_bytes(pipe_size, data_size, model_size):
-    mesh = jax.make_mesh((pipe_size, data_size, model_size), ("pipe", "data", "model"), devices=devices)
-    pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=pipe_size, num_microbatches=4, mesh=mesh, shardings=rules)
-    _, metrics = pipe.step(pipe.init(params, batch), batch)
+one_rank = jax.make_mesh((1, 2, 4), ("pipe", "data", "model"), devices=devices)
+arrangements = {
+    (4, 2, 1): {"num_stages": 4, "data_parallel": 2, "devices": devices},
+    (2, 2, 2): {"num_stages": 2, "mesh": mesh, "shardings": rules},
+    (1, 2, 4): {"num_stages": 1, "mesh": one_rank, "shardings": rules},
+}
+rows = []
+for (num_ranks, _, _), options in arrangements.items():
+    other = jaxpp.Pipeline(loss_fn, optimizer, num_microbatches=4, **options)
+    _, metrics = other.step(other.init(params, batch), batch)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
-    found = pipe.collectives(batch)
-    activations = 256 // data_size * 64 * 4  # bytes: the examples of a replica x 64 features x 4
-    sent = 2 * activations * (pipe_size - 1)  # there and back
-    return [found.num_bytes(axes="data") / pipe_size, found.num_bytes(axes="model") / pipe_size, sent / pipe_size]
+    sent = 2 * (num_ranks - 1) * 128 * 64 * 4  # 128 examples a replica, 64 features, 4 bytes; there and back
+    over = {axis: other.collectives(batch).num_bytes(axes=axis) for axis in ("data", "model")}
+    rows.append([sent / num_ranks, over["data"] / num_ranks, over["model"] / num_ranks])
 
-
-shapes = [(4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)]
-counted = np.array([count_bytes(*shape) for shape in shapes]) / 2**10
 # %%
+fig, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
+left = np.zeros(3)
+for axis, found, colour in zip(
+    ("pipe", "data", "model"), np.transpose(rows) / 2**10, ("#0072B2", "#BBBBBB", "#E69F00"), strict=True
+):
+    axes.barh(range(3), found, left=left, color=colour, label=axis)
+    left += found
+axes.set(
+    yticks=range(3), yticklabels=[" x ".join(map(str, shape)) for shape in arrangements], xlabel="KiB for each device and step"
+)
+axes.set(ylabel="pipe x data x model", ylim=(2.6, -0.6))
+axes.legend(frameon=False, title="over", ncols=3)
+plt.show()
+
+# %% [markdown]
+# Look at the orange part. It grows with the number of shards, it would grow with the batch, and the devices wait for it in every
+# block. The blue part is smaller, and the transfers can be hidden behind computation. The grey part does not depend on the batch,
+# and it is the same in all three rows: each device holds a quarter of the parameters, whichever way they are divided.
+#
+# From this follows how large models are arranged: `model` inside a computer, where links are fastest; `pipe` between computers;
+# `data` with what is left. The price of `pipe` is the bubble, which this figure does not show. If your model fits on one device,
+# use `data` alone.
+#
+# ## Takeaway
+#
+# A mesh gives each device a rank, a replica and a shard. Replicas exchange gradients once per step. Shards exchange partial results
+# in every block. Ranks send activations and cotangents for every microbatch. None of the three changes the result.
+#
+# ## Questions
+#
+# 1. You have 2 x 2 x 2 devices, and `num_microbatches=4`. How many examples of a batch of 256 are in one microbatch on one replica?
+#
+# <details><summary>Answer</summary>
+#
+# Each of the two replicas gets 128 examples and splits them into 4 microbatches of 32. The shards of a replica all work on the same
+# 32 examples, each with its part of the matrices.
+#
+# </details>
+#
+# 2. You double the batch and leave the model as it is. Which of the three parts of the figure grow?
+#
+# <details><summary>Answer</summary>
+#
+# `pipe` and `model` double, because they carry activations, which have a row for each example. `data` stays, because it carries
+# gradients, which have the size of the parameters.
+#
+# </details>
+#
+# 3. Why is `up` cut between its columns and `down` between its rows, and not both between their columns?
+#
+# <details><summary>Answer</summary>
+#
+# After a cut between columns, each device has some of the wide features, all of them complete, and `relu` can be applied at once.
+# If `down` were cut between its columns too, each device would need all wide features as its input, so they would have to be
+# collected first. That is a second collective for each block, and of the wide activation. Cut between its rows, `down` needs only
+# the features that the device already has.
+#
+# </details>
+#
+# Next: [10. Reading a profile](10_reading_a_profile.ipynb)
