@@ -139,6 +139,7 @@ def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
     for name, wanted in tasks.items():
         same_bits((bank.params(name), bank.opt_state(name)), wanted)
     assert bank.host_store.traffic.prefetch_hits > 0
+    assert str(bank).splitlines()[1].endswith("  t0, t1")  # where the pipeline runs: the two sets used last
 
 
 def same_bits(got, want):

@@ -270,7 +270,8 @@ class Bank:
         self.host_store.wait()
 
     def __str__(self) -> str:
-        sizes, here = self.host_store.sizes, {*self.host_store.resident(), *self.host_store.in_use()}
+        sizes, store = self.host_store.sizes, self.host_store
+        here = {name for row in store.rows for name in (*store.resident(row), *store.in_use(row))}  # a row for each replica
         groups: dict[int, list[Hashable]] = {}
         for name in self:
             groups.setdefault(sizes[name], []).append(name)

@@ -1,0 +1,319 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. Your own model
+#
+# So far the model was an MLP, and we said where to cut it. Your own model has attention, skip connections and an embedding that is
+# used twice, and nobody wants to write it again as a list of stages. In this chapter a small GPT becomes a pipeline without a
+# change to the model. On the way we meet the tools for everyday work: the table of stages, the forecast of memory, the profile, and
+# the check that the pipeline computes what plain JAX computes.
+
+# %%
+import sysconfig
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import jaxpp
+
+jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
+
+# %% [markdown]
+# ## The model
+#
+# The model reads 32 characters and predicts, at each position, the next character. It has a residual stream (the sum `x` that all
+# blocks read and add to), attention with a causal mask, and a **tied embedding**: the table that turns characters into vectors at
+# the beginning also turns vectors into scores for the next character at the end. This is ordinary Flax. Nothing in it knows about
+# pipelines.
+
+
+# %%
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        batch, length, width = x.shape
+        qkv = nn.Dense(3 * width, name="qkv")(nn.RMSNorm(name="norm_1")(x))
+        q, k, v = jnp.split(qkv.reshape(batch, length, 4, -1), 3, axis=-1)  # four heads
+        h = nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(x[..., 0]))
+        x = x + nn.Dense(width, name="out")(h.reshape(x.shape))
+        h = nn.gelu(nn.Dense(2 * width, name="fc")(nn.RMSNorm(name="norm_2")(x)))
+        return x + nn.Dense(width, name="proj")(h)
+
+
+# %%
+class GPT(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(128, 64, name="embed")  # ASCII characters, 64 features
+        x = embed(tokens) + nn.Embed(32, 64, name="positions")(jnp.arange(tokens.shape[1]))
+        for k in range(3):
+            x = Block(name=f"block_{k}")(x)
+        return embed.attend(nn.RMSNorm(name="norm")(x))
+
+
+def loss_fn(params, batch):
+    logits = GPT().apply(params, batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+# %% [markdown]
+# Every Python comes with several megabytes of text: the source code of its standard library. A batch is 32 pieces of 33 characters,
+# taken at random places.
+
+# %%
+files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+text = text[text < 128].astype(np.int32)
+
+
+def batch_of(step):
+    starts = np.random.default_rng(step).integers(0, len(text) - 32, 32)
+    return jnp.asarray(text[starts[:, None] + np.arange(33)])
+
+
+batch = batch_of(0)
+params = jax.jit(GPT().init)(jax.random.key(0), batch[:, :-1])
+print(repr("".join(map(chr, np.asarray(batch[0])))))
+
+# %% [markdown]
+# ## The drop-in replacement
+#
+# The smallest step from plain JAX to a pipeline is to write `jaxpp.value_and_grad` instead of `jax.value_and_grad`. The parameters
+# stay where they are, and the gradients come back to the same place. This is the right tool for code that has its own training
+# loop.
+
+# %%
+plain_loss, plain_grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+loss, grads = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=4)(params, batch)
+
+np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, plain_grads)
+print(f"loss: {plain_loss:.6f} plain, {loss:.6f} as a pipeline; the gradients agree")
+
+# %% [markdown]
+# ## The trainer
+#
+# With `jaxpp.value_and_grad` all parameters still have to fit on one device. `jaxpp.Pipeline` also takes the optimizer, and then
+# each device keeps the parameters of its own stage, together with their gradients and optimizer state.
+#
+# We have parameters already, so we give them to `init`. For a model that does not fit on one device, write
+# `pipe.init(init_fn, key, batch)` instead: each parameter is then created where it will live.
+
+# %%
+optimizer = optax.adam(3e-3)
+pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=4, num_microbatches=8)
+state = pipe.init(params, batch)
+pipe.stages
+
+# %% [markdown]
+# This is the table of stages. Read it row by row:
+#
+# - `modules`: the first and the last module of the stage. Three blocks were cut into four stages, so some cuts lie inside a block.
+# - `params`, `bytes`: the parameters that the stage owns. The last stage reads the table of the embedding too, so its row says
+#   `+1 tied`. The first stage owns this table; it sends a copy once per step, and gets the gradient back once per step.
+# - `FLOPs`, `share`: the floating-point operations of the forward pass, and the stage's part of all of them.
+# - `kept`: the residuals of one microbatch, and how large they would be if nothing were computed again in the backward pass.
+# - `sends`: the shape of what goes to the next stage for each microbatch.
+#
+# ## How the cut is decided
+#
+# jaxpp **traces** the loss as `jax.jit` does: it runs `loss_fn` once on shapes and records every elementary operation, such as a
+# matrix product or an addition. (The recording is called a jaxpr; `jax.make_jaxpr(loss_fn)(params, batch)` prints it.) A list of
+# operations can be cut anywhere, and it does not matter from which Python function or Flax module they came. Three rules decide:
+#
+# 1. The largest stage shall be as small as possible, because the others wait for it. Size is counted in FLOPs.
+# 2. Every stage shall have real work to do.
+# 3. Among the cuts whose largest stage is at most 5% above the smallest possible, take the cut that sends the fewest bytes.
+#
+# Cheap operations that several stages need, such as the causal mask, are computed again on each stage and not sent.
+#
+# ## Your own cuts
+#
+# `cuts=` names the modules with which the second and all later stages begin. A person would perhaps cut this model between the
+# blocks, and give the head a stage of its own:
+
+# %%
+by_name = jaxpp.Pipeline(loss_fn, optimizer, num_stages=4, num_microbatches=8, cuts=["block_1", "block_2", "norm"])
+state_by_name = by_name.init(params, batch)
+
+fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+for k, (name, each) in enumerate({"cut by jaxpp": pipe, "cut by name": by_name}.items()):
+    shares = [100 * stage.flops / sum(s.flops for s in each.stages) for stage in each.stages]
+    bars = axes.bar(np.arange(4) + 0.4 * k, shares, 0.38, label=name, color=("#0072B2", "#BBBBBB")[k])
+    axes.bar_label(bars, fmt="%.0f%%", fontsize=9)
+axes.axhline(25, color="#222222", linewidth=0.8, linestyle="--")
+axes.set(xticks=np.arange(4) + 0.2, xticklabels=[f"stage {k}" for k in range(4)], ylabel="share of the FLOPs, %", ylim=(0, 40))
+axes.legend(frameon=False, ncols=2, loc="upper center")
+plt.show()
+
+# %% [markdown]
+# Look at the highest bar of each colour: this stage sets the pace, and the dashed line is the ideal. The named cuts leave the last
+# device with little to do, while each of the three others carries almost a third of the work. In return they send less: one array
+# at each boundary, whereas a cut inside a block has to send several. So name the cuts if your links are slow, or if you want to
+# rebuild the stages of another system.
+#
+# The results do not depend on the cuts. Both pipelines make the same step:
+
+# %%
+state, metrics = pipe.step(state, batch)
+state_by_name, metrics_by_name = by_name.step(state_by_name, batch)
+
+np.testing.assert_allclose([metrics.loss, metrics_by_name.loss], plain_loss, rtol=1e-5)
+both = jaxpp.gather([state.params, state_by_name.params])  # to one device, so that they can be compared
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *both)
+print(f"loss {metrics.loss:.6f} and {metrics_by_name.loss:.6f}; the updated parameters agree")
+
+# %% [markdown]
+# ## Training, beside plain JAX
+#
+# Now 80 steps with the pipeline, and the same 80 steps in plain JAX on one device. The figure shows both losses. The orange dots
+# must lie on the blue line, at every step.
+
+
+# %%
+@jax.jit
+def plain_step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = optimizer.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+plain_params, opt_state, losses, plain_losses = params, optimizer.init(params), [], []
+state = pipe.init(params, batch)  # from the beginning
+for step in range(80):
+    state, metrics = pipe.step(state, batch_of(step))
+    plain_params, opt_state, loss = plain_step(plain_params, opt_state, batch_of(step))
+    losses.append(float(metrics.loss))
+    plain_losses.append(float(loss))
+
+# %%
+np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
+fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+axes.plot(losses, color="#0072B2", linewidth=4, label="pipeline of four stages")
+axes.plot(plain_losses, "o", color="#E69F00", markersize=3, label="plain JAX, one device")
+axes.set(xlabel="step", ylabel="loss")
+axes.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# You need not write the plain loop to be sure. `pipe.verify` makes one step both ways, compares the loss, every gradient, every
+# updated parameter and the optimizer state, and raises an error that names the first leaf that differs. It returns nothing, and the
+# state stays as it is. It is the first thing to call with a model of your own. The whole model has to fit on one device for that,
+# so verify a small version of a large model.
+
+# %%
+pipe.verify(state, batch)
+
+# %% [markdown]
+# ## Will it fit?
+#
+# `pipe.forecast` says what each device will hold at the moment at which it holds most. It needs shapes only, and runs nothing. Give
+# it the memory of your device as `hbm=`. This model is tiny, so we ask for a device that is tiny, too.
+
+# %%
+shapes = jax.eval_shape(lambda: params)
+forecast = pipe.forecast(shapes, batch, hbm="2 MiB")
+forecast
+
+# %% [markdown]
+# You know parameters, optimizer state, gradients and residuals from chapter 1. Three columns are new. **In flight** are activations
+# and cotangents that have arrived and wait to be used. **Statics** are values that are computed from parameters once per step, and
+# the copy of the tied embedding. **Temporaries** are what a compiled program needs for itself while it runs.
+#
+# The last lines are advice. They name other pipelines that would fit, and estimate how much longer or shorter a step would be.
+# Neither the table nor the advice needs the devices, so ask before you rent them.
+
+# %% [markdown]
+# ## What really happened
+#
+# `pipe.profile` runs a few steps under JAX's profiler, and some more in which each program runs alone. The figure has three parts:
+#
+# - The first timeline is the step as it ran, the second is how long it would take if every device had cores of its own. On a laptop
+#   all forced CPU devices share the same few cores; that is why the first timeline is longer. Chapter 10 looks at this more
+#   closely.
+# - The last part is memory: for each device a row, and in it the bytes by kind. Find the residuals: device 0 holds those of four
+#   microbatches at once, the last device those of one. This is the staircase of 1F1B from chapter 5.
+
+# %%
+profile = pipe.profile(state, batch)
+profile.figure()
+
+# %% [markdown]
+# Was the forecast right? The profile stops at each device's peak and counts all arrays that are alive there. Together with the
+# temporaries, of which the compiler says how large they are, the sums are those of the forecast, to the byte.
+
+# %%
+for device, predicted in forecast.peaks.items():
+    sample = profile.ledger.peaks[device]
+    measured = sum(sample.kinds) + sample.temporaries
+    print(f"{device}: {predicted:,} bytes forecast, {measured:,} bytes measured")
+    assert measured == predicted
+
+# %% [markdown]
+# ## When something is wrong
+#
+# Errors come before any device works. They say where, what the rule is, what was found, and what to write instead. Here a name is
+# misspelt:
+
+# %%
+try:
+    wrong = jaxpp.Pipeline(loss_fn, optimizer, num_stages=3, num_microbatches=8, cuts=["blok_1", "block_2"])
+    wrong.init(params, batch)
+except ValueError as error:
+    print(type(error).__name__ + ":", error)
+
+# %% [markdown]
+# ## Takeaway
+#
+# A pipeline is made from the trace of a loss, so the model need not be written for it. The automatic cut makes the largest stage
+# small and then the messages. `pipe.stages` shows the cut, `pipe.forecast` the memory before, `pipe.profile` time and memory after,
+# and `pipe.verify` proves on your own model that nothing else has changed.
+#
+# ## Questions
+#
+# 1. The first stage owns the table of the embedding and the last stage needs it too. Why is it sent once per step, and not once for
+#    each microbatch?
+#
+# <details><summary>Answer</summary>
+#
+# Parameters do not change during a step, so one copy serves all microbatches. The last stage adds up its part of the gradient over
+# the microbatches, and sends the sum back once.
+#
+# </details>
+#
+# 2. You ask for four stages, and one layer of your model has 40% of all FLOPs. What is the best speed-up that four devices can
+#    give?
+#
+# <details><summary>Answer</summary>
+#
+# If the layer is one operation (one huge matrix product), its stage has at least 40% of the work, so four devices are at most 1 /
+# 0.4 = 2.5 times as fast as one; jaxpp warns of this and names the module. If the layer consists of several operations, it can be
+# cut inside.
+#
+# </details>
+#
+# 3. `pipe.forecast` says that residuals take most of the memory, and offers twice as many microbatches. Why does that help,
+#    although the batch stays the same?
+#
+# <details><summary>Answer</summary>
+#
+# With 1F1B a device holds the residuals of a fixed number of microbatches (at most as many as there are stages, see chapter 5).
+# Twice as many microbatches of half the size make these residuals half as large.
+#
+# </details>
+#
+# Next: [8. theta[t] on the host](08_task_parameters.ipynb)

@@ -1,0 +1,266 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 9. Pipe x data x model
+#
+# A pipeline divides the layers among devices. There are two other ways to divide the work of a training step: by examples and by
+# the entries of each matrix. Large models are trained with all three at once. In this chapter eight devices are used as 2 x 2 x 2,
+# and we count what each way makes the devices say to one another.
+
+# %%
+import flax.linen as nn
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jaxpp
+
+jax.config.update("jax_num_cpu_devices", 8)  # for a laptop; GPUs are used where there are at least eight
+devices = jax.devices()[:8] if len(jax.devices()) >= 8 else jax.devices("cpu")
+
+# %% [markdown]
+# ## The model
+#
+# Handwritten digits again. The model has four blocks. Each widens its input to 256 features, applies `relu`, goes back to 64
+# features, and adds the result to its input.
+
+
+# %%
+class Blocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for k in range(4):
+            wide = nn.relu(nn.Dense(256, name=f"up_{k}")(x))
+            x = x + nn.Dense(64, name=f"down_{k}")(wide)
+        return nn.Dense(10, name="head")(x)
+
+
+def loss_fn(params, batch):
+    logits = Blocks().apply(params, batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+digits = load_digits()
+batch = {"x": digits.data[:256].astype("float32") / 16, "y": digits.target[:256].astype("int32")}
+params = jax.jit(Blocks().init)(jax.random.key(0), batch["x"])
+
+# %% [markdown]
+# ## Dividing the examples: data
+#
+# In **data parallelism** each device has a copy of the model, a **replica**, and computes the gradient of its part of the examples.
+# The mean of these gradients is the gradient of the whole batch. Chapter 4 used the same fact for microbatches.
+#
+# Computing a sum over several devices, so that all of them have it in the end, is called an **all-reduce**. It is one of the
+# **collectives**: operations in which all devices of a group take part. Data parallelism needs one all-reduce of all gradients per
+# step.
+
+# %%
+halves = [jax.tree.map(lambda leaf, k=k: leaf[128 * k : 128 * (k + 1)], batch) for k in range(2)]
+parts = [jax.grad(loss_fn)(params, half) for half in halves]  # each could be on a device of its own
+reduced = jax.tree.map(lambda *grads: sum(grads) / 2, *parts)  # the all-reduce
+
+grads = jax.grad(loss_fn)(params, batch)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), reduced, grads)
+print("the mean of the replicas' gradients is the gradient of the batch")
+
+# %% [markdown]
+# ## Dividing the matrices: model
+#
+# In **tensor parallelism** each device holds a part of every matrix, a **shard**. Take one block, `relu(x @ up) @ down`. Cut `up`
+# between columns and `down` between rows. Each device then computes half of the wide features, and needs nothing of the other half:
+# `relu` looks at one feature at a time. At the end each device has a sum over its own features, and one all-reduce adds the sums.
+
+# %%
+x, up, down = batch["x"], params["params"]["up_0"]["kernel"], params["params"]["down_0"]["kernel"]
+first = nn.relu(x @ up[:, :128]) @ down[:128]  # on one device: the left columns of up, the upper rows of down
+second = nn.relu(x @ up[:, 128:]) @ down[128:]  # on the other device
+np.testing.assert_allclose(first + second, nn.relu(x @ up) @ down, rtol=1e-4, atol=1e-5)
+print("the sum of the shards' results is the result of the block")
+
+# %% [markdown]
+# This all-reduce has the size of an activation, and it happens in every block, for every microbatch, forward and backward. The
+# devices wait for it each time. Tensor parallelism therefore needs fast links.
+#
+# ## A mesh
+#
+# A **mesh** arranges devices in an array whose axes have names. jaxpp knows three names: `pipe` for the ranks of the pipeline,
+# `data` for replicas and `model` for shards. A rank is no longer one device. Here it is a group of four.
+
+# %%
+mesh = jax.make_mesh((2, 2, 2), ("pipe", "data", "model"), devices=devices)
+fig, all_axes = plt.subplots(1, 2, figsize=(7, 2.6), layout="constrained")
+for rank, axes in enumerate(all_axes):
+    colour = ("#CFE3F2", "#FBE3B8")[rank]
+    for (replica, shard), device in np.ndenumerate(mesh.devices[rank]):
+        axes.add_patch(plt.Rectangle((shard, replica), 0.94, 0.9, color=colour))
+        axes.text(shard + 0.47, replica + 0.45, device, ha="center", va="center")
+    axes.set(title=f"rank {rank} (pipe)", xlabel="shard (model)", ylabel="replica (data)", xlim=(0, 2), ylim=(2, 0))
+    axes.set(xticks=[0.47, 1.47], xticklabels=[0, 1], yticks=[0.45, 1.45], yticklabels=[0, 1])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+plt.show()
+
+# %% [markdown]
+# Look at the directions. Activations go from a box on the left to the box at the same place on the right. Gradients are summed up
+# and down inside a rank, and partial results are summed between left and right inside a rank.
+#
+# The pipeline takes the mesh, and rules that say how each parameter is sharded. `"column"` cuts a layer between its columns, and
+# `"row"` between its rows. A parameter that no rule names is whole on every shard.
+
+# %%
+optimizer = optax.adam(1e-3)
+rules = {"*/up_*": "column", "*/down_*": "row"}
+pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=2, num_microbatches=4, mesh=mesh, shardings=rules)
+state = pipe.init(params, batch)
+pipe.stages
+
+# %% [markdown]
+# Where is a parameter now? A sharding says over which axes an array is divided (`PartitionSpec`) and on which devices it lives.
+
+# %%
+for name in ("up_0", "down_0", "up_3"):
+    kernel = state.params["params"][name]["kernel"]
+    shard = kernel.addressable_shards[0].data
+    here = ", ".join(sorted(str(device) for device in kernel.devices()))
+    print(f"{name:7} {kernel.shape} {kernel.sharding.spec!s:27} {shard.shape} on each of {here}")
+
+# %% [markdown]
+# ## Still the same step
+#
+# Each replica splits its half of the batch into 4 microbatches, so this step is a gradient accumulation over 8 microbatches.
+# Without randomness in the loss this is the ordinary step of plain JAX with the whole batch.
+
+# %%
+pipe.verify(state, batch)  # each gradient, updated parameter and optimizer leaf, against one device
+
+state, metrics = pipe.step(state, batch)
+loss = loss_fn(params, batch)
+updates, _ = optimizer.update(grads, optimizer.init(params))
+expected = optax.apply_updates(params, updates)
+np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(state.params), expected)
+print(f"loss {metrics.loss:.6f} on eight devices, {loss:.6f} on one; the updated parameters agree")
+
+# %% [markdown]
+# ## What the devices say to one another
+#
+# In plain JAX with shardings, the compiler decides which collectives to insert. jaxpp leaves this to the compiler too, and
+# `pipe.collectives` reads from the compiled programs what it has decided. "F of stage 0" is the forward of one microbatch; the
+# column `times` says how often the collective runs in a step.
+
+# %%
+found = pipe.collectives(batch)
+found
+
+# %% [markdown]
+# Find three things in this table:
+#
+# - One all-reduce over `data` for each stage, once per step, as large as the parameters of the stage on one device.
+# - In each forward one all-reduce over `model` for each of the two blocks, for each of the 4 microbatches: 8. There are as many in
+#   the backward of stage 1. The backward of stage 0 has half as many, because nobody needs the gradient of the images. (The few
+#   bytes at the end are for the norm of the gradient, `metrics.grad_norm`.)
+# - The last line: every parameter is reduced over `data` exactly once.
+#
+# What the pipeline sends from rank to rank is no collective, so it is not in this table. `pipe.stages` has it in the column
+# `sends`.
+
+# %%
+assert found.count("all-reduce", axes="data") == 2
+assert found.count("all-reduce", axes="model", program="F of stage 0") == 8
+
+# %% [markdown]
+# ## Which axis for what?
+#
+# Let us keep the two replicas, and give the four devices of each replica to the pipeline, to the shards, or to both. For replicas
+# without shards you need no mesh: `data_parallel=2` makes one. For each arrangement we check the loss and count what a device
+# communicates in one step, on average: gradients over `data`, partial results over `model`, and activations and cotangents over
+# `pipe`.
+
+# %%
+one_rank = jax.make_mesh((1, 2, 4), ("pipe", "data", "model"), devices=devices)
+arrangements = {
+    (4, 2, 1): {"num_stages": 4, "data_parallel": 2, "devices": devices},
+    (2, 2, 2): {"num_stages": 2, "mesh": mesh, "shardings": rules},
+    (1, 2, 4): {"num_stages": 1, "mesh": one_rank, "shardings": rules},
+}
+rows = []
+for (num_ranks, _, _), options in arrangements.items():
+    other = jaxpp.Pipeline(loss_fn, optimizer, num_microbatches=4, **options)
+    _, metrics = other.step(other.init(params, batch), batch)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    sent = 2 * (num_ranks - 1) * 128 * 64 * 4  # 128 examples a replica, 64 features, 4 bytes; there and back
+    over = {axis: other.collectives(batch).num_bytes(axes=axis) for axis in ("data", "model")}
+    rows.append([sent / num_ranks, over["data"] / num_ranks, over["model"] / num_ranks])
+
+# %%
+fig, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
+left = np.zeros(3)
+for axis, found, colour in zip(
+    ("pipe", "data", "model"), np.transpose(rows) / 2**10, ("#0072B2", "#BBBBBB", "#E69F00"), strict=True
+):
+    axes.barh(range(3), found, left=left, color=colour, label=axis)
+    left += found
+axes.set(
+    yticks=range(3), yticklabels=[" x ".join(map(str, shape)) for shape in arrangements], xlabel="KiB for each device and step"
+)
+axes.set(ylabel="pipe x data x model", ylim=(2.6, -0.6))
+axes.legend(frameon=False, title="over", ncols=3)
+plt.show()
+
+# %% [markdown]
+# Look at the orange part. It grows with the number of shards, it would grow with the batch, and the devices wait for it in every
+# block. The blue part is smaller, and the transfers can be hidden behind computation. The grey part does not depend on the batch,
+# and it is the same in all three rows: each device holds a quarter of the parameters, whichever way they are divided.
+#
+# From this follows how large models are arranged: `model` inside a computer, where links are fastest; `pipe` between computers;
+# `data` with what is left. The price of `pipe` is the bubble, which this figure does not show. If your model fits on one device,
+# use `data` alone.
+#
+# ## Takeaway
+#
+# A mesh gives each device a rank, a replica and a shard. Replicas exchange gradients once per step. Shards exchange partial results
+# in every block. Ranks send activations and cotangents for every microbatch. None of the three changes the result.
+#
+# ## Questions
+#
+# 1. You have 2 x 2 x 2 devices, and `num_microbatches=4`. How many examples of a batch of 256 are in one microbatch on one replica?
+#
+# <details><summary>Answer</summary>
+#
+# Each of the two replicas gets 128 examples and splits them into 4 microbatches of 32. The shards of a replica all work on the same
+# 32 examples, each with its part of the matrices.
+#
+# </details>
+#
+# 2. You double the batch and leave the model as it is. Which of the three parts of the figure grow?
+#
+# <details><summary>Answer</summary>
+#
+# `pipe` and `model` double, because they carry activations, which have a row for each example. `data` stays, because it carries
+# gradients, which have the size of the parameters.
+#
+# </details>
+#
+# 3. Why is `up` cut between its columns and `down` between its rows, and not both between their columns?
+#
+# <details><summary>Answer</summary>
+#
+# After a cut between columns, each device has some of the wide features, all of them complete, and `relu` can be applied at once.
+# If `down` were cut between its columns too, each device would need all wide features as its input, so they would have to be
+# collected first. That is a second collective for each block, and of the wide activation. Cut between its rows, `down` needs only
+# the features that the device already has.
+#
+# </details>
+#
+# Next: [10. Reading a profile](10_reading_a_profile.ipynb)
