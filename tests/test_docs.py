@@ -1,7 +1,8 @@
 """The pages tell the truth: their code runs as a reader would paste it and prints what stands below; their links lead somewhere.
 
-A block fenced as ``python`` is ours and runs. Code of other libraries is fenced as ``{ .python title="..." }``, with the version
-for which it was written, and does not run. Notebooks and recipes are run by ``.ci/docs``, which also builds the pages strictly.
+A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs. Code of other libraries is fenced as
+``{ .python title="..." }``, with the version for which it was written, and does not run. Notebooks and recipes are run by
+``.ci/docs``, which also builds the pages strictly.
 """
 
 import importlib
@@ -21,6 +22,8 @@ import jaxpp
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+OURS = r'^```python(?: title="jaxpp")?\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?'
+"""A block, and the output that stands below it."""
 LIBRARIES = ("PyTorch", "DeepSpeed", "Megatron Core", "praxis", "JaxPP")
 
 
@@ -29,7 +32,7 @@ def name_of(page):
 
 
 def with_code():
-    return [page for page in PAGES if "```python\n" in page.read_text()]
+    return [page for page in PAGES if re.search(OURS, page.read_text(), re.DOTALL | re.MULTILINE)]
 
 
 @pytest.mark.parametrize("page", with_code(), ids=name_of)
@@ -37,7 +40,7 @@ def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_th
     # Only jaxpp is installed there: the models, experiments and tests beside it are not.
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "jaxpp").symlink_to(ROOT / "jaxpp")
-    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(OURS, page.read_text(), re.DOTALL | re.MULTILINE)
     mark = "-- the next block --"
     code = f"\nprint({mark!r})\n".join(block for block, _ in blocks)
     cached = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
@@ -61,7 +64,7 @@ def test_every_page_whose_output_is_promised_has_been_found():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_fence_is_run_or_says_whose_code_it_is(page):
     opened = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
-    theirs = [info for info in opened if info not in ("python", "text", "sh")]
+    theirs = [info for info in opened if info not in ("python", 'python title="jaxpp"', "text", "sh")]
     for info in theirs:
         title = re.fullmatch(r' \{ \.python title="(.*?)" \}', info)
         assert title, f"{name_of(page)}: ```{info}"
@@ -166,7 +169,9 @@ def test_a_notebook_becomes_a_page_with_its_code_its_text_and_its_pictures():
     assert "```python\nprint(1)\n```\n\n````` { .text .output .no-copy }\n1\n2\n`````" in page.markdown
     assert page.pictures == {"name/2_0.png": b"hello"}
     assert "(name/2_0.png)" in page.markdown
-    assert page.outputs == ["<table></table>"]
+    assert [html for mark, html in page.outputs.items() if f'<div class="output-html">{mark}</div>' in page.markdown] == [
+        "<table></table>"
+    ]
     assert not page.defects
 
 
@@ -181,6 +186,17 @@ def test_what_a_finished_notebook_does_not_print_is_a_defect():
         "cell 2 raised ValueError",
         "cell 3 is empty",
     ]
+
+
+def test_formulae_become_mathml_and_code_and_prices_stay():
+    text = {"cell_type": "markdown", "source": "# A\n\nWith $p$ ranks `$HOME` costs 5$ or 6$.\n\n$$\\frac{p}{2}$$\n\n```\n$x$\n```"}
+    page = site_module("pages").notebook_page({"cells": [text]}, "name", "")
+    first, second = page.outputs.values()
+    assert "<mi>p</mi>" in first
+    assert 'display="block"' in second
+    assert "<mfrac>" in second
+    assert "ranks `$HOME` costs 5$ or 6$." in page.markdown
+    assert "```\n$x$\n```" in page.markdown
 
 
 def test_folded_answers_are_markdown_and_fences_stay_as_they_are():

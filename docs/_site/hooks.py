@@ -22,6 +22,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXECUTED = ROOT / "build" / "notebooks"
 DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 """Documents of the project and the pages that show them."""
+OUTPUT = "``` { .text .output .no-copy }"
+"""How a block of printed output begins."""
 PICTURES = (".png", ".gif", ".svg")
 log = get_plugin_logger("jaxpp")
 
@@ -155,24 +157,23 @@ def lists(found: Site) -> dict[str, str]:
         "recipes": each["how-to"],
         "experiments": "\n".join(answers),
         "snippet": first_block(readme, "python"),
-        "table": first_block(readme, "").replace("```\n", "``` { .text .output .no-copy }\n", 1),
+        "table": first_block(readme, "").replace("```\n", "```text\n", 1),
     }
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Fills in the lists of chapters, recipes and experiments, and the first snippet of the README."""
-    if "<!-- list of " not in markdown:
-        return markdown
-    found = lists(config.extra["generated"])
-    return re.sub(r"<!-- list of (\w+) -->", lambda match: found[match[1]], markdown)
+    """Fills in the lists of chapters, recipes and experiments, and the snippet of the README; marks what is printed output."""
+    if "<!-- list of " in markdown:
+        found = lists(config.extra["generated"])
+        markdown = re.sub(r"<!-- list of (\w+) -->", lambda match: found[match[1]], markdown)
+    return re.sub(r"^```text$", OUTPUT, markdown, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Puts the HTML that a notebook's cells returned into its page, each in a box that scrolls; refuses prompts."""
+    """Puts the HTML of outputs and formulae into the page of a notebook; refuses prompts, which cannot be copied."""
     if "&gt;&gt;&gt; " in re.sub(r"<[^>]*>", "", html) and not page.file.src_uri.startswith("source/"):
         log.warning("%s has prompts (>>>): its code cannot be copied", page.file.src_uri)
     notebook = config.extra["generated"].notebooks.get(page.file.src_uri)
     if notebook is not None:
-        for k, output in enumerate(notebook.outputs):
-            html = html.replace(f'<div data-output="{k}"></div>', f'<div class="output-html">{output}</div>')
+        html = re.sub(r"html\d+mark", lambda match: notebook.outputs[match[0]], html)
     return html

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from latex2mathml import converter
+
 __all__ = ["NotebookPage", "first_block", "first_sentence", "for_pages", "linked", "notebook_page", "source_page", "title_of"]
 
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
@@ -61,8 +63,8 @@ def first_sentence(text: str) -> str:
 
 def first_block(text: str, language: str) -> str:
     """The first fenced block of a language, with its fences."""
-    found = re.search(rf"^```{language}\n.*?^```$", text, re.DOTALL | re.MULTILINE)
-    return found.group(0) if found else ""
+    blocks = re.finditer(r"^```(\w*)\n.*?^```$", text, re.DOTALL | re.MULTILINE)
+    return next((block[0] for block in blocks if block[1] == language), "")
 
 
 def linked(text: str, here: str, page: str, page_of: Callable[[str], str | None]) -> str:
@@ -109,9 +111,9 @@ class NotebookPage:
     Attributes:
         title: its first heading.
         summary: its first sentence.
-        markdown: the page; where an output is HTML, it has ``<div data-output="k"></div>``.
+        markdown: the page, with a mark where an output or a formula belongs.
         pictures: files by name, relative to the page.
-        outputs: the HTML that belongs into the page, by k.
+        outputs: the HTML of outputs and formulae, by their marks.
         defects: what a finished notebook does not print.
     """
 
@@ -119,8 +121,14 @@ class NotebookPage:
     summary: str = ""
     markdown: str = ""
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    outputs: list[str] = dataclasses.field(default_factory=list)
+    outputs: dict[str, str] = dataclasses.field(default_factory=dict)
     defects: list[str] = dataclasses.field(default_factory=list)
+
+    def marked(self, html: str) -> str:
+        """A mark for HTML that Markdown shall leave alone."""
+        mark = f"html{len(self.outputs)}mark"
+        self.outputs[mark] = html
+        return mark
 
 
 def notebook_page(notebook: Mapping[str, Any], name: str, under_title: str) -> NotebookPage:
@@ -135,7 +143,8 @@ def notebook_page(notebook: Mapping[str, Any], name: str, under_title: str) -> N
     for number, cell in enumerate(notebook["cells"]):
         source = _joined(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(for_pages(_NOTEBOOK_LINK.sub(r"](\1.md\2)", source)))
+            text = _outside_fences(source, lambda part: _with_formulae(page, _NOTEBOOK_LINK.sub(r"](\1.md\2)", part)))
+            parts.append(for_pages(text))
         elif cell["cell_type"] == "code" and source.strip():
             parts.append(f"```python\n{source}\n```")
             for part, output in enumerate(_merged(cell["outputs"])):
@@ -146,6 +155,19 @@ def notebook_page(notebook: Mapping[str, Any], name: str, under_title: str) -> N
     page.title, page.summary = title_of(text), first_sentence(text)
     page.markdown = re.sub(r"^# .+$", lambda match: f"{match.group(0)}\n\n{under_title}", text, count=1, flags=re.MULTILINE)
     return page
+
+
+def _with_formulae(page: NotebookPage, text: str) -> str:
+    """Text with marks for its formulae, which become MathML: browsers show it without a script."""
+
+    def formula(match: re.Match[str]) -> str:
+        if match["code"]:
+            return match[0]
+        block = match["block"] is not None
+        return page.marked(converter.convert(match["block"] or match["inline"], display="block" if block else "inline"))
+
+    pattern = r"(?P<code>`+[^`]*`+)|\$\$(?P<block>[^$]+)\$\$|(?<![\w$\\])\$(?P<inline>[^$\n]+)\$(?![\w$])"
+    return re.sub(pattern, formula, text)
 
 
 def _merged(outputs: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -180,8 +202,7 @@ def _output(page: NotebookPage, output: Mapping[str, Any], name: str, where: str
         size = f' width="{width}"' if width else ""
         return f"![The figure that this cell draws]({name}.png){{ .figure{size} loading=lazy }}"
     if "text/html" in data:
-        page.outputs.append(_joined(data["text/html"]))
-        return f'<div data-output="{len(page.outputs) - 1}"></div>'
+        return f'<div class="output-html">{page.marked(_joined(data["text/html"]))}</div>'
     if "text/markdown" in data:
         return for_pages(_joined(data["text/markdown"]))
     text = _joined(data.get("text/plain", ""))
