@@ -22,6 +22,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXECUTED = ROOT / "build" / "notebooks"
 DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 """Documents of the project and the pages that show them."""
+NOTEBOOKS = {"course": "experiments/notebooks", "how-to": "docs/how-to"}
+"""The folders of the site that hold notebooks, and where their sources are."""
 OUTPUT = "``` { .text .output .no-copy }"
 """How a block of printed output begins."""
 PICTURES = (".png", ".gif", ".svg")
@@ -50,6 +52,9 @@ class Site:
         if f"{path}/README.md" in self.documents:
             return self.documents[f"{path}/README.md"]
         file = ROOT / path
+        for folder, sources in NOTEBOOKS.items():
+            if file.suffix in (".py", ".ipynb") and path.startswith(sources) and (ROOT / sources / f"{file.stem}.py").exists():
+                return f"{folder}/{file.stem}.md"
         if path.startswith("docs/"):
             return path.removeprefix("docs/") if file.exists() else None
         if file.suffix in PICTURES and file.exists():
@@ -80,12 +85,13 @@ class Site:
         """The executed notebooks of a folder, as pages and for download."""
         for file in sorted((EXECUTED / folder).glob("*.ipynb")):
             uri = f"{folder}/{file.stem}.md"
-            under = f"[Download this notebook]({file.name}){{ .download }} · [Glossary](../glossary.md)"
-            page = notebook_page(json.loads(file.read_text()), file.stem, under)
+            page = notebook_page(json.loads(file.read_text()), file.stem)
             for defect in page.defects:
                 log.warning("%s: %s", file.name, defect)
             self.notebooks[uri] = page
-            self.add(uri, page.markdown)
+            text = linked(page.markdown, NOTEBOOKS[folder], uri, self.page_of)
+            under = f"[Download this notebook]({file.name}){{ .download }} · [Glossary](../glossary.md)"
+            self.add(uri, re.sub(r"^# .+$", lambda match, under=under: f"{match[0]}\n\n{under}", text, count=1, flags=re.MULTILINE))
             self.add(f"{folder}/{file.name}", file.read_bytes())
             for name, picture in page.pictures.items():
                 self.add(f"{folder}/{name}", picture)

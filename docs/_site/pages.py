@@ -20,7 +20,6 @@ __all__ = ["NotebookPage", "first_block", "first_sentence", "for_pages", "linked
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
 _LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 _QUOTED_FILE = re.compile(r"(?<![\[`])`([\w.-]+(?:/[\w.-]+)*\.py)`(?!\])")
-_NOTEBOOK_LINK = re.compile(r"\]\(([\w./-]+)\.ipynb(#[\w-]*)?\)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -131,29 +130,26 @@ class NotebookPage:
         return mark
 
 
-def notebook_page(notebook: Mapping[str, Any], name: str, under_title: str) -> NotebookPage:
+def notebook_page(notebook: Mapping[str, Any], name: str) -> NotebookPage:
     """The page of a notebook: its text, its code, and what the code printed and drew.
 
     Args:
         notebook: the JSON of the file.
         name: of the file, without its ending.
-        under_title: a line that the page has below its title.
     """
     page, parts = NotebookPage(), []
     for number, cell in enumerate(notebook["cells"]):
         source = _joined(cell["source"])
         if cell["cell_type"] == "markdown":
-            text = _outside_fences(source, lambda part: _with_formulae(page, _NOTEBOOK_LINK.sub(r"](\1.md\2)", part)))
-            parts.append(for_pages(text))
+            parts.append(for_pages(_outside_fences(source, lambda part: _with_formulae(page, part))))
         elif cell["cell_type"] == "code" and source.strip():
             parts.append(f"```python\n{source}\n```")
             for part, output in enumerate(_merged(cell["outputs"])):
                 parts.append(_output(page, output, f"{name}/{number}_{part}", f"cell {number}"))
         elif not source.strip():
             page.defects.append(f"cell {number} is empty")
-    text = "\n\n".join(part for part in parts if part)
-    page.title, page.summary = title_of(text), first_sentence(text)
-    page.markdown = re.sub(r"^# .+$", lambda match: f"{match.group(0)}\n\n{under_title}", text, count=1, flags=re.MULTILINE)
+    page.markdown = "\n\n".join(part for part in parts if part)
+    page.title, page.summary = title_of(page.markdown), first_sentence(page.markdown)
     return page
 
 
