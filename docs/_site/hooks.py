@@ -1,0 +1,185 @@
+"""The pages that are made while the site is built: notebooks, recipes, READMEs, sources; and the table of contents.
+
+What is not there (a chapter, an executed notebook) is not listed.
+"""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from pages import NotebookPage, first_block, is_text, linked, notebook_page, source_page
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXECUTED = ROOT / "build" / "notebooks"
+DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
+"""Documents of the project and the pages that show them."""
+NOTEBOOKS = {"course": "experiments/notebooks", "how-to": "docs/how-to"}
+"""The folders of the site that hold notebooks, and where their sources are."""
+OUTPUT = "``` { .text .output .no-copy }"
+"""How a block of printed output begins."""
+PICTURES = (".png", ".gif", ".svg")
+log = get_plugin_logger("jaxpp")
+
+
+class Site:
+    """What is generated for one build."""
+
+    def __init__(self, config: MkDocsConfig):
+        self.config = config
+        self.files: dict[str, File] = {}
+        self.notebooks: dict[str, NotebookPage] = {}
+        self.experiments = {readme.parent.name: readme for readme in sorted(ROOT.glob("experiments/*/README.md"))}
+        self.experiments.pop("notebooks", None)
+        self.documents = DOCUMENTS | {f"experiments/{name}/README.md": f"experiments/{name}.md" for name in self.experiments}
+
+    def add(self, uri: str, content: str | bytes) -> None:
+        """A page or a picture."""
+        self.files[uri] = File.generated(self.config, uri, content=content)
+
+    def page_of(self, path: str) -> str | None:
+        """The page that shows a file or a folder of the project; sources get their pages when they are first asked for."""
+        if path in self.documents:
+            return self.documents[path]
+        if f"{path}/README.md" in self.documents:
+            return self.documents[f"{path}/README.md"]
+        file = ROOT / path
+        for folder, sources in NOTEBOOKS.items():
+            if file.suffix in (".py", ".ipynb") and path.startswith(sources) and (ROOT / sources / f"{file.stem}.py").exists():
+                return f"{folder}/{file.stem}.md"
+        if path.startswith("docs/"):
+            return path.removeprefix("docs/") if file.exists() else None
+        if file.suffix in PICTURES and file.exists():
+            self.add(path, file.read_bytes())
+            return path
+        uri = f"source/{path}.md"
+        if uri not in self.files and file.is_file() and is_text(file):
+            self.add(uri, source_page(path, file.read_text()))
+        elif uri not in self.files and file.is_dir():
+            self.add(uri, "")  # so that a folder that names itself ends
+            self.add(uri, self.folder(path, uri))
+        return uri if uri in self.files else None
+
+    def folder(self, path: str, uri: str) -> str:
+        """A page that lists a folder."""
+        names = sorted(file.name for file in (ROOT / path).glob("*.py") if file.name != "__init__.py")
+        listed = "\n".join(f"- `{name}`" for name in names)
+        return linked(f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n{listed}\n", path, uri, self.page_of)
+
+    def add_documents(self) -> None:
+        """ARCHITECTURE, CHANGELOG and the READMEs of the experiments."""
+        for path, uri in self.documents.items():
+            if path != "README.md":
+                folder = str(pathlib.PurePosixPath(path).parent)
+                self.add(uri, linked((ROOT / path).read_text(), folder, uri, self.page_of))
+
+    def add_notebooks(self, folder: str) -> None:
+        """The executed notebooks of a folder, as pages and for download."""
+        for file in sorted((EXECUTED / folder).glob("*.ipynb")):
+            uri = f"{folder}/{file.stem}.md"
+            page = notebook_page(json.loads(file.read_text()), file.stem)
+            for defect in page.defects:
+                log.warning("%s: %s", file.name, defect)
+            self.notebooks[uri] = page
+            text = linked(page.markdown, NOTEBOOKS[folder], uri, self.page_of)
+            under = f"[Download this notebook]({file.name}){{ .download }} · [Glossary](../glossary.md)"
+            self.add(uri, re.sub(r"^# .+$", lambda match, under=under: f"{match[0]}\n\n{under}", text, count=1, flags=re.MULTILINE))
+            self.add(f"{folder}/{file.name}", file.read_bytes())
+            for name, picture in page.pictures.items():
+                self.add(f"{folder}/{name}", picture)
+
+    def listed(self, folder: str) -> Iterator[tuple[str, NotebookPage]]:
+        """The notebooks of a folder in order."""
+        return ((uri, page) for uri, page in self.notebooks.items() if uri.startswith(f"{folder}/"))
+
+    def nav(self) -> list[Any]:
+        """The table of contents."""
+        chapters = [{numbered(uri, page.title): uri} for uri, page in self.listed("course")]
+        recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
+        experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
+        references = ["pipeline", "schedule", "observe", "errors"]
+        return [
+            {"Home": "index.md"},
+            {"First hour": "start.md"},
+            {"Course": ["course/index.md", *chapters]},
+            {"How to": ["how-to/index.md", *recipes]},
+            {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in references), "glossary.md"]},
+            {
+                "Background": [
+                    "alternatives.md",
+                    "coming-from.md",
+                    "limits.md",
+                    "corrections.md",
+                    "architecture.md",
+                    {"Experiments": ["experiments/index.md", *experiments]},
+                    "changelog.md",
+                ]
+            },
+        ]
+
+
+def numbered(uri: str, title: str) -> str:
+    """The title of a chapter with its number, if it has none of its own."""
+    number = re.search(r"/(\d+)_", uri)
+    return title if number is None or title[:1].isdigit() else f"{int(number[1])}. {title}"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what is generated, and writes the table of contents."""
+    config.extra["generated"] = site = Site(config)  # for the events below
+    site.add_documents()
+    site.add_notebooks("course")
+    site.add_notebooks("how-to")
+    for file in site.files.values():
+        files.append(file)
+    config.nav = site.nav()
+    return files
+
+
+def lists(found: Site) -> dict[str, str]:
+    """What the marks in the pages stand for."""
+    readme = (ROOT / "README.md").read_text()
+    each = {
+        folder: "\n".join(
+            f"- [{numbered(uri, page.title)}]({pathlib.PurePosixPath(uri).name}): {page.summary}"
+            for uri, page in found.listed(folder)
+        )
+        for folder in ("course", "how-to")
+    }
+    answers = [
+        f"- [{name}]({name}.md): {re.search(r'^# (.+)$', file.read_text(), re.MULTILINE)[1]}"
+        for name, file in found.experiments.items()
+    ]
+    return {
+        "chapters": each["course"],
+        "recipes": each["how-to"],
+        "experiments": "\n".join(answers),
+        "snippet": first_block(readme, "python"),
+        "table": first_block(readme, "").replace("```\n", "```text\n", 1),
+    }
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Fills in the lists of chapters, recipes and experiments, and the snippet of the README; marks what is printed output."""
+    if "<!-- list of " in markdown:
+        found = lists(config.extra["generated"])
+        markdown = re.sub(r"<!-- list of (\w+) -->", lambda match: found[match[1]], markdown)
+    return re.sub(r"^```text$", OUTPUT, markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Puts the HTML of outputs and formulae into the page of a notebook; refuses prompts, which cannot be copied."""
+    if "&gt;&gt;&gt; " in re.sub(r"<[^>]*>", "", html) and not page.file.src_uri.startswith("source/"):
+        log.warning("%s has prompts (>>>): its code cannot be copied", page.file.src_uri)
+    notebook = config.extra["generated"].notebooks.get(page.file.src_uri)
+    if notebook is not None:
+        html = re.sub(r"html\d+mark", lambda match: notebook.outputs[match[0]], html)
+    return html
