@@ -1,0 +1,119 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Use an Equinox model
+#
+# An Equinox model is one tree that holds its arrays and everything else, such as activation functions. Divide it once:
+# `eqx.partition(model, eqx.is_inexact_array)` gives the arrays that are trained, and the rest. The arrays are the parameters of the
+# pipeline, and the loss puts both together again. (`pip install equinox`)
+
+# %%
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxpp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
+
+# %%
+images, labels = load_digits(return_X_y=True)
+batch = {"x": images[:256].astype("f4") / 16, "y": labels[:256]}
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    linear: eqx.nn.Linear
+
+    def __init__(self, width, key):
+        self.norm = eqx.nn.LayerNorm(width)
+        self.linear = eqx.nn.Linear(width, width, key=key)
+
+    def __call__(self, x):
+        return x + jax.nn.gelu(self.linear(self.norm(x)))
+
+
+# %%
+class Classifier(eqx.Module):
+    blocks: list[Block]
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        *keys, last = jax.random.split(key, 5)
+        self.blocks = [Block(64, key) for key in keys]
+        self.head = eqx.nn.Linear(64, 10, key=last)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# %% [markdown]
+# An Equinox model computes one example, so the loss maps it over the batch with `jax.vmap`.
+
+# %%
+model = Classifier(jax.random.key(0))
+params, static = eqx.partition(model, eqx.is_inexact_array)
+
+
+def loss_fn(params, batch):
+    logits = jax.vmap(eqx.combine(params, static))(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+# %%
+pipe = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=4)
+state = pipe.init(params, batch)
+print(pipe.stages)
+
+# %%
+for _ in range(20):
+    state, metrics = pipe.step(state, batch)
+print("loss:", metrics.loss)
+
+# %% [markdown]
+# `state.params` is an Equinox tree again. Gathered on one device and combined with the rest, it is a model like any other:
+
+# %%
+trained = eqx.combine(jaxpp.gather(state.params), static)
+logits = jax.vmap(trained)(jnp.asarray(batch["x"]))
+accuracy = (logits.argmax(-1) == batch["y"]).mean()
+print(f"accuracy of the trained model: {accuracy:.1%}")
+
+# %% [markdown]
+# The same training in plain JAX, on one device, gives the same parameters:
+
+# %%
+optimizer = optax.adam(3e-3)
+opt_state = optimizer.init(params)
+grad_fn = jax.jit(jax.grad(loss_fn))
+for _ in range(20):
+    updates, opt_state = optimizer.update(grad_fn(params, batch), opt_state, params)
+    params = eqx.apply_updates(params, updates)
+
+for found, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+assert accuracy > 0.9
+
+# %% [markdown]
+# ## What to look out for
+#
+# - Use `eqx.is_inexact_array` to divide the model, not `eqx.is_array`: integer arrays (a table of indices, a counter) have no
+#   gradient.
+# - `pipe.init(params, batch)` is the form for Equinox. The other form, `pipe.init(init_fn, key, batch)`, takes
+#   `lambda key: eqx.filter(Classifier(key), eqx.is_inexact_array)` and makes every leaf on its own device.
+# - Dropout takes a key for each example: `loss_fn(params, batch, key)` with `jax.random.split(key, len(batch["x"]))`.
+# - `eqx.nn.BatchNorm` keeps its statistics in an `eqx.nn.State`, made by `eqx.nn.make_with_state`. Pass that as model state, with
+#   `has_state=True` and `pipe.init((params, state_of_the_model), batch)`.

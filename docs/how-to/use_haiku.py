@@ -1,0 +1,95 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Use a Haiku model
+#
+# `hk.transform` turns a Haiku function into a pair of pure functions, `init` and `apply`, and these are all that jaxpp needs. Haiku's
+# parameters are a dictionary by module name, and the table of stages shows the same names. (`pip install dm-haiku`)
+
+# %%
+import haiku as hk
+import jax
+import jaxpp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
+
+# %%
+images, labels = load_digits(return_X_y=True)
+batch = {"x": images[:256].astype("f4") / 16, "y": labels[:256]}
+
+
+def forward(x, is_training):
+    for k in range(4):
+        x = jax.nn.gelu(hk.Linear(64, name=f"layer_{k}")(x))
+        if is_training:
+            x = hk.dropout(hk.next_rng_key(), 0.1, x)
+    return hk.Linear(10, name="head")(x)
+
+
+model = hk.transform(forward)
+
+# %% [markdown]
+# The key of the loss goes to `apply`, which gives it to `hk.next_rng_key`. Microbatch i gets `jax.random.fold_in(key, i)`.
+
+# %%
+def loss_fn(params, batch, key):
+    logits = model.apply(params, key, batch["x"], is_training=True)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def eval_loss(params, batch):
+    logits = model.apply(params, None, batch["x"], is_training=False)
+    return (logits.argmax(-1) != batch["y"]).mean()
+
+
+# %%
+def init(key):
+    return model.init(key, batch["x"], is_training=True)
+
+
+pipe = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=4)
+state = pipe.init(init, jax.random.key(0), batch)
+print(pipe.stages)
+
+# %%
+key = jax.random.key(1)
+for k in range(20):
+    state, metrics = pipe.step(state, batch, jax.random.fold_in(key, k))
+errors = pipe.evaluate(state, batch, loss_fn=eval_loss).loss
+print(f"loss {metrics.loss:.4f}, errors {errors:.1%}")
+
+# %% [markdown]
+# The first step again on one device, as a loop over four microbatches with the same keys:
+
+# %%
+params = model.init(jax.random.key(0), batch["x"], is_training=True)
+first_key, grads = jax.random.fold_in(key, 0), []
+for i in range(4):
+    part = {name: leaf[64 * i : 64 * (i + 1)] for name, leaf in batch.items()}
+    grads.append(jax.grad(loss_fn)(params, part, jax.random.fold_in(first_key, i)))
+mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *grads)
+
+grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=4)
+loss, found = grad_fn(params, batch, first_key)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, mean)
+assert errors < 0.1
+
+# %% [markdown]
+# ## What to look out for
+#
+# - Modules with state (`hk.BatchNorm`) need `hk.transform_with_state`. Use `has_state=True` and the loss
+#   `loss_fn(params, model_state, batch[, key]) -> (loss, (new_model_state, aux))`.
+# - Without a key, `hk.next_rng_key` raises an error. Losses for evaluation pass `None`, as above.
+# - Haiku is in maintenance, and its authors recommend Flax for new code.
