@@ -2,7 +2,7 @@
 
 A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs. Code of other libraries is fenced as
 ``{ .python title="..." }``, with the version for which it was written, and does not run. Notebooks and recipes are run by
-``.ci/docs``, which also builds the pages strictly.
+``.ci/docs``, which also runs the tests marked ``pages`` and builds the pages strictly.
 """
 
 import importlib
@@ -35,6 +35,7 @@ def with_code():
     return [page for page in PAGES if re.search(OURS, page.read_text(), re.DOTALL | re.MULTILINE)]
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("page", with_code(), ids=name_of)
 def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_them(page, tmp_path):
     # Only jaxpp is installed there: the models, experiments and tests beside it are not.

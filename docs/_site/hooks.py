@@ -109,6 +109,7 @@ class Site:
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
+            {"Guide": [f"guide/{name}.md" for name in ("train", "memory", "profile", "schedules", "mesh", "tasks")]},
             {"Course": ["course/index.md", *chapters]},
             {"How to": ["how-to/index.md", *recipes]},
             {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in references), "glossary.md"]},
@@ -162,13 +163,14 @@ def lists(found: Site) -> dict[str, str]:
         "chapters": each["course"],
         "recipes": each["how-to"],
         "experiments": "\n".join(answers),
+        "schedules": readme.split("<!-- schedules -->")[1].strip(),
         "snippet": first_block(readme, "python"),
         "table": first_block(readme, "").replace("```\n", "```text\n", 1),
     }
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Fills in the lists of chapters, recipes and experiments, and the snippet of the README; marks what is printed output."""
+    """Fills in the lists of chapters, recipes and experiments, and parts of the README; marks what is printed output."""
     if "<!-- list of " in markdown:
         found = lists(config.extra["generated"])
         markdown = re.sub(r"<!-- list of (\w+) -->", lambda match: found[match[1]], markdown)
