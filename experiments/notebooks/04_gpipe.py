@@ -237,16 +237,16 @@ def residual_bytes(xs):
     return after - before
 
 
-counts = [1, 2, 4, 8, 16]
+counts = [1, 2, 4, 8]
 fixed_batch = [residual_bytes(jnp.split(batch["x"], m)) / 2**20 for m in counts]
-fixed_microbatch = [residual_bytes(jnp.split(batch["x"][: 64 * m], m)) / 2**20 for m in counts]
+fixed_microbatch = [residual_bytes(jnp.split(batch["x"][: 128 * m], m)) / 2**20 for m in counts]
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained", sharey=True)
-left.bar(range(5), fixed_batch, color="#0072B2")
-right.bar(range(5), fixed_microbatch, color="#D55E00")
-left.set(title="1,024 examples in m parts", xlabel="m", ylabel="MiB of residuals", xticks=range(5), xticklabels=counts)
-right.set(title="m parts of 64 examples", xlabel="m", xticks=range(5), xticklabels=counts)
+left.bar(range(4), fixed_batch, color="#0072B2")
+right.bar(range(4), fixed_microbatch, color="#D55E00")
+left.set(title="1,024 examples in m parts", xlabel="m", ylabel="MiB of residuals", xticks=range(4), xticklabels=counts)
+right.set(title="m parts of 128 examples", xlabel="m", xticks=range(4), xticklabels=counts)
 plt.show()
 
 # %% [markdown]
