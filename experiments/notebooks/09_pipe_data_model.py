@@ -235,7 +235,8 @@ plt.show()
 #
 # ## Questions
 #
-# 1. You have 2 x 2 x 2 devices, and `num_microbatches=4`. How many examples of a batch of 256 are in one microbatch on one replica?
+# **1.** You have 2 x 2 x 2 devices, and `num_microbatches=4`. How many examples of a batch of 256 are in one microbatch on one
+# replica?
 #
 # <details><summary>Answer</summary>
 #
@@ -244,7 +245,7 @@ plt.show()
 #
 # </details>
 #
-# 2. You double the batch and leave the model as it is. Which of the three parts of the figure grow?
+# **2.** You double the batch and leave the model as it is. Which of the three parts of the figure grow?
 #
 # <details><summary>Answer</summary>
 #
@@ -253,7 +254,7 @@ plt.show()
 #
 # </details>
 #
-# 3. Why is `up` cut between its columns and `down` between its rows, and not both between their columns?
+# **3.** Why is `up` cut between its columns and `down` between its rows, and not both between their columns?
 #
 # <details><summary>Answer</summary>
 #

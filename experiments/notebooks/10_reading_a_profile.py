@@ -83,8 +83,8 @@ uneven.figure()
 #
 # ## Idle time by causes
 #
-# How much is lost, and why? The profile divides the idle time of each rank by running the schedule again on the virtual clock of
-# chapter 6, with one cause after another taken away:
+# How much is lost, and why? The profile divides the idle time of each rank by cause. It simulates the schedule with the measured
+# times, as `jaxpp.schedule.simulate` does (chapter 3), and takes away one cause after another:
 #
 # - **fill and drain**: what the schedule costs even if all stages are equal: waiting for the first microbatch, and at the end.
 # - **imbalance**: what is added because some stages take longer than others.
@@ -143,7 +143,7 @@ pipe.verify(pipe.state, batch)
 # A profile has two timelines because forced CPU devices are not like GPUs: all of them share the cores of this computer.
 #
 # - `"trace"`: what JAX's profiler recorded. If two actions run at the same time on too few cores, both take longer.
-# - `"isolated"`: each program is run alone and timed, and the actions are laid out on the virtual clock with these times. This is
+# - `"isolated"`: each program is run alone and timed, and the schedule is simulated with these times. This is
 #   what devices of their own would do. It is the default on CPU; on GPUs the default is the trace.
 #
 # All numbers of a profile are those of its clock. The same profile can be read by the other one:
@@ -165,7 +165,7 @@ print(f"each program alone:  {1e3 * even.seconds:6.1f} ms, {even.bubble_fraction
 # take long enough, the host is ahead, and nobody notices. If they are too short, the devices wait for the host: this is the cause
 # "dispatch".
 #
-# The virtual clock shows it without the noise of this computer. A batch that keeps each rank busy for 12 ms is divided into more
+# A simulation shows it without the noise of this computer. A batch that keeps each rank busy for 12 ms is divided into more
 # and more microbatches, and the host takes 0.04 ms for each action.
 
 # %%
@@ -253,8 +253,8 @@ assert kept["recompute"] < kept["least"] < kept["keep"]
 #
 # ## Questions
 #
-# 1. All ranks of a pipeline of 4 ranks and 4 microbatches are idle for 43% of the time, and all of it is fill and drain. What would
-#    you change?
+# **1.** All ranks of a pipeline of 4 ranks and 4 microbatches are idle for 43% of the time, and all of it is fill and drain. What
+# would you change?
 #
 # <details><summary>Answer</summary>
 #
@@ -264,7 +264,7 @@ assert kept["recompute"] < kept["least"] < kept["keep"]
 #
 # </details>
 #
-# 2. The traced timeline of a step on your laptop is three times as long as the isolated one. Is the pipeline badly made?
+# **2.** The traced timeline of a step on your laptop is three times as long as the isolated one. Is the pipeline badly made?
 #
 # <details><summary>Answer</summary>
 #
@@ -273,7 +273,7 @@ assert kept["recompute"] < kept["least"] < kept["keep"]
 #
 # </details>
 #
-# 3. In the uneven pipeline, would `schedule="zb-h1"` have helped more than better cuts?
+# **3.** In the uneven pipeline, would `schedule="zb-h1"` have helped more than better cuts?
 #
 # <details><summary>Answer</summary>
 #
