@@ -221,8 +221,8 @@ pipe.verify(state, batch)
 # %% [markdown]
 # ## Will it fit?
 #
-# `pipe.forecast` says what each device will hold at the moment at which it holds most. It needs shapes only, and runs nothing. Give
-# it the memory of your device as `hbm=`. This model is tiny, so we ask for a device that is tiny, too.
+# `pipe.forecast` says what each device will hold at the moment at which it holds most. It needs shapes only, and runs nothing.
+# `hbm=` is the memory of your device (high-bandwidth memory, as on GPUs). This model is tiny, so we ask for a tiny device.
 
 # %%
 shapes = jax.eval_shape(lambda: params)
@@ -230,9 +230,9 @@ forecast = pipe.forecast(shapes, batch, hbm="2 MiB")
 forecast
 
 # %% [markdown]
-# You know parameters, optimizer state, gradients and residuals from chapter 1. Three columns are new. **In flight** are activations
-# and cotangents that have arrived and wait to be used. **Statics** are values that are computed from parameters once per step, and
-# the copy of the tied embedding. **Temporaries** are what a compiled program needs for itself while it runs.
+# You know parameters, optimizer state, gradients and residuals from chapter 1. Three columns are new. **In flight** are here the
+# activations and cotangents that have arrived and wait to be used. **Statics** are values that are computed from parameters once
+# per step, and the copy of the tied embedding. **Temporaries** are what a compiled program needs for itself while it runs.
 #
 # The last lines are advice. They name other pipelines that would fit, and estimate how much longer or shorter a step would be.
 # Neither the table nor the advice needs the devices, so ask before you rent them.
@@ -246,7 +246,7 @@ forecast
 #   all forced CPU devices share the same few cores; that is why the first timeline is longer. Chapter 10 looks at this more
 #   closely.
 # - The last part is memory: for each device a row, and in it the bytes by kind. Find the residuals: device 0 holds those of four
-#   microbatches at once, the last device those of one. This is the staircase of 1F1B from chapter 5.
+#   microbatches at once, the last device those of one, as chapter 5 showed for 1F1B.
 
 # %%
 profile = pipe.profile(state, batch)
@@ -285,8 +285,8 @@ except ValueError as error:
 #
 # ## Questions
 #
-# 1. The first stage owns the table of the embedding and the last stage needs it too. Why is it sent once per step, and not once for
-#    each microbatch?
+# **1.** The first stage owns the table of the embedding and the last stage needs it too. Why is it sent once per step, and not once
+# for each microbatch?
 #
 # <details><summary>Answer</summary>
 #
@@ -295,8 +295,8 @@ except ValueError as error:
 #
 # </details>
 #
-# 2. You ask for four stages, and one layer of your model has 40% of all FLOPs. What is the best speed-up that four devices can
-#    give?
+# **2.** You ask for four stages, and one layer of your model has 40% of all FLOPs. What is the best speed-up that four devices can
+# give?
 #
 # <details><summary>Answer</summary>
 #
@@ -306,8 +306,8 @@ except ValueError as error:
 #
 # </details>
 #
-# 3. `pipe.forecast` says that residuals take most of the memory, and offers twice as many microbatches. Why does that help,
-#    although the batch stays the same?
+# **3.** `pipe.forecast` says that residuals take most of the memory, and offers twice as many microbatches. Why does that help,
+# although the batch stays the same?
 #
 # <details><summary>Answer</summary>
 #

@@ -241,9 +241,9 @@ plt.show()
 # starts the copy and returns at once. In the table above, the last line counts how many sets were found on the devices because they
 # had been prefetched.
 #
-# What prefetch hides can be seen on the virtual clock of chapter 6, here for steps of 4 units of time, and 2 units for each copy.
-# In the upper half there is one slot, and the device waits for every copy. In the lower half there are two slots, and the blue bars
-# follow one another without a gap.
+# What prefetch hides can be simulated, as schedules can (chapter 3). The time in such a simulation is not measured; jaxpp calls it
+# the **virtual clock**. Here a step takes 4 units of time, and each copy takes 2. In the upper half there is one slot, and the
+# device waits for every copy. In the lower half there are two slots, and the blue bars follow one another without a gap.
 
 # %%
 fig, all_axes = plt.subplots(2, figsize=(7, 3.4), sharex=True, layout="constrained")
@@ -306,8 +306,8 @@ found
 #
 # ## Questions
 #
-# 1. There are 1,000 tasks, and a head has 10 MB of parameters. You train with Adam in float32. How many bytes of heads are on the
-#    host, and how many on the devices?
+# **1.** There are 1,000 tasks, and a head has 10 MB of parameters. You train with Adam in float32. How many bytes of heads are on
+# the host, and how many on the devices?
 #
 # <details><summary>Answer</summary>
 #
@@ -316,8 +316,8 @@ found
 #
 # </details>
 #
-# 2. You stack all heads in one array and use `optax.sgd` without momentum, with a zero gradient for the heads that are not used. Do
-#    they move? And with `optax.adamw`?
+# **2.** You stack all heads in one array and use `optax.sgd` without momentum, with a zero gradient for the heads that are not
+# used. Do they move? And with `optax.adamw`?
 #
 # <details><summary>Answer</summary>
 #
@@ -326,8 +326,8 @@ found
 #
 # </details>
 #
-# 3. In the figure of the virtual clock a step takes 4 units and each copy takes 2. Would prefetch with two slots still hide copies
-#    of 3 units?
+# **3.** In the figure of the virtual clock a step takes 4 units and each copy takes 2. Would prefetch with two slots still hide
+# copies of 3 units?
 #
 # <details><summary>Answer</summary>
 #

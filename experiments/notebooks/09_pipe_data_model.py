@@ -194,34 +194,35 @@ arrangements = {
     (2, 2, 2): {"num_stages": 2, "mesh": mesh, "shardings": rules},
     (1, 2, 4): {"num_stages": 1, "mesh": one_rank, "shardings": rules},
 }
+
+# %%
 rows = []
 for (num_ranks, _, _), options in arrangements.items():
     other = jaxpp.Pipeline(loss_fn, optimizer, num_microbatches=4, **options)
     _, metrics = other.step(other.init(params, batch), batch)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    assert all(send.startswith("f32[32,64] to") for stage in other.stages for send in stage.sends)  # one microbatch, 64 features
     sent = 2 * (num_ranks - 1) * 128 * 64 * 4  # 128 examples a replica, 64 features, 4 bytes; there and back
     over = {axis: other.collectives(batch).num_bytes(axes=axis) for axis in ("data", "model")}
     rows.append([sent / num_ranks, over["data"] / num_ranks, over["model"] / num_ranks])
 
 # %%
 fig, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
-left = np.zeros(3)
-for axis, found, colour in zip(
-    ("pipe", "data", "model"), np.transpose(rows) / 2**10, ("#0072B2", "#BBBBBB", "#E69F00"), strict=True
-):
+left, colours = np.zeros(3), {"pipe": "#0072B2", "data": "#BBBBBB", "model": "#E69F00"}
+for (axis, colour), found in zip(colours.items(), np.transpose(rows) / 2**10, strict=True):
     axes.barh(range(3), found, left=left, color=colour, label=axis)
     left += found
-axes.set(
-    yticks=range(3), yticklabels=[" x ".join(map(str, shape)) for shape in arrangements], xlabel="KiB for each device and step"
-)
-axes.set(ylabel="pipe x data x model", ylim=(2.6, -0.6))
-axes.legend(frameon=False, title="over", ncols=3)
+names = [" x ".join(map(str, shape)) for shape in arrangements]
+axes.set(yticks=range(3), yticklabels=names, ylabel="pipe x data x model", ylim=(2.6, -0.6))
+axes.set_xlabel("KiB for each device and step")
+fig.legend(loc="outside right upper", frameon=False, title="over")
 plt.show()
 
 # %% [markdown]
-# Look at the orange part. It grows with the number of shards, it would grow with the batch, and the devices wait for it in every
-# block. The blue part is smaller, and the transfers can be hidden behind computation. The grey part does not depend on the batch,
-# and it is the same in all three rows: each device holds a quarter of the parameters, whichever way they are divided.
+# Look at the orange parts. A device adds up an activation for each block that it runs, forward and backward. With a single rank
+# every device runs all four blocks, so the last bar has most of it; and the devices wait for each of these sums. The blue parts are
+# smaller, and these transfers can be hidden behind computation. The grey parts are nearly equal: each device holds a quarter of the
+# parameters, whichever way they are divided.
 #
 # From this follows how large models are arranged: `model` inside a computer, where links are fastest; `pipe` between computers;
 # `data` with what is left. The price of `pipe` is the bubble, which this figure does not show. If your model fits on one device,
@@ -234,7 +235,8 @@ plt.show()
 #
 # ## Questions
 #
-# 1. You have 2 x 2 x 2 devices, and `num_microbatches=4`. How many examples of a batch of 256 are in one microbatch on one replica?
+# **1.** You have 2 x 2 x 2 devices, and `num_microbatches=4`. How many examples of a batch of 256 are in one microbatch on one
+# replica?
 #
 # <details><summary>Answer</summary>
 #
@@ -243,7 +245,7 @@ plt.show()
 #
 # </details>
 #
-# 2. You double the batch and leave the model as it is. Which of the three parts of the figure grow?
+# **2.** You double the batch and leave the model as it is. Which of the three parts of the figure grow?
 #
 # <details><summary>Answer</summary>
 #
@@ -252,7 +254,7 @@ plt.show()
 #
 # </details>
 #
-# 3. Why is `up` cut between its columns and `down` between its rows, and not both between their columns?
+# **3.** Why is `up` cut between its columns and `down` between its rows, and not both between their columns?
 #
 # <details><summary>Answer</summary>
 #
