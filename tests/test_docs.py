@@ -137,6 +137,15 @@ def test_the_reference_has_every_public_name():
     assert shown == public - set(modules) - tools
 
 
+def test_the_limits_quote_the_experiments():
+    rows = re.findall(r"^\| .*? \| (.*?) \| \[\w+\]\(experiments/(\w+)\.md\) \|$", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    for cost, name in rows:
+        measured = (ROOT / "experiments" / name / "README.md").read_text()
+        for number in re.findall(r"\d[\d.]*\d|\d", cost):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", measured), f"{name}: {number}"
+
+
 def test_the_glossary_has_the_words_of_the_design():
     words = "stage rank microbatch action F B I W schedule plan instruction placement activation cotangent grads residual pullback"
     words += " remat split merge bubble makespan step"
