@@ -178,7 +178,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Puts the HTML of outputs and formulae into the page of a notebook; refuses prompts, which cannot be copied."""
+    """Puts the HTML of outputs into the page of a notebook; refuses prompts, which cannot be copied."""
     if "&gt;&gt;&gt; " in re.sub(r"<[^>]*>", "", html) and not page.file.src_uri.startswith("source/"):
         log.warning("%s has prompts (>>>): its code cannot be copied", page.file.src_uri)
     notebook = config.extra["generated"].notebooks.get(page.file.src_uri)

@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from latex2mathml import converter
-
 __all__ = ["NotebookPage", "first_block", "first_sentence", "for_pages", "linked", "notebook_page", "source_page", "title_of"]
 
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
@@ -109,10 +107,10 @@ class NotebookPage:
 
     Attributes:
         title: its first heading.
-        summary: its first sentence.
-        markdown: the page, with a mark where an output or a formula belongs.
+        summary: the first sentence of its takeaway, or else its first sentence.
+        markdown: the page, with a mark where the HTML of an output belongs.
         pictures: files by name, relative to the page.
-        outputs: the HTML of outputs and formulae, by their marks.
+        outputs: the HTML of outputs, by their marks.
         defects: what a finished notebook does not print.
     """
 
@@ -141,7 +139,9 @@ def notebook_page(notebook: Mapping[str, Any], name: str) -> NotebookPage:
     for number, cell in enumerate(notebook["cells"]):
         source = _joined(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(for_pages(_outside_fences(source, lambda part: _with_formulae(page, part))))
+            parts.append(for_pages(source))
+            if re.search(r"\$[^$`\n]*\\|\$\$", source):
+                page.defects.append(f"cell {number} has a formula in dollars, which these pages show as it is written")
         elif cell["cell_type"] == "code" and source.strip():
             parts.append(f"```python\n{source}\n```")
             for part, output in enumerate(_merged(cell["outputs"])):
@@ -149,21 +149,9 @@ def notebook_page(notebook: Mapping[str, Any], name: str) -> NotebookPage:
         elif not source.strip():
             page.defects.append(f"cell {number} is empty")
     page.markdown = "\n\n".join(part for part in parts if part)
-    page.title, page.summary = title_of(page.markdown), first_sentence(page.markdown)
+    told = re.sub(r"\A.*^## Takeaway$", "# Takeaway", page.markdown, flags=re.DOTALL | re.MULTILINE)
+    page.title, page.summary = title_of(page.markdown), first_sentence(told)
     return page
-
-
-def _with_formulae(page: NotebookPage, text: str) -> str:
-    """Text with marks for its formulae, which become MathML: browsers show it without a script."""
-
-    def formula(match: re.Match[str]) -> str:
-        if match["code"]:
-            return match[0]
-        block = match["block"] is not None
-        return page.marked(converter.convert(match["block"] or match["inline"], display="block" if block else "inline"))
-
-    pattern = r"(?P<code>`+[^`]*`+)|\$\$(?P<block>[^$]+)\$\$|(?<![\w$\\])\$(?P<inline>[^$\n]+)\$(?![\w$])"
-    return re.sub(pattern, formula, text)
 
 
 def _merged(outputs: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
