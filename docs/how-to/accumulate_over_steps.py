@@ -12,19 +12,21 @@
 # %% [markdown]
 # # Accumulate gradients over several steps
 #
-# A pipeline accumulates gradients already: `num_microbatches=16` splits one batch into sixteen parts, and the optimizer sees their
-# mean. That is usually the answer to "the batch does not fit". `optax.MultiSteps` helps where the parts of a large batch do not arrive
-# together, or where one batch of data is all that fits in the memory of the host: it accumulates over calls of `pipe.step`, and updates
-# the parameters at every k-th call. This recipe shows that both give the same parameters, and what the difference costs.
+# A pipeline accumulates gradients already: `num_microbatches=16` splits one batch into sixteen parts, and the optimizer sees
+# their mean. That is usually the answer to "the batch does not fit". `optax.MultiSteps` helps where the parts of a large batch do
+# not arrive together, or where one batch of data is all that fits in the memory of the host: it accumulates over calls of
+# `pipe.step`, and updates the parameters at every k-th call. This recipe shows that both give the same parameters, and what the
+# difference costs.
 
 # %%
 import flax.linen as nn
 import jax
-import jaxpp
 import numpy as np
 import optax
-from jaxpp.schedule import make, simulate
 from sklearn.datasets import load_digits
+
+import jaxpp
+from jaxpp.schedule import make, simulate
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -88,7 +90,8 @@ for name, found in (("one step:  ", state), ("four calls:", other)):
 #
 # - More microbatches do not need more memory for activations under `1f1b`: each stage holds residuals for at most `num_stages`
 #   microbatches, however many there are. Under `gpipe` it holds residuals for all.
-# - `metrics.loss` and `metrics.grad_norm` are those of one call. The gradient that the optimizer uses at the k-th call is the mean
-#   over k calls, and its norm is smaller in general.
-# - `MultiSteps` averages calls with equal weight. If the last part has fewer examples, the result is not the mean over all examples.
+# - `metrics.loss` and `metrics.grad_norm` are those of one call. The gradient that the optimizer uses at the k-th call is the
+#   mean over k calls, and its norm is smaller in general.
+# - `MultiSteps` averages calls with equal weight. If the last part has fewer examples, the result is not the mean over all
+#   examples.
 # - A learning rate schedule inside `MultiSteps` counts updates, not calls.

@@ -12,19 +12,20 @@
 # %% [markdown]
 # # Batch graphs of unequal size
 #
-# Graphs in a data set have different numbers of nodes and edges, and JAX compiles for fixed shapes. The usual remedy is to pad: all
-# graphs get as many nodes and edges as the largest, a mask says which nodes are real, and the padded graphs are stacked along a new
-# first axis. A pipeline then splits this axis into microbatches like any other batch. The model is written for one graph, and the loss
-# maps it over the batch with `jax.vmap`.
+# Graphs in a data set have different numbers of nodes and edges, and JAX compiles for fixed shapes. The usual remedy is to pad:
+# all graphs get as many nodes and edges as the largest, a mask says which nodes are real, and the padded graphs are stacked along
+# a new first axis. A pipeline then splits this axis into microbatches like any other batch. The model is written for one graph,
+# and the loss maps it over the batch with `jax.vmap`.
 
 # %%
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -32,6 +33,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where
 # ## Graphs
 #
 # A handwritten digit becomes a graph. Its nodes are the pixels with ink, and an edge goes from each node to each neighbour.
+
 
 # %%
 def make_graph(image):
@@ -50,8 +52,9 @@ print("nodes of the first graphs:", [len(graph["pixels"]) for graph in graphs[:8
 print(f"padded: {num_nodes} nodes, {num_edges} edges")
 
 # %% [markdown]
-# Every padded graph has at least one node that is padding, the last. Padded edges lead from this node to itself, so their messages
-# reach no real node.
+# Every padded graph has at least one node that is padding, the last. Padded edges lead from this node to itself, so their
+# messages reach no real node.
+
 
 # %%
 def pad(graph):
@@ -72,8 +75,9 @@ print({name: leaf.shape for name, leaf in stacked.items()})
 # %% [markdown]
 # ## A model of one graph
 #
-# In each round, every node sums up the messages of its neighbours. `positions` has the coordinates of the 64 pixels, and all graphs use
-# the same table.
+# In each round, every node sums up the messages of its neighbours. `positions` has the coordinates of the 64 pixels, and all
+# graphs use the same table.
+
 
 # %%
 class GraphNet(nn.Module):
@@ -95,6 +99,7 @@ model = GraphNet()
 # ## The pipeline
 #
 # `shared="positions"` says that this leaf of the batch has no axis of examples: every microbatch gets it whole.
+
 
 # %%
 def logits_of(params, batch):
@@ -133,9 +138,9 @@ print(f"accuracy {(padded_logits.argmax(-1) == batch['y']).mean():.1%}")
 # %% [markdown]
 # ## What to look out for
 #
-# - Without `shared`, the 64 rows of `positions` would count as examples, and jaxpp refuses a batch whose leaves disagree about the
-#   number of examples.
-# - If a few graphs are much larger than the others, padding to the largest wastes work. Sort the graphs into groups of similar size
-#   and pad each group to its own maximum; the pipeline compiles once for each shape (`max_shapes=` says how many it keeps).
-# - If the loss is a mean over nodes instead of graphs, weight the microbatches by their real nodes:
-#   `weight=lambda batch: batch["graphs"]["real"].sum()`.
+# - Without `shared`, the 64 rows of `positions` would count as examples, and jaxpp refuses a batch whose leaves disagree about
+#   the number of examples.
+# - If a few graphs are much larger than the others, padding to the largest wastes work. Sort the graphs into groups of similar
+#   size and pad each group to its own maximum; the pipeline compiles once for each shape (`max_shapes=` says how many it keeps).
+# - If the loss is a mean over nodes instead of graphs, weight the microbatches by their real nodes: `weight=lambda batch:
+#   batch["graphs"]["real"].sum()`.

@@ -12,16 +12,18 @@
 # %% [markdown]
 # # Evaluate a test set whose last batch is smaller
 #
-# A test set rarely divides into equal batches. `pipe.evaluate` takes a batch of any size, and `reduce_aux={"name": "sum"}` makes it count
-# instead of averaging. Counts can be added up over the batches, and one division at the end gives the exact mean over the whole set.
+# A test set rarely divides into equal batches. `pipe.evaluate` takes a batch of any size, and `reduce_aux={"name": "sum"}` makes
+# it count instead of averaging. Counts can be added up over the batches, and one division at the end gives the exact mean over
+# the whole set.
 
 # %%
 import flax.linen as nn
 import jax
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -80,8 +82,8 @@ assert not np.isclose(np.mean(batch_losses), loss, rtol=1e-5)
 # %% [markdown]
 # ## Fewer examples than microbatches
 #
-# `evaluate` also takes fewer examples than there are microbatches; each microbatch then holds one example. A training step does not,
-# because a batch that small is usually a mistake:
+# `evaluate` also takes fewer examples than there are microbatches; each microbatch then holds one example. A training step does
+# not, because a batch that small is usually a mistake:
 
 # %%
 three = {name: leaf[:3] for name, leaf in test.items()}
@@ -96,8 +98,8 @@ except ValueError as error:
 #
 # - Inside one batch, `metrics.loss` is already exact: the microbatches of a batch of 73 hold 19, 18, 18 and 18 examples, and are
 #   weighted by these sizes.
-# - Each new batch size is compiled once. If compiling takes long, pad the last batch to the full size and let the loss count with a
-#   mask: `(losses * batch["mask"]).sum()`, `batch["mask"].sum()`.
+# - Each new batch size is compiled once. If compiling takes long, pad the last batch to the full size and let the loss count with
+#   a mask: `(losses * batch["mask"]).sum()`, `batch["mask"].sum()`.
 # - `float(...)` waits for the devices. With a large test set, collect the metrics in a list and add them up at the end.
-# - Aux values that have one row for each example, such as predictions, are joined in the order of the batch if `reduce_aux` does not
-#   say otherwise.
+# - Aux values that have one row for each example, such as predictions, are joined in the order of the batch if `reduce_aux` does
+#   not say otherwise.

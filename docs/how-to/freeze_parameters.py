@@ -12,17 +12,18 @@
 # %% [markdown]
 # # Freeze parameters
 #
-# To train only the last layers of a model, give the others the optimizer `optax.set_to_zero()`. jaxpp sees that their gradients are
-# used for nothing. It does not compute them, keeps no optimizer state for them, and runs no backward pass in stages that come before
-# the first trained layer.
+# To train only the last layers of a model, give the others the optimizer `optax.set_to_zero()`. jaxpp sees that their gradients
+# are used for nothing. It does not compute them, keeps no optimizer state for them, and runs no backward pass in stages that come
+# before the first trained layer.
 
 # %%
 import flax.linen as nn
 import jax
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -42,8 +43,8 @@ init_params = jax.jit(model.init)(jax.random.key(0), batch["x"])["params"]
 print(*init_params)
 
 # %% [markdown]
-# `optax.partition` (also called `optax.multi_transform`) has an optimizer for each label. A function gives every parameter its label;
-# here a label stands for a whole layer.
+# `optax.partition` (also called `optax.multi_transform`) has an optimizer for each label. A function gives every parameter its
+# label; here a label stands for a whole layer.
 
 # %%
 trained_layers = {"layers_4", "layers_6"}
@@ -90,8 +91,8 @@ for frozen, trained in zip(*(each.forecast(params, batch).stages for each in pip
 # ## What to look out for
 #
 # - `metrics.grad_norm` is the norm over the trained parameters, because only their gradients are computed.
-# - `optax.chain(optax.adam(...), optax.masked(optax.set_to_zero(), ...))` gives the same updates, but Adam then holds its two moments
-#   for the frozen parameters too.
+# - `optax.chain(optax.adam(...), optax.masked(optax.set_to_zero(), ...))` gives the same updates, but Adam then holds its two
+#   moments for the frozen parameters too.
 # - Weight decay changes parameters without a gradient. Keep it in the optimizer of the trained label.
 # - The stages are balanced by the FLOPs of the forward pass. If the first half of a model is frozen, its stages have less work;
 #   `balance="time"` or `cuts=` moves the cut.

@@ -12,18 +12,19 @@
 # %% [markdown]
 # # Keep an EMA of the parameters
 #
-# An exponential moving average (EMA) of the parameters often evaluates better than the parameters themselves. The average is a second
-# tree that follows `state.params` after every step. With jaxpp the average needs no code for several devices: each of its leaves lives
-# beside the parameter that it follows.
+# An exponential moving average (EMA) of the parameters often evaluates better than the parameters themselves. The average is a
+# second tree that follows `state.params` after every step. With jaxpp the average needs no code for several devices: each of its
+# leaves lives beside the parameter that it follows.
 
 # %%
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -46,7 +47,8 @@ init_params = jax.jit(model.init)(jax.random.key(0), batches[0]["x"])
 state = pipe.init(init_params, batches[0])
 
 # %% [markdown]
-# `pipe.step` reuses the buffers of the state that it is given. A second name for `state.params` is therefore gone after the next step:
+# `pipe.step` reuses the buffers of the state that it is given. A second name for `state.params` is therefore gone after the next
+# step:
 
 # %%
 old_params = state.params  # a second name, not a copy
@@ -57,8 +59,8 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# `jax.tree.map(jnp.copy, ...)` makes the copy that lives on. After that, `optax.incremental_update` makes a new tree in each step,
-# `step_size * new + (1 - step_size) * old`, leaf by leaf on the device of the leaf.
+# `jax.tree.map(jnp.copy, ...)` makes the copy that lives on. After that, `optax.incremental_update` makes a new tree in each
+# step, `step_size * new + (1 - step_size) * old`, leaf by leaf on the device of the leaf.
 
 # %%
 state = pipe.init(init_params, batches[0])
@@ -96,7 +98,7 @@ print("devices of the average:", *sorted({str(leaf.device) for leaf in jax.tree.
 # ## What to look out for
 #
 # - The average costs the memory of the parameters once more, on each device for its own stages.
-# - Do not wrap the update in one `jax.jit` over the whole tree: the leaves live on different devices, and JAX refuses to mix them.
-#   A `jax.jit` around the function of one leaf, given to `jax.tree.map`, works.
+# - Do not wrap the update in one `jax.jit` over the whole tree: the leaves live on different devices, and JAX refuses to mix
+#   them. A `jax.jit` around the function of one leaf, given to `jax.tree.map`, works.
 # - `optax.ema` is something else: it averages the *updates* inside an optimizer.
 # - Alternatively, `pipe.step(..., donate=False)` keeps the whole old state alive, with its optimizer state.

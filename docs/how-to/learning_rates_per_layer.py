@@ -12,18 +12,19 @@
 # %% [markdown]
 # # Set a learning rate for each layer
 #
-# Fine-tuning often works better if early layers learn more slowly than late ones. `optax.partition` gives every group of parameters
-# its own optimizer. jaxpp traces the optimizer as a whole and runs each part where its parameters live, so the groups do not have to
-# agree with the stages.
+# Fine-tuning often works better if early layers learn more slowly than late ones. `optax.partition` gives every group of
+# parameters its own optimizer. jaxpp traces the optimizer as a whole and runs each part where its parameters live, so the groups
+# do not have to agree with the stages.
 
 # %%
 import flax.linen as nn
 import jax
-import jaxpp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -43,9 +44,9 @@ init_params = jax.jit(model.init)(jax.random.key(0), batch["x"])["params"]
 print(*init_params)
 
 # %% [markdown]
-# The label of a parameter is the name of its layer, and each layer learns 0.6 times as fast as the layer after it. The order of the
-# layers is written out, because JAX sorts the keys of dictionaries: `layers_10` comes before `layers_2`. Weight decay leaves the
-# biases alone: `mask` says which parameters it changes.
+# The label of a parameter is the name of its layer, and each layer learns 0.6 times as fast as the layer after it. The order of
+# the layers is written out, because JAX sorts the keys of dictionaries: `layers_10` comes before `layers_2`. Weight decay leaves
+# the biases alone: `mask` says which parameters it changes.
 
 # %%
 names = ["layers_0", "layers_2", "layers_4", "layers_6", "layers_8", "layers_10"]
@@ -97,8 +98,7 @@ assert moved == sorted(moved)
 # ## What to look out for
 #
 # - Each group counts its own steps, so each may have a schedule of its own instead of a number.
-# - `optax.clip_by_global_norm` inside a group clips by the norm of that group. To clip by the norm of all gradients, put it in front:
-#   `optax.chain(optax.clip_by_global_norm(1.0), optax.partition(...))`.
-# - For parameters that shall not learn at all, use `optax.set_to_zero()`, as in
-#   [Freeze parameters](freeze_parameters.py), rather than a learning rate of zero: a gradient that is
-#   multiplied by zero must still be computed.
+# - `optax.clip_by_global_norm` inside a group clips by the norm of that group. To clip by the norm of all gradients, put it in
+#   front: `optax.chain(optax.clip_by_global_norm(1.0), optax.partition(...))`.
+# - For parameters that shall not learn at all, use `optax.set_to_zero()`, as in [Freeze parameters](freeze_parameters.py), rather
+#   than a learning rate of zero: a gradient that is multiplied by zero must still be computed.

@@ -12,19 +12,20 @@
 # %% [markdown]
 # # Log the learning rate
 #
-# A training curve is hard to read without the learning rate and the norm of the gradient beside it. The norm of the gradient comes
-# with every step, as `metrics.grad_norm`. The learning rate is kept in the optimizer state if the optimizer is made with
+# A training curve is hard to read without the learning rate and the norm of the gradient beside it. The norm of the gradient
+# comes with every step, as `metrics.grad_norm`. The learning rate is kept in the optimizer state if the optimizer is made with
 # `optax.inject_hyperparams`. This recipe logs both without making the devices wait.
 
 # %%
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxpp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -86,11 +87,11 @@ np.testing.assert_allclose(grad_norm[0], optax.tree.norm(grads), rtol=1e-5)
 # %% [markdown]
 # ## What to look out for
 #
-# - `float(metrics.loss)` waits until the step is done. Read metrics at the end, as above, or every so many steps; if you read them
-#   after each step, the host cannot prepare the next step while the devices work.
+# - `float(metrics.loss)` waits until the step is done. Read metrics at the end, as above, or every so many steps; if you read
+#   them after each step, the host cannot prepare the next step while the devices work.
 # - `metrics.grad_norm` is the norm before the optimizer clips the gradient. Parameters that the optimizer freezes are left out,
 #   because their gradients are not computed.
-# - If the learning rate is a schedule of the step alone, `schedule(k)` on the host gives the same number, and `inject_hyperparams` is
-#   not needed.
+# - If the learning rate is a schedule of the step alone, `schedule(k)` on the host gives the same number, and
+#   `inject_hyperparams` is not needed.
 # - Inside an `optax.chain` the hyperparameters are at the position of the wrapped optimizer:
 #   `state.opt_state[1].hyperparams["learning_rate"]` if it is the second in the chain.

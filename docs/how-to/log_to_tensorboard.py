@@ -12,9 +12,9 @@
 # %% [markdown]
 # # Log to TensorBoard or Weights & Biases
 #
-# A training loop with jaxpp is a Python loop in one process, so any logger works. This recipe writes the loss, the norm of the gradient
-# and a histogram of the weights to TensorBoard with `tensorboardX`, a small package that needs neither TensorFlow nor PyTorch
-# (`pip install tensorboardX`).
+# A training loop with jaxpp is a Python loop in one process, so any logger works. This recipe writes the loss, the norm of the
+# gradient and a histogram of the weights to TensorBoard with `tensorboardX`, a small package that needs neither TensorFlow nor
+# PyTorch (`pip install tensorboardX`).
 
 # %%
 import pathlib
@@ -22,12 +22,13 @@ import tempfile
 
 import flax.linen as nn
 import jax
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -47,8 +48,8 @@ pipe = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=2, num_microbatches=
 state = pipe.init(lambda key: model.init(key, batch["x"]), jax.random.key(0), batch)
 
 # %% [markdown]
-# A step returns before the devices have finished it. To read a metric waits, so the loop writes the metrics of the step before while
-# the devices work on the present step.
+# A step returns before the devices have finished it. To read a metric waits, so the loop writes the metrics of the step before
+# while the devices work on the present step.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -69,8 +70,8 @@ for step in range(1, 30):
     losses.append(metrics.loss)
 
 # %% [markdown]
-# Parameters are read on the host with `jax.device_get`. Their paths make good names. `tensorboard --logdir` and the name of the folder
-# show the result.
+# Parameters are read on the host with `jax.device_get`. Their paths make good names. `tensorboard --logdir` and the name of the
+# folder show the result.
 
 # %%
 log(29, metrics)
@@ -79,8 +80,8 @@ for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.params)):
 writer.close()
 
 # %% [markdown]
-# The file of events holds what was logged. Each record has its length in the first 8 bytes, 4 bytes of checksum, the event, and 4 more
-# bytes of checksum.
+# The file of events holds what was logged. Each record has its length in the first 8 bytes, 4 bytes of checksum, the event, and 4
+# more bytes of checksum.
 
 # %%
 data, events = next(folder.iterdir()).read_bytes(), []

@@ -12,19 +12,21 @@
 # %% [markdown]
 # # Train in mixed precision
 #
-# In mixed precision, the model computes in 16 bits while parameters, gradients and optimizer stay in float32. Activations are half as
-# large, so the stages send half as many bytes and keep half as many residuals (what a forward pass keeps for its backward pass). In
-# Flax, `dtype=` asks for it; jaxpp needs no option for bfloat16. float16 has a small range and also needs dynamic loss scaling.
+# In mixed precision, the model computes in 16 bits while parameters, gradients and optimizer stay in float32. Activations are
+# half as large, so the stages send half as many bytes and keep half as many residuals (what a forward pass keeps for its backward
+# pass). In Flax, `dtype=` asks for it; jaxpp needs no option for bfloat16. float16 has a small range and also needs dynamic loss
+# scaling.
 
 # %%
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxpp
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -73,9 +75,9 @@ pipe.verify(state, batch)
 # %% [markdown]
 # ## float16
 #
-# `loss_scale=DynamicScale()` multiplies the loss, so that small gradients do not become zero in float16, and divides the gradients by
-# the same number. If a gradient overflows on any stage, all stages skip the step, and the scale is halved. Here the scale begins much
-# too high on purpose:
+# `loss_scale=DynamicScale()` multiplies the loss, so that small gradients do not become zero in float16, and divides the
+# gradients by the same number. If a gradient overflows on any stage, all stages skip the step, and the scale is halved. Here the
+# scale begins much too high on purpose:
 
 # %%
 pipe, state = pipeline(jnp.float16, loss_scale=DynamicScale(scale=2.0**24))
@@ -98,8 +100,8 @@ pipe.verify(state, batch)
 # %% [markdown]
 # ## What to look out for
 #
-# - `dtype=` is what a Flax layer computes in; `param_dtype=` is what it stores. Leave `param_dtype` at float32: updates of Adam are
-#   often smaller than the last digit of a bfloat16 parameter.
-# - A step that was skipped reports a loss all the same. Count `metrics.finite` if you log it, as above, and read it rarely: reading
-#   waits for the step.
+# - `dtype=` is what a Flax layer computes in; `param_dtype=` is what it stores. Leave `param_dtype` at float32: updates of Adam
+#   are often smaller than the last digit of a bfloat16 parameter.
+# - A step that was skipped reports a loss all the same. Count `metrics.finite` if you log it, as above, and read it rarely:
+#   reading waits for the step.
 # - Without `loss_scale`, a float16 model does not fail. Its small gradients silently become zero.

@@ -12,9 +12,9 @@
 # %% [markdown]
 # # Start from pretrained weights
 #
-# `pipe.init(params, batch)` takes parameters that exist, from any source, and copies every leaf to the device of the stage that uses
-# it. If the parameters are NumPy arrays, as `flax.serialization` restores them, the model is never whole on any device. This recipe
-# writes a Flax checkpoint of a classifier of the digits 0 to 4, and fine-tunes it on all ten digits.
+# `pipe.init(params, batch)` takes parameters that exist, from any source, and copies every leaf to the device of the stage that
+# uses it. If the parameters are NumPy arrays, as `flax.serialization` restores them, the model is never whole on any device. This
+# recipe writes a Flax checkpoint of a classifier of the digits 0 to 4, and fine-tunes it on all ten digits.
 
 # %%
 import pathlib
@@ -22,11 +22,12 @@ import tempfile
 
 import flax.linen as nn
 import jax
-import jaxpp
 import numpy as np
 import optax
 from flax import serialization
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -86,8 +87,8 @@ state = pipe.init(restored, small)
 np.testing.assert_allclose(pipe.evaluate(state, small).loss, loss_fn(params, small), rtol=1e-5)
 
 # %% [markdown]
-# Then the body of that model under a new head for ten classes. Only the head is initialised; `jax.eval_shape` says what shape each
-# parameter must have, without making any.
+# Then the body of that model under a new head for ten classes. Only the head is initialised; `jax.eval_shape` says what shape
+# each parameter must have, without making any.
 
 # %%
 wide = Classifier(10)
@@ -111,9 +112,9 @@ np.testing.assert_array_equal(restored["body_0"]["kernel"], params["body_0"]["ke
 # ## What to look out for
 #
 # - `pipe.init` copies the parameters that it is given. Training does not change `restored`, as the last line checks.
-# - Only the parameters come from the checkpoint; the optimizer starts anew. To go on with a run that was interrupted, save and restore
-#   the whole `state`.
-# - The names in the tree must be those of the model. If a checkpoint calls its layers differently, rename the keys of the dictionary
-#   before `init`.
-# - A checkpoint in 16 bits makes parameters in 16 bits, and their updates lose digits. Convert it first:
-#   `jax.tree.map(lambda leaf: leaf.astype("float32"), restored)`.
+# - Only the parameters come from the checkpoint; the optimizer starts anew. To go on with a run that was interrupted, save and
+#   restore the whole `state`.
+# - The names in the tree must be those of the model. If a checkpoint calls its layers differently, rename the keys of the
+#   dictionary before `init`.
+# - A checkpoint in 16 bits makes parameters in 16 bits, and their updates lose digits. Convert it first: `jax.tree.map(lambda
+#   leaf: leaf.astype("float32"), restored)`.

@@ -12,19 +12,20 @@
 # %% [markdown]
 # # Stop early
 #
-# Training is stopped when the loss on held-out data has not improved for some time, and the best parameters are kept. Flax has a small
-# class for the first part, `EarlyStopping`. For the second part, copy the parameters to the host: a training step reuses the buffers of
-# the state that it is given.
+# Training is stopped when the loss on held-out data has not improved for some time, and the best parameters are kept. Flax has a
+# small class for the first part, `EarlyStopping`. For the second part, copy the parameters to the host: a training step reuses
+# the buffers of the state that it is given.
 
 # %%
 import flax.linen as nn
 import jax
-import jaxpp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax.training.early_stopping import EarlyStopping
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -49,7 +50,8 @@ pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=
 state = pipe.init(lambda key: model.init(key, train["x"]), jax.random.key(0), train)
 
 # %% [markdown]
-# `min_delta` says by how much the loss must improve, and `patience` after how many evaluations without improvement training stops.
+# `min_delta` says by how much the loss must improve, and `patience` after how many evaluations without improvement training
+# stops.
 
 # %%
 early_stop = EarlyStopping(min_delta=1e-3, patience=5)
@@ -84,7 +86,7 @@ assert len(losses) < 200 and early_stop.best_metric < losses[-1]
 # %% [markdown]
 # ## What to look out for
 #
-# - `best = state.params` without a copy is gone after the next step. `jax.device_get` copies to the memory of the host. If the devices
-#   have room, `jax.tree.map(jnp.copy, state.params)` is faster: every leaf stays on its device.
+# - `best = state.params` without a copy is gone after the next step. `jax.device_get` copies to the memory of the host. If the
+#   devices have room, `jax.tree.map(jnp.copy, state.params)` is faster: every leaf stays on its device.
 # - To continue training from the best parameters, keep the optimizer state too: `best = jax.device_get(state)`.
 # - Here every step is evaluated, which waits for the devices. In a real run, evaluate once in an epoch.

@@ -13,17 +13,18 @@
 # # Use an Equinox model
 #
 # An Equinox model is one tree that holds its arrays and everything else, such as activation functions. Divide it once:
-# `eqx.partition(model, eqx.is_inexact_array)` gives the arrays that are trained, and the rest. The arrays are the parameters of the
-# pipeline, and the loss puts both together again. (`pip install equinox`)
+# `eqx.partition(model, eqx.is_inexact_array)` gives the arrays that are trained, and the rest. The arrays are the parameters of
+# the pipeline, and the loss puts both together again. (`pip install equinox`)
 
 # %%
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -112,8 +113,8 @@ assert accuracy > 0.9
 #
 # - Use `eqx.is_inexact_array` to divide the model, not `eqx.is_array`: integer arrays (a table of indices, a counter) have no
 #   gradient.
-# - `pipe.init(params, batch)` is the form for Equinox. The other form, `pipe.init(init_fn, key, batch)`, takes
-#   `lambda key: eqx.filter(Classifier(key), eqx.is_inexact_array)` and makes every leaf on its own device.
+# - `pipe.init(params, batch)` is the form for Equinox. The other form, `pipe.init(init_fn, key, batch)`, takes `lambda key:
+#   eqx.filter(Classifier(key), eqx.is_inexact_array)` and makes every leaf on its own device.
 # - Dropout takes a key for each example: `loss_fn(params, batch, key)` with `jax.random.split(key, len(batch["x"]))`.
 # - `eqx.nn.BatchNorm` keeps its statistics in an `eqx.nn.State`, made by `eqx.nn.make_with_state`. Pass that as model state, with
 #   `has_state=True` and `pipe.init((params, state_of_the_model), batch)`.

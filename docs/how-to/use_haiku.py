@@ -12,16 +12,17 @@
 # %% [markdown]
 # # Use a Haiku model
 #
-# `hk.transform` turns a Haiku function into a pair of pure functions, `init` and `apply`, and these are all that jaxpp needs. Haiku's
-# parameters are a dictionary by module name, and the table of stages shows the same names. (`pip install dm-haiku`)
+# `hk.transform` turns a Haiku function into a pair of pure functions, `init` and `apply`, and these are all that jaxpp needs.
+# Haiku's parameters are a dictionary by module name, and the table of stages shows the same names. (`pip install dm-haiku`)
 
 # %%
 import haiku as hk
 import jax
-import jaxpp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -42,6 +43,7 @@ model = hk.transform(forward)
 
 # %% [markdown]
 # The key of the loss goes to `apply`, which gives it to `hk.next_rng_key`. Microbatch i gets `jax.random.fold_in(key, i)`.
+
 
 # %%
 def loss_fn(params, batch, key):
@@ -89,7 +91,7 @@ assert errors < 0.1
 # %% [markdown]
 # ## What to look out for
 #
-# - Modules with state (`hk.BatchNorm`) need `hk.transform_with_state`. Use `has_state=True` and the loss
-#   `loss_fn(params, model_state, batch[, key]) -> (loss, (new_model_state, aux))`.
+# - Modules with state (`hk.BatchNorm`) need `hk.transform_with_state`. Use `has_state=True` and the loss `loss_fn(params,
+#   model_state, batch[, key]) -> (loss, (new_model_state, aux))`.
 # - Without a key, `hk.next_rng_key` raises an error. Losses for evaluation pass `None`, as above.
 # - Haiku is in maintenance, and its authors recommend Flax for new code.

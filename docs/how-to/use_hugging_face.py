@@ -12,21 +12,24 @@
 # %% [markdown]
 # # Use a Hugging Face model
 #
-# The Flax models of Hugging Face's `transformers` are Flax modules with a friendlier face, and jaxpp cuts them as they are. This recipe
-# makes a small GPT-2 from a configuration, without downloading weights, and trains it on the source code of a module of Python.
+# The Flax models of Hugging Face's `transformers` are Flax modules with a friendlier face, and jaxpp cuts them as they are. This
+# recipe makes a small GPT-2 from a configuration, without downloading weights, and trains it on the source code of a module of
+# Python.
 #
-# Version 5 of `transformers` has removed the Flax models. The last version that has them is 4.57 (`pip install "transformers<5"`); it
-# works with the JAX and Flax releases that jaxpp needs. It announces the removal in a message, which the second line silences.
+# Version 5 of `transformers` has removed the Flax models. The last version that has them is 4.57 (`pip install
+# "transformers<5"`); it works with the JAX and Flax releases that jaxpp needs. It announces the removal in a message, which the
+# second line silences.
 
 # %%
 import argparse
 import pathlib
 
 import jax
-import jaxpp
 import numpy as np
 import optax
 import transformers
+
+import jaxpp
 
 transformers.logging.set_verbosity_error()
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
@@ -43,9 +46,10 @@ config = transformers.GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_la
 model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
 
 # %% [markdown]
-# `_do_init=False` leaves the parameters out of the model. `model.init_weights` makes them, and `pipe.init` traces it, so that every
-# leaf is made on the device that owns it. `cuts` says that the second stage begins with the second block; without it, jaxpp cuts
-# for equal work, which in a model of two blocks is inside a block.
+# `_do_init=False` leaves the parameters out of the model. `model.init_weights` makes them, and `pipe.init` traces it, so that
+# every leaf is made on the device that owns it. `cuts` says that the second stage begins with the second block; without it, jaxpp
+# cuts for equal work, which in a model of two blocks is inside a block.
+
 
 # %%
 def loss_fn(params, batch, key):
@@ -70,8 +74,8 @@ for k in range(20):
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 # %% [markdown]
-# `verify` compares a step with the step of plain JAX on one device: the loss, every gradient and every updated parameter, with the
-# same dropout masks. It raises an error if a leaf differs.
+# `verify` compares a step with the step of plain JAX on one device: the loss, every gradient and every updated parameter, with
+# the same dropout masks. It raises an error if a leaf differs.
 
 # %%
 pipe.verify(state, batch, key)
@@ -91,7 +95,7 @@ assert losses[-1] < 0.7 * losses[0]
 #
 # - `dropout_rng` and `train=True` belong together. For evaluation, write a second loss with `train=False` and pass it as
 #   `pipe.evaluate(state, batch, loss_fn=eval_loss)`.
-# - The first and the last stage share the embedding (`wte` is also the output layer). The table of stages shows it with its owner, the
-#   first stage; the last stage gets a copy once in a step.
-# - `dtype=jax.numpy.bfloat16` as an argument of the model makes it compute in bfloat16, as in
-#   [Train in mixed precision](mixed_precision.py).
+# - The first and the last stage share the embedding (`wte` is also the output layer). The table of stages shows it with its
+#   owner, the first stage; the last stage gets a copy once in a step.
+# - `dtype=jax.numpy.bfloat16` as an argument of the model makes it compute in bfloat16, as in [Train in mixed
+#   precision](mixed_precision.py).

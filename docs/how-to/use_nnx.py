@@ -12,17 +12,19 @@
 # %% [markdown]
 # # Use an NNX model
 #
-# Flax NNX models are Python objects that hold their parameters. `nnx.split` divides such an object into a description of the model and
-# its arrays. The arrays of type `nnx.Param` are the parameters of the pipeline, and `nnx.merge` makes the model again inside the loss.
-# This recipe trains a model with batch normalisation and dropout, whose other arrays (running statistics, random keys) are model state.
+# Flax NNX models are Python objects that hold their parameters. `nnx.split` divides such an object into a description of the
+# model and its arrays. The arrays of type `nnx.Param` are the parameters of the pipeline, and `nnx.merge` makes the model again
+# inside the loss. This recipe trains a model with batch normalisation and dropout, whose other arrays (running statistics, random
+# keys) are model state.
 
 # %%
 import jax
-import jaxpp
 import numpy as np
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
+
+import jaxpp
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
@@ -54,8 +56,8 @@ class Classifier(nnx.Module):
 
 
 # %% [markdown]
-# `rest` holds everything that is not a parameter. `copy=True` makes the merged model independent of the arrays outside; without it, the
-# loss would change them while it is traced.
+# `rest` holds everything that is not a parameter. `copy=True` makes the merged model independent of the arrays outside; without
+# it, the loss would change them while it is traced.
 
 # %%
 graphdef, params, rest = nnx.split(Classifier(nnx.Rngs(0)), nnx.Param, ...)
@@ -89,7 +91,8 @@ print(f"accuracy: {accuracy:.1%}")
 assert accuracy > 0.9
 
 # %% [markdown]
-# `verify` raises an error unless the step equals plain JAX on one device, running statistics included. The statistics have indeed moved:
+# `verify` raises an error unless the step equals plain JAX on one device, running statistics included. The statistics have indeed
+# moved:
 
 # %%
 pipe.verify(state, batch)
@@ -101,6 +104,6 @@ assert not np.allclose(before[...], after[...])
 #
 # - A model without dropout and statistics has an empty `rest`. Leave `has_state` out, and close over `rest` in the loss.
 # - The random keys of dropout are model state too: NNX counts how often each was used. The loss therefore takes no key here.
-# - Microbatches pass the model state on, in order. With four microbatches the running statistics are updated four times in a step, with
-#   the statistics of a quarter of the batch each.
+# - Microbatches pass the model state on, in order. With four microbatches the running statistics are updated four times in a
+#   step, with the statistics of a quarter of the batch each.
 # - Model state together with `data_parallel` is refused.
