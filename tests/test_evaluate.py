@@ -137,7 +137,7 @@ def test_a_batch_of_another_size_compiles_what_depends_on_it_alone():
 
 def test_the_progress_bar_says_for_what_batch_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
-    monkeypatch.setattr("jaxpp.runtime.progress._is_watched", lambda: True)
+    monkeypatch.setattr("jaxpp.runtime.progress._is_terminal", lambda: True)
     pipe = pipeline(plain)
     state = pipe.init(PARAMS, X[:8])
     assert "compiling for a batch of 8" in capsys.readouterr().err

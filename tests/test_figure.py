@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
+from matplotlib import transforms
 from PIL import Image
 
 from jaxpp.schedule import SCHEDULES, Action, Kind, make, simulate
@@ -64,26 +66,108 @@ def test_a_timeline_has_a_row_a_rank_with_rank_0_on_top():
     assert low > high
 
 
-def test_the_numbers_are_the_microbatches_and_are_left_out_where_they_could_not_be_read():
-    def numbers(figure):
-        return sum(len(c.get_offsets()) for c in figure.axes[0].collections if c.get_label() == "text")
+def stamps(axes):
+    """The numbers in bars: the box of each in pixels, measured by the renderer, and its height in points."""
+    found = []
+    for c in axes.collections:
+        if c.get_label() == "text":
+            extent = c.get_paths()[0].get_extents()
+            scale = axes.figure.dpi / 72
+            for x, y in axes.transData.transform(c.get_offsets()):
+                corners = (x + scale * extent.x0, y + scale * extent.y0, x + scale * extent.x1, y + scale * extent.y1)
+                found.append((transforms.Bbox.from_extents(*corners), extent.height))
+    return found
 
-    assert numbers(SMALL.figure()) == 16
-    assert numbers(make("naive", num_ranks=8, num_microbatches=64).figure()) == 0
+
+def numbers(figure):
+    return sum(len(c.get_offsets()) for c in figure.axes[0].collections if c.get_label() == "text")
+
+
+def key_words(figure):
+    return [text.get_text() for text in figure.axes[-1].texts]
+
+
+SIZES = [(2, 2), (4, 8), (8, 32), (16, 64)]
+
+
+@pytest.mark.parametrize("kind_of_figure", ["figure", "pebble_figure"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-v"])
+def test_numbers_have_one_size_lie_in_bars_and_apart_and_no_figure_is_wider_than_a_page(name, size, kind_of_figure):
+    figure = getattr(make(name, num_ranks=size[0], num_microbatches=size[1]), kind_of_figure)()
+    assert figure.get_figwidth() * 96 <= 900
+    (axes, *_) = figure.axes
+    found = stamps(axes)
+    assert len({round(height, 1) for _, height in found if height}) <= 4  # the outlines of digits of one size are nearly as high
+    assert max([height for _, height in found], default=0) < 1.1 * min([height for _, height in found], default=1)
+    bars = [
+        axes.transData.transform_bbox(path.get_extents())
+        for c in axes.collections
+        if c.get_label().partition(" ")[2].isdigit() or c.get_label().endswith(" pebbles")
+        for path in c.get_paths()
+    ]
+    for k, (box, _) in enumerate(found):
+        assert sum(bar.contains(box.x0, box.y0) and bar.contains(box.x1, box.y1) for bar in bars) == 1
+        assert not any(box.overlaps(other) for other, _ in found[:k])
+
+
+def test_a_kind_whose_bars_are_too_narrow_has_no_numbers_and_the_key_says_so():
+    assert numbers(SMALL.figure()) == 16 and key_words(SMALL.figure())[-1] == "numbers: microbatches"
+    narrow = make("1f1b", num_ranks=8, num_microbatches=32)
+    assert numbers(narrow.figure()) == 8 * 32 and key_words(narrow.figure())[-1] == "numbers: microbatches (no room in F)"
+    assert numbers(narrow.figure(width=16)) == 2 * 8 * 32 and key_words(narrow.figure(width=16))[-1] == "numbers: microbatches"
+    none = make("naive", num_ranks=8, num_microbatches=64).figure()
+    assert numbers(none) == 0 and key_words(none)[-1] == "idle"
+
+
+def test_a_figure_is_as_wide_as_it_is_asked_to_be():
+    for width in (7, 22):
+        assert SMALL.figure(width=width).get_figwidth() == pytest.approx(width)
+        assert SMALL.pebble_figure(width=width).get_figwidth() == pytest.approx(width)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
+def test_the_entries_of_a_key_are_evenly_spaced(name):
+    figure = make(name, num_ranks=4, num_microbatches=8).figure()
+    figure.canvas.draw()
+    key = figure.axes[-1]
+    swatches = [
+        key.transData.transform_bbox(path.get_extents()).x0
+        for c in key.collections
+        if c.get_label() != "underline"
+        for path in c.get_paths()
+    ]
+    words = [text.get_window_extent() for text in key.texts]
+    ends = [box.x1 for box in words[:-1]]
+    starts = [*sorted(swatches)[1:], words[-1].x0]
+    gaps = [start - end for start, end in zip(starts, ends, strict=True)]
+    assert max(gaps) - min(gaps) < 0.1 * figure.dpi and min(gaps) > 0.1 * figure.dpi
 
 
 def test_a_long_bar_has_no_larger_number_than_the_usual_ones_and_a_short_one_takes_no_lines_from_the_others():
-    bars = [Bar(0, Action(0, Kind.F, 333), k, k + 1) for k in range(100)]
-    bars += [Bar(0, Action(0, Kind.F, 333), 100, 110), Bar(0, Action(0, Kind.F, 333), 110, 110)]
+    bars = [Bar(0, Action(0, Kind.F, 33), k, k + 1) for k in range(50)]
+    bars += [Bar(0, Action(0, Kind.F, 33), 50, 60), Bar(0, Action(0, Kind.F, 33), 60, 60)]
     collections = timeline(bars, [0], "").axes[0].collections
-    (numbers,) = (c for c in collections if c.get_label() == "text")
+    (written,) = (c for c in collections if c.get_label() == "text")
     (drawn,) = (c for c in collections if c.get_label() == "F 0")
-    assert len(numbers.get_offsets()) == 101
-    assert set(drawn.get_linewidths()[:101]) == {0.7} and drawn.get_linewidths()[101] == 0
+    assert len(written.get_offsets()) == 51
+    assert set(drawn.get_linewidths()[:51]) == {0.7} and drawn.get_linewidths()[51] == 0
+
+
+def test_bars_that_are_nearly_too_thin_to_see_have_a_dark_line_around_them():
+    figure = make("zb-v", num_ranks=16, num_microbatches=64).pebble_figure()
+    lanes_of = dict(zip([t.get_text() for t in figure.axes[0].get_yticklabels()], figure.axes[0].get_yticks(), strict=True))
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    picture = np.asarray(Image.open(out).convert("L"), dtype=int)
+    left, right = (round(x) for x in figure.axes[0].get_window_extent().intervalx)
+    for name, middle in lanes_of.items():
+        y = len(picture) - round(figure.axes[0].transData.transform((0, middle))[1])
+        assert picture[y, left:right].min() < 180, name  # idle is 239, the palest yellow 240
 
 
 def test_bars_that_take_no_time_make_a_timeline_no_wider():
-    _, bars, owners = pictured("1f1b", ranks=2, microbatches=4)
+    _, bars, owners = pictured("1f1b", ranks=2, microbatches=6)
     instant = [Bar(0, Action(0, Kind.W, k), 15, 15) for k in range(4)]
     assert timeline([*bars, *instant], owners, "").get_figwidth() == timeline(bars, owners, "").get_figwidth()
 

@@ -81,11 +81,6 @@ def test_nothing_is_drawn_in_a_pipe_or_a_log(monkeypatch):
     assert drawn(monkeypatch, io.StringIO()) == "table"
 
 
-def test_a_notebook_shows_a_bar(monkeypatch):
-    outstream = types.new_class("OutStream", (io.StringIO,), exec_body=lambda names: names.update(__module__="ipykernel.iostream"))
-    assert "working:" in drawn(monkeypatch, outstream())
-
-
 def test_every_bar_is_of_that_kind():
     for folder in ("jaxpp", "experiments", "models"):
         for file in (ROOT / folder).rglob("*.py"):

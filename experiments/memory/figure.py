@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 from experiments.memory.measure import PARTS
 from jaxpp.observe.profile.figure import COLOURS
-from jaxpp.schedule.draw.panel import INK, Panel, legend, matplotlib_module
+from jaxpp.schedule.draw.colours import INK
+from jaxpp.schedule.draw.key import legend
+from jaxpp.schedule.draw.panel import Panel, new_figure
 
 __all__ = ["Bars", "bars_figure"]
 
@@ -44,14 +46,13 @@ def bars_figure(pairs: Sequence[Bars], heading: str) -> Any:
         heading: the line above.
 
     Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``.
+        a matplotlib ``Figure``, for ``savefig`` and for notebooks.
 
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
     inches = _LEFT + _WIDTH + _RIGHT, _TOP + _ROW * len(pairs) + _BOTTOM
-    figure = matplotlib_module("figure").Figure(inches, dpi=120, facecolor="white", layout="none")
-    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = new_figure(inches)
     figure.text(_LEFT / inches[0], 1 - 0.12 / inches[1], heading, va="top", size=10, color=INK)
     most = max(max(sum(bars.forecast), bars.measured) for bars in pairs) / _MIB
     panel = Panel(figure, (_LEFT, _BOTTOM, _WIDTH, _ROW * len(pairs)), most, len(pairs))

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxpp.schedule.draw.panel import INK, Panel, legend, matplotlib_module
+from jaxpp.schedule.draw.colours import INK
+from jaxpp.schedule.draw.key import legend
+from jaxpp.schedule.draw.panel import Panel, new_figure
 
 __all__ = ["COLOURS", "Bar", "axes_figure"]
 
@@ -35,15 +37,14 @@ def axes_figure(panels: Sequence[tuple[str, Sequence[Bar]]], heading: str) -> An
         heading: the line above.
 
     Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``.
+        a matplotlib ``Figure``, for ``savefig`` and for notebooks.
 
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
     tall = [_TITLE + _ROW * len(bars) + _BOTTOM for _, bars in panels]
     inches = _LEFT + _WIDTH + _RIGHT, _TOP + sum(tall)
-    figure = matplotlib_module("figure").Figure(inches, dpi=120, facecolor="white", layout="none")
-    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = new_figure(inches)
     figure.text(_LEFT / inches[0], 1 - 0.1 / inches[1], heading, va="top", size=10, color=INK)
     top = inches[1] - _TOP
     for number, ((name, bars), height) in enumerate(zip(panels, tall, strict=True)):

@@ -6,8 +6,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from jaxpp.schedule.draw.panel import Figure, new_figure
 
 __all__ = ["Box", "overlap", "overview", "place_labels"]
 
@@ -32,8 +31,7 @@ def overview(points: Mapping[str, tuple[float, float]], heading: str) -> Figure:
     for name, (peak, bubble) in points.items():
         names[peak, max(bubble, _LEAST)].append(name)
     labels = [textwrap.fill(", ".join(same), 36) for same in names.values()]
-    figure = Figure(_INCHES, dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_INCHES)
     axes = figure.add_axes((0.1, 0.12, 0.86, 0.78))
     axes.set(xscale="log", yscale="log", xlabel="peak: most microbatches in flight on a rank", ylabel="bubble")
     axes.set_title(heading, loc="left", size=11)

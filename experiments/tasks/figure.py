@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, Group, Row
-from jaxpp.schedule.draw.panel import INK, matplotlib_module
+from jaxpp.schedule.draw.colours import INK
+from jaxpp.schedule.draw.panel import new_figure
 
 __all__ = ["tasks_figure"]
 
@@ -27,13 +28,12 @@ def tasks_figure(groups: Sequence[Group]) -> Any:
         groups: by number of tasks.
 
     Returns:
-        a matplotlib ``Figure`` with its Agg canvas, for ``savefig``.
+        a matplotlib ``Figure``, for ``savefig`` and for notebooks.
 
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
-    figure = matplotlib_module("figure").Figure(_INCHES, dpi=120, facecolor="white", layout="none")
-    matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
+    figure = new_figure(_INCHES)
     left, right = figure.add_axes((0.04, 0.13, 0.4, 0.76)), figure.add_axes((0.51, 0.13, 0.48, 0.76))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,13 @@
-"""The progress bar of what takes long: for people who watch, never in a pipe or a log.
+"""The progress bar of what takes long: for people who watch, never in a pipe, a log, or a notebook that a program runs.
 
-It is drawn on the standard error stream of a terminal or notebook, and taken away when the work is done, so that what is printed
-next begins on a clean line.
+In a terminal it is drawn on the standard error stream. In a notebook it is a bar of HTML in the output of the cell, which needs no
+widgets (``tqdm.auto`` does, warns where they are missing, and leaves a broken widget in the saved notebook). Either is taken away
+when the work is done or has raised, so that what is printed next begins on a clean line, and the saved notebook shows no trace.
 """
 
+import html
+import importlib
+import io
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -21,11 +25,54 @@ def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **optio
         after: seconds of work before it shows.
         **options: of ``tqdm``.
     """
-    return tqdm(things, disable=not _is_watched(), delay=after, leave=False, **options)
+    kernel = _kernel()
+    if kernel is None:
+        return tqdm(things, disable=not _is_terminal(), delay=after, leave=False, **options)
+    return _NotebookBar(things, disable=not _is_watched(kernel), delay=after, leave=False, file=io.StringIO(), **options)
 
 
-def _is_watched() -> bool:
-    """Whether standard error is a terminal or the output of a notebook's cell."""
-    stream = sys.stderr
-    is_terminal = getattr(stream, "isatty", bool)  # what only has ``write`` (a logger's) is none
-    return bool(is_terminal()) or type(stream).__module__.startswith("ipykernel")
+def _is_terminal() -> bool:
+    """Whether standard error is a terminal."""
+    return bool(getattr(sys.stderr, "isatty", bool)())  # what only has ``write`` (a logger's) is none
+
+
+def _kernel() -> Any:
+    """The kernel of the notebook that this code runs in; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+
+
+def _is_watched(kernel: Any) -> bool:
+    """Whether a person runs the cell: a program that runs a notebook (nbclient, nbmake, papermill) cannot be asked for input."""
+    request = getattr(kernel, "get_parent", dict)() or {}
+    return request.get("content", {}).get("allow_stdin", True)
+
+
+class _NotebookBar(tqdm):
+    """A bar in the output of a notebook's cell."""
+
+    _shown: Any = None
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        """Show or update the bar, or take it away if there is nothing to say."""
+        del pos  # bars of nested loops are outputs of their own
+        if msg == "":
+            if self._shown is not None:
+                self._shown.update({}, raw=True)
+            return True
+        data = {"text/plain": str(self), "text/html": self._html()}
+        if self._shown is None:
+            self._shown = importlib.import_module("IPython.display").display(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
+        return True
+
+    def moveto(self, n: int) -> None:
+        """Nothing: no cursor moves."""
+
+    def _html(self) -> str:
+        numbers = self.format_dict
+        text = self.format_meter(**{**numbers, "bar_format": "{l_bar}<bar/>{r_bar}"})
+        left, right = (html.escape(part.strip("| ")) for part in text.split("<bar/>"))
+        size = f'value="{numbers["n"]}" max="{numbers["total"]}"' if numbers["total"] else ""
+        return f'<div style="font-family:monospace">{left} <progress {size} style="vertical-align:middle"></progress> {right}</div>'

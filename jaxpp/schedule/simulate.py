@@ -21,9 +21,11 @@ from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Bar, Number, Times, Timing, bars, makespan, replay
-from jaxpp.schedule.draw.text import Drawing, Drawn, table_lines
+from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.idle import Idle, bubble_fraction, idle_causes
 from jaxpp.schedule.residual_counts import lifetimes, peaks
+from jaxpp.tables.html import html_table
+from jaxpp.tables.text import table_lines
 
 __all__ = ["Costs", "Simulation", "simulate"]
 
@@ -154,14 +156,20 @@ class Simulation(Drawn):
         """One line that says what this is."""
         return f"{self.schedule.heading}; makespan {float(self.makespan):.6g}, bubble {self.bubble_fraction:.1%}"
 
-    def __str__(self) -> str:
+    def _cells(self) -> list[list[str]]:
         rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "own bubble", "peak residuals"]]
         columns = zip(self.busy, self.idle, self.causes, self.own_bubble, self.peak_residuals, strict=True)
         for rank, (busy, idle, causes, own, peak) in enumerate(columns):
             rows.append([str(rank), *(_short(x, self.makespan) for x in (busy, idle, *causes, own)), str(peak)])
-        return "\n".join([self.overview(), "", *table_lines(rows)])
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join([self.overview(), "", *table_lines(self._cells())])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"{super()._repr_html_()}{html_table(self._cells())}"
 
 
 def _short(time: Number, makespan: Number) -> str:

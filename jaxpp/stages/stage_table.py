@@ -5,7 +5,6 @@ to its backward, out of the bytes that it would hold if nothing were computed ag
 by hand.
 """
 
-import html
 import posixpath
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,8 @@ from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params
 
 __all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
@@ -140,18 +141,13 @@ class Stages(Sequence[Stage]):
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}: {speed}"
 
     def __str__(self) -> str:
-        rows = self._cells()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, self._summary(), ""])  # a line of its own for what is printed behind it
+        lines = [*table_lines(self._cells(), left=True), *fold_lines([self._summary()])]
+        return "\n".join([*lines, ""])  # a line of its own for what is printed behind it
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *body = ([html.escape(cell) for cell in row] for row in self._cells())
-        lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
-        table = f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
-        return f"{table}<p>{html.escape(self._summary())}</p>"
+        return html_table(self._cells(), left=True) + html_remarks([self._summary()])
 
 
 def _kept(stage: Stage) -> str:

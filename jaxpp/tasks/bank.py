@@ -27,8 +27,9 @@ from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
-from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.set_layout import SetLayout, check_params
 from jaxpp.tasks.subtree import bind_subtree, take
@@ -269,7 +270,7 @@ class Bank:
         """
         self.host_store.wait()
 
-    def __str__(self) -> str:
+    def _cells(self) -> list[list[str]]:
         sizes, store = self.host_store.sizes, self.host_store
         here = {name for row in store.rows for name in (*store.resident(row), *store.in_use(row))}  # a row for each replica
         groups: dict[int, list[Hashable]] = {}
@@ -279,17 +280,26 @@ class Bank:
         for size, names in groups.items():
             resident = _names([name for name in names if name in here])
             rows.append([_names(names), str(len(names)), *map(bytes_in_words, (size, size * len(names))), resident or "none"])
+        return rows
+
+    def _remarks(self) -> list[str]:
         traffic = self.host_store.traffic
         moved = [f"{bytes_in_words(traffic.bytes_to_device)} to the device", f"{bytes_in_words(traffic.bytes_to_host)} to the host"]
         hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {', '.join(moved)}"
         total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.host_store.slots} slots on {self.device}"
-        return "\n".join([*table_lines(rows), "", total, hits])
+        return [total, hits]
+
+    def __str__(self) -> str:
+        return "\n".join([*table_lines(self._cells()), "", *fold_lines(self._remarks())])
 
     def __repr__(self) -> str:
         each = [bytes_in_words(size) for size in sorted(set(self.host_store.sizes.values()))]
         sizes = f" of {' to '.join(dict.fromkeys((each[0], each[-1])))} each" if each else ""
         slots = f"{self.host_store.slots} slot{'s' if self.host_store.slots > 1 else ''} on {self.device}"
         return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {slots})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._cells()) + html_remarks(self._remarks())
 
     def layout(self, name: Hashable, where: str | None = None) -> SetLayout:
         """The trees of a set, and the shapes of its leaves; ``where`` is the user's own call, for the error.

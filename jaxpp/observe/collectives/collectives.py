@@ -9,7 +9,6 @@ Bytes are the bytes of a collective's operands on one device, whatever the algor
 bytes of what runs: XLA for CPUs has no bf16 collectives and reduces f32 instead.
 """
 
-import html
 import json
 import math
 import re
@@ -22,8 +21,9 @@ import numpy as np
 
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.collectives.hlo import HloInstruction, parse_groups, parse_hlo
-from jaxpp.schedule.draw.text import html_table, table_lines
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
 
 __all__ = ["COLLECTIVE_KINDS", "Collective", "Collectives", "ProgramCollective", "read_collectives"]
 
@@ -171,13 +171,13 @@ class Collectives:
 
     def __str__(self) -> str:
         tables = [table_lines(table) for table in self._tables()] if self.rows else [["no collectives"]]
-        return "\n\n".join("\n".join(lines) for lines in [*tables, self.remarks()] if lines)
+        return "\n\n".join("\n".join(lines) for lines in [*tables, fold_lines(self.remarks())] if lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         tables = "".join(map(html_table, self._tables())) if self.rows else "<p>no collectives</p>"
-        return tables + f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in self.remarks())}</ul>"
+        return tables + html_remarks(self.remarks())
 
 
 def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:

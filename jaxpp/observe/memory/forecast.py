@@ -16,8 +16,9 @@ from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.advice import Change, changes
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, step_liveness
 from jaxpp.plan.builder import Name
-from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Forecast", "StageMemory", "forecast", "parse_bytes"]
@@ -82,6 +83,17 @@ class Forecast:
         return self.hbm is None or max(self.peaks.values()) <= self.hbm
 
     def __str__(self) -> str:
+        changes = self._changes()
+        lines = [*table_lines(self._cells(), keep=2), "", *fold_lines(self._remarks()), *(table_lines(changes) if changes else [])]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        changes = self._changes()
+        return f"{html_table(self._cells())}{html_remarks(self._remarks())}{html_table(changes) if changes else ''}"
+
+    def _cells(self) -> list[list[str]]:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(row.kinds[k] for row in self.stages)]
         rows = [["stage", "device", *(MEMORY_KINDS[k] for k in shown), "temporaries", "sum", "at"]]
         for row in self.stages:
@@ -89,29 +101,31 @@ class Forecast:
             rows.append(
                 [str(row.stage), str(row.device), *sizes, _size(row.temporaries), _size(row.num_bytes), self.moments[row.device]]
             )
-        legend = "in brackets: microbatches whose residuals are held; at: what runs when the device holds most"
-        lines = [*table_lines(rows), "", legend]
+        return rows
+
+    def _remarks(self) -> list[str]:
+        """What the table's marks mean, the peaks where devices have several stages, and whether the step fits."""
+        lines = ["in brackets: microbatches whose residuals are held; at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
             lines.append("peak: " + ", ".join(f"{device} {_size(peak)}" for device, peak in self.peaks.items()))
-        return "\n".join([*lines, *self._verdict()])
-
-    __repr__ = __str__
-
-    def _verdict(self) -> list[str]:
         if self.hbm is None:
-            return []
+            return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
         need = f"{worst} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
         if self.fits:
-            return [f"it fits: {need}"]
+            return [*lines, f"it fits: {need}"]
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
-        lines = [f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})"]
+        lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})")
         if not self.changes:
-            return [*lines, "nothing that was looked at fits (microbatches, schedules, remat, twice the stages): use more devices"]
-        rows = [["what should fit (estimates), the quickest first", "peak", "step"]]
-        rows += [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
-        return [*lines, *table_lines(rows)]
+            lines.append("nothing that was looked at fits (microbatches, schedules, remat, twice the stages): use more devices")
+        return lines
+
+    def _changes(self) -> list[list[str]]:
+        """What would make the step fit, as a table; empty if there is nothing to change or nothing helps."""
+        head = ["what should fit (estimates), the quickest first", "peak", "step"]
+        rows = [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
+        return [head, *rows] if rows else []
 
 
 def _size(num_bytes: int) -> str:

@@ -21,9 +21,10 @@ from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
-from jaxpp.schedule.draw.text import table_lines
 from jaxpp.stages.program import Role
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
@@ -78,15 +79,21 @@ class Ledger:
         """The sample of each device at its peak: most arrays and temporaries together."""
         return {sample.device: sample for sample in self.samples if sample.when not in ("begins", "ends")}
 
-    def __str__(self) -> str:
+    def _cells(self) -> list[list[str]]:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(sample.kinds[k] for sample in self.samples)]
         rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), "the step's", "temporaries", "other arrays"]]
         for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
             rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
-        return "\n".join([*table_lines(rows), *self._remarks()])
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join([*table_lines(self._cells(), keep=2), *fold_lines(self._remarks())])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"{html_table(self._cells())}{html_remarks(self._remarks())}"
 
     def _remarks(self) -> list[str]:
         found = []

@@ -16,6 +16,16 @@ _NUMBERS = (
     "host_seconds latencies"
 ).split()
 
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 }
+main { max-width: 960px; margin: 0 auto; padding: 1rem }
+svg, img { display: block; background: white; border-radius: 6px; margin-bottom: 1rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
+th, td { border-bottom: 1px solid color-mix(in srgb, currentColor 18%, transparent) }
+summary { cursor: pointer }
+"""
+
 
 def to_perfetto(profile: Profile) -> str:
     """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; the host has a lane too.
@@ -72,15 +82,15 @@ def to_json(profile: Profile) -> str:
 
 
 def to_html(profile: Profile) -> str:
-    """The profile as a page of its own: figure, causes of idle time, memory.
+    """The profile as a page of its own, for screens of any width: figure, causes of idle time, memory.
 
     Args:
         profile: of a step.
     """
-    heading = html.escape(profile.heading)
-    style = "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse}th,td{padding:.15em .8em}"
-    head = f'<meta charset="utf-8"><title>{heading}</title><style>{style}</style>'
-    return f"<!DOCTYPE html><html><head>{head}</head><body>{profile._repr_html_()}</body></html>"
+    title = html.escape(profile.heading)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+    body = f"<main>{profile._repr_html_()}</main>"
+    return f'<!DOCTYPE html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>'
 
 
 def _spans(spans: Iterable[Span]) -> list[object]:

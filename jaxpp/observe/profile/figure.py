@@ -16,47 +16,69 @@ from collections.abc import Iterator, Sequence
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule.clock import Number
-from jaxpp.schedule.draw.panel import INK, LEFT, Entry, Figure, Panel, Part, bar_legend, legend, page, width_of
-from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, draw_timeline, timeline_room
+from jaxpp.schedule.draw.colours import INK
+from jaxpp.schedule.draw.key import ANY, LINE, Entry, bar_key, draw_key, key_lines
+from jaxpp.schedule.draw.labels import Labels, choose_labels
+from jaxpp.schedule.draw.page import LEFT, Part, frame_of, page
+from jaxpp.schedule.draw.panel import BAR, Figure, Panel
+from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, draw_timeline, extents, scaled, timeline_room
 from jaxpp.stages.stage_table import bytes_in_words
 
 __all__ = ["COLOURS", "profile_figure"]
 
 COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#E4E4E4")
-_LEGEND = 0.28  # inches above the memory, for its legend under its title
+_GAP = 0.04  # inches between the memory and its key
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
 _LETTERS = 20  # in a line of a device's name
-_NARROWEST = 8.2  # inches, for the legend of the memory
 
 
-def profile_figure(heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int]) -> Figure:
+def profile_figure(
+    heading: str,
+    timelines: Sequence[Timeline],
+    memory: Sequence[Curve],
+    stage_to_rank: Sequence[int],
+    width: float | None = None,
+) -> Figure:
     """The timelines of a step, one below the other, and the bytes on each device during the first, if there are curves of them.
 
     To the right of a timeline stands its end; to the right of the memory, which goes on to the end of the step, the peak of each
-    device.
+    device. ``width`` is in inches.
     """
-    measured, everything = timelines[0].bars, [bar for line in timelines for bar in line.bars]
     step = max([timelines[0].end, *(curve.times[-1] for curve in memory)])
-    across = max([step, *(line.end for line in timelines)]) or 1
+    across = extents(timelines, [step] + [0] * (len(timelines) - 1))
     names = [_lines(curve.label) for curve in memory]
     left = max([LEFT] + [0.15 + _LETTER * len(line) for name in names for line in name.split("\n")])
-    parts = [timeline_room(stage_to_rank, TITLE)] * len(timelines)
+    kinds = _memory_key(memory)
+    usual = statistics.mean(bar.end - bar.start for bar in timelines[0].bars) or step or 1  # a short bar may be as short as can be
+    frame = frame_of(heading, _key(timelines, stage_to_rank, ANY), max(across) / usual, _MARGIN, left, width)
+    parts = [timeline_room(stage_to_rank, end, TITLE) for end in across]
+    scales = [72 * frame.width / end for end in across]
+    labels = choose_labels(zip([line.bars for line in timelines], scales, strict=True), BAR * parts[0].points)
     if memory:
         row = max([_ROW] + [_LINE * (name.count("\n") + 2) for name in names])
-        parts.append(Part(len(memory), row * len(memory), TITLE + _LEGEND))
-    usual = statistics.mean(bar.end - bar.start for bar in measured) or across  # a short bar may be as short as stamps are fine
-    width = max(_NARROWEST, width_of(across / usual, stage_to_rank))
-    panels = page(heading, across, parts, width, _MARGIN, left, "ms")
-    for panel, line in zip(panels, timelines, strict=False):
-        draw_timeline(panel, line, stage_to_rank)
+        above = TITLE + _GAP + LINE * key_lines(kinds, frame.width)
+        parts.append(Part(len(memory), row * len(memory), above, across[0]))
+    panels = page(frame, heading, _key(timelines, stage_to_rank, labels), parts, "ms")
+    for panel, line, written in zip(panels, timelines, labels, strict=False):
+        draw_timeline(panel, line._replace(title=scaled(line.title, panel.across, across[0])), stage_to_rank, written)
         middle = max(stage_to_rank) / 2 + 0.5
         panel.axes.text(line.end + 5 / panel.points[0], middle, _milli(float(line.end)), size=8, va="center", color=INK)
+    for panel in panels[len(timelines) :]:
+        _memory(panel, memory, names, kinds, step)
+    return panels[0].axes.figure
+
+
+def _key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int], labels: Sequence[Labels]) -> list[Entry]:
+    """The key of the timelines."""
     more: list[Entry] = [("begin, sums, update", REST, 0)] * any(line.rest for line in timelines)
     more += [("arrives", SENT, 0)] * any(line.sends for line in timelines)
-    bar_legend(panels[0], everything, stage_to_rank, above=TITLE, more=more)
-    for panel in panels[len(timelines) :]:
-        _memory(panel, memory, names, step)
-    return panels[0].axes.figure
+    return bar_key([bar for line in timelines for bar in line.bars], stage_to_rank, labels, more=more)
+
+
+def _memory_key(memory: Sequence[Curve]) -> list[Entry]:
+    """The key of the memory: the kinds of which there are bytes."""
+    present = [k for k in range(len(MEMORY_KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
+    return [(MEMORY_KINDS[k], COLOURS[k], 0) for k in present]
 
 
 def _lines(label: str) -> str:
@@ -69,7 +91,7 @@ def _milli(time: float) -> str:
     return f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
 
 
-def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: Number) -> None:
+def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], key: Sequence[Entry], end: Number) -> None:
     """Draw a row for each device: the stacked bytes of each kind, and the peak."""
     peaks = [max(map(sum, curve.levels)) for curve in memory]
     scale = 0.88 / (max(peaks) or 1)
@@ -80,9 +102,9 @@ def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], end: Nu
         panel.margin([bytes_in_words(most)], row + 0.56)
     panel.margin(["peak"], -72 * 0.16 / panel.points[1])
     panel.axes.set_yticks([row + 0.56 for row in range(len(memory))], names)
-    present = [k for k in range(len(MEMORY_KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
-    legend(panel, [(MEMORY_KINDS[k], COLOURS[k], 0) for k in present], 0.06)
-    panel.title("memory", 0.07 + _LEGEND)
+    left, bottom, wide, tall = panel.box
+    draw_key(panel.axes.figure, key, left, bottom + tall + _GAP, wide)
+    panel.title("memory", 0.07 + _GAP + LINE * key_lines(key, wide))
 
 
 def _areas(curve: Curve, kind: int, base: float, scale: float, end: Number) -> Iterator[list[tuple[Number, float]]]:

@@ -10,7 +10,6 @@ All numbers describe one of the two (``clock``): bubble, idle time by cause (``c
 """
 
 import dataclasses
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,11 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Bar, Timing, bars, replay
 from jaxpp.schedule.draw.panel import Figure
 from jaxpp.schedule.draw.pebbles import pebble_pair
-from jaxpp.schedule.draw.text import Drawing, Drawn, html_table, table_lines
+from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Timeline
 from jaxpp.schedule.idle import bubble_fraction, idle_causes
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Device
 
 __all__ = ["Causes", "Clock", "Profile"]
@@ -210,21 +211,30 @@ class Profile(Drawn):
         """The actions of the timeline that the numbers are of, in milliseconds."""
         return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, _in_milliseconds(self.bars))
 
-    def figure(self) -> Figure:
+    def figure(self, width: float | None = None) -> Figure:
         """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
+        The timelines have one scale of time. If one is far shorter than the other, each
+        has a scale of its own, and a title says so.
+
+        Args:
+            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
+
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank)
+        return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank, width)
 
-    def pebble_figure(self) -> Figure:
+    def pebble_figure(self, width: float | None = None) -> Figure:
         """The pebble graph of the step as it was traced, above that of each program alone.
 
+        Args:
+            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
+
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank)
+        return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank, width)
 
     def _timelines(self) -> list[Timeline]:
         """Both timelines, in milliseconds, with their titles."""
@@ -275,14 +285,16 @@ class Profile(Drawn):
         return lines + slow
 
     def __str__(self) -> str:
-        return "\n".join([self.overview(), "", *table_lines(self.causes_table()), "", *self.remarks(), "", str(self.ledger)])
+        return "\n".join(
+            [self.overview(), "", *table_lines(self.causes_table()), "", *fold_lines(self.remarks()), "", str(self.ledger)]
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
-        ledger = f"<details><summary>memory</summary><pre>{html.escape(str(self.ledger))}</pre></details>"
-        return f"{super()._repr_html_()}{html_table(self.causes_table())}<ul>{notes}</ul>{ledger}"
+        tables = f"{html_table(self.causes_table())}{html_remarks(self.remarks())}"
+        picture = self._picture_html() or html_remarks([self.heading])
+        return f"{picture}{tables}<details><summary>memory</summary>{self.ledger._repr_html_()}</details>"
 
 
 def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:

@@ -13,14 +13,18 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.panel import DOT, Figure, Panel, Part, bar_legend, matplotlib_module, page, several_stages, shade, width_of
-from jaxpp.schedule.draw.timeline import TITLE, Timeline, shortest
+from jaxpp.schedule.clock import Bar, Number
+from jaxpp.schedule.draw.colours import shade
+from jaxpp.schedule.draw.key import ANY, DOT, bar_key, several_stages
+from jaxpp.schedule.draw.labels import Labels, choose_labels
+from jaxpp.schedule.draw.page import Part, frame_of, page
+from jaxpp.schedule.draw.panel import BAR, Figure, Panel, are_seen, matplotlib_module
+from jaxpp.schedule.draw.timeline import TITLE, Timeline, extents, scaled, shortest
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 
 __all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
 
-_MOST_PEBBLES, _NARROWEST = 9, 5.0  # that are drawn one by one, and the points of a column that has room for them
+_MOST_PEBBLES = 9  # that are drawn one by one
 _COLUMN = 6.0  # points that a column of pebbles has at least, in a pair
 _MOST_FRAMES, _FRAMES_A_SECOND = 120, 6
 
@@ -55,72 +59,88 @@ def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
     return found
 
 
-def pebbles(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: float | None = None) -> Figure:
+def pebbles(
+    bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: float | None = None, width: float | None = None
+) -> Figure:
     """The pebble graph: what runs when along the pipeline, and every residual alive meanwhile, up to a time if one is given.
 
     In the margin on the right: the most residuals alive at once on each stage, and on its rank if ranks have several stages.
+    ``width`` is in inches.
     """
     makespan, step = max(bar.end for bar in bars) or 1, _column_width(bars)
-    figure = _figure(heading, [Timeline("", bars)], stage_to_rank, width_of(makespan / step, stage_to_rank), step)
+    figure = _figure(heading, [Timeline("", bars)], stage_to_rank, [step], width)
     if until is not None:
-        rows = _room(bars, 0).rows
+        rows = _room(bars, makespan, 0).rows
         curtain = matplotlib_module("patches").Rectangle((until, -0.1), makespan, rows + 0.2, facecolor="white", zorder=5)
         figure.axes[0].add_patch(curtain)
     return figure
 
 
-def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> Figure:
+def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int], width: float | None = None) -> Figure:
     """The pebble graphs of a step as it ran, and as it would run on devices of its own, in milliseconds, one below the other.
 
     There are two columns of pebbles to a short action, or fewer where columns would be too narrow.
     """
-    both = [bar for line in timelines for bar in line.bars]
-    across, short = max(bar.end for bar in both) or 1, shortest(both)
-    width = width_of(across / short, stage_to_rank)
-    return _figure(heading, timelines, stage_to_rank, width, max(short / 2, _COLUMN / (72 * width) * across), "ms")
+    steps = [shortest(line.bars) / 2 for line in timelines]
+    return _figure(heading, timelines, stage_to_rank, steps, width, "ms")
 
 
 def _figure(
-    heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int], width: float, step: float, unit: str = ""
+    heading: str,
+    timelines: Sequence[Timeline],
+    stage_to_rank: Sequence[int],
+    steps: Sequence[float],
+    width: float | None,
+    unit: str = "",
 ) -> Figure:
-    both = [bar for line in timelines for bar in line.bars]
-    above, margin = TITLE if timelines[0].title else 0, 1.4 if several_stages(stage_to_rank) else 0.6
-    across = max(bar.end for bar in both) or 1
-    panels = page(heading, across, [_room(line.bars, above) for line in timelines], width, margin, unit=unit)
-    signs = [_draw(panel, line.bars, stage_to_rank, step) for panel, line in zip(panels, timelines, strict=True)]
-    for panel, line in zip(panels, timelines, strict=True):
-        panel.title(line.title)
-    bar_legend(panels[0], both, stage_to_rank, DOT if DOT in signs else signs[0], above=above)
+    """The pebble graphs one below the other, each with a column every step of its own; in a pair, no narrower than ``_COLUMN``."""
+    everything = [bar for line in timelines for bar in line.bars]
+    above, margin = TITLE if unit else 0, 1.4 if several_stages(stage_to_rank) else 0.6
+    across = extents([line._replace(rest=()) for line in timelines], [0] * len(timelines))
+    columns = max(end / (2 * step if unit else step) for end, step in zip(across, steps, strict=True))
+    frame = frame_of(heading, bar_key(everything, stage_to_rank, ANY, pebble=DOT), columns, margin, width=width)
+    parts = [_room(line.bars, end, above) for line, end in zip(timelines, across, strict=True)]
+    scales = [72 * frame.width / end for end in across]
+    if unit:
+        steps = [max(step, _COLUMN / scale) for step, scale in zip(steps, scales, strict=True)]
+    labels = choose_labels(zip([line.bars for line in timelines], scales, strict=True), BAR * min(part.points for part in parts))
+    countable = all(map(_countable, timelines, steps, scales, parts))
+    key = bar_key(everything, stage_to_rank, labels, pebble=DOT if countable else shade(1))
+    panels = page(frame, heading, key, parts, unit)
+    for panel, line, step, written in zip(panels, timelines, steps, labels, strict=True):
+        _draw(panel, line.bars, stage_to_rank, step if countable else None, written)
+        panel.title(scaled(line.title, panel.across, across[0]))
     return panels[0].axes.figure
 
 
-def _room(bars: Sequence[Bar], above: float) -> Part:
+def _room(bars: Sequence[Bar], across: Number, above: float) -> Part:
     rows = max(top + 1 + (Kind.F in lane.kinds) for lane, top in lanes(bars).items())
-    return Part(rows, min(0.24 * rows, 18), above)
+    return Part(rows, rows * max(0.14, min(0.24, 14 / rows)), above, across)
 
 
-def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float) -> str:
-    """Draw a pebble graph onto a panel that has room for it, with a column every ``step``.
+def _countable(line: Timeline, step: float, scale: float, part: Part) -> bool:
+    """Whether the pebbles of every stage can be counted by eye, in columns of so much time."""
+    most = max(peaks(lifetimes(line.bars), range(1 + max(bar.action.stage for bar in line.bars))))
+    return most <= _MOST_PEBBLES and are_seen(most, step * scale, part.points)
 
-    Returns what stands for the residuals in the legend: a pebble, or a colour where there are too many.
-    """
+
+def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float | None, labels: Labels) -> None:
+    """Draw a pebble graph onto a panel that has room for it, with a column every ``step``, or with numbers if there is none."""
     makespan, several, tops = max(bar.end for bar in bars) or 1, several_stages(stage_to_rank), lanes(bars)
     top_of = {(lane.stage, kind): top for lane, top in tops.items() for kind in lane.kinds}
     named = {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}
-    panel.lanes(named, [(bar, top_of[bar.action[:2]]) for bar in bars], makespan, stage_to_rank)
+    panel.lanes(named, [(bar, top_of[bar.action[:2]]) for bar in bars], makespan, stage_to_rank, labels)
     residuals = lifetimes(bars)
     of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
     most = max(of_stage)
-    countable = most <= _MOST_PEBBLES and panel.points[0] * step >= _NARROWEST
     for stage, rank in enumerate(stage_to_rank):
         lane, own = top_of[stage, Kind.F] + 1, [residual for residual in residuals if residual.stage == stage]
-        if countable:
+        if step:
             panel.pebbles(own, lane, step, most)
         else:
-            panel.numbers(own, lane, most)
+            panel.numbers(own, lane, most, labels)
         panel.margin([str(of_stage[stage]), f"rank {rank}: {of_rank[rank]}"][: 1 + several], lane + 0.5)
     panel.margin(["peak", "of its rank"][: 1 + several], -0.7)
-    return DOT if countable else shade(1)
 
 
 def pebble_gif(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""How bars in time show themselves: as text that fits a terminal, and as figures; and tables as text and as HTML.
+"""How bars in time show themselves: as text that fits a terminal, and as figures.
 
 ``Drawn`` is what a ``Schedule`` (on the unit clock), a ``Simulation`` (under costs) and a ``Profile`` (measured) have in common.
 """
@@ -7,7 +7,6 @@ import base64
 import html
 import io
 import os
-import shutil
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,11 +14,14 @@ from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import timeline
+from jaxpp.tables.text import fold_lines, terminal_columns
 
-__all__ = ["Drawing", "Drawn", "html_table", "table_lines"]
+__all__ = ["Drawing", "Drawn"]
 
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
+_CSS_DPI = 96  # pixels of a page in an inch
+_FITS = "max-width:100%;height:auto"
 
 
 class Drawing(NamedTuple):
@@ -47,7 +49,7 @@ class Drawn:
         Returns:
             the heading and the panels; or ``overview`` if the panels would fill more than a screen or two, or times are not whole.
         """
-        width = width or shutil.get_terminal_size((120, 24)).columns
+        width = width or terminal_columns()
         heading, num_ranks, _, bars = self.drawing()
         if any(bar.start % 1 or bar.end % 1 for bar in bars):
             return self.overview(width)
@@ -66,7 +68,7 @@ class Drawn:
             lines += [""] * bool(lines)
             lines.append("rank  " + "  ".join(str(t).ljust(cell) for t in slots).rstrip())
             lines += [f"{rank:<6}" + "  ".join(row[t].ljust(cell) for t in slots).rstrip() for rank, row in enumerate(cells)]
-        return "\n".join([heading, *(line.rstrip() for line in lines)])
+        return "\n".join([*fold_lines([heading], width), *(line.rstrip() for line in lines)])
 
     def overview(self, width: int | None = None) -> str:
         """All bars in one line for each rank: the kind that runs, ``·`` where the rank idles.
@@ -74,7 +76,7 @@ class Drawn:
         Args:
             width: characters in a line; the width of the terminal unless given.
         """
-        width = width or shutil.get_terminal_size((120, 24)).columns
+        width = width or terminal_columns()
         heading, num_ranks, _, bars = self.drawing()
         makespan = max(bar.end for bar in bars)
         columns = max(1, width - 6)
@@ -84,27 +86,34 @@ class Drawn:
         for rank, action, start, end in bars:
             first, last = (int(time * columns / (makespan or 1) + 0.5) for time in (start, end))
             lines[rank][first:last] = [str(action.kind)] * (last - first)
-        return "\n".join([heading, *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
+        return "\n".join([*fold_lines([heading], width), *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
 
-    def figure(self) -> Figure:
+    def figure(self, width: float | None = None) -> Figure:
         """The timeline as a matplotlib ``Figure``: a row for each rank, a colour for each kind, microbatch numbers, idle time grey.
 
-        In a notebook the schedule draws itself; a figure alone shows after ``%matplotlib inline``.
+        As the last line of a notebook's cell it shows itself; ``figure().savefig("timeline.png")`` writes a file. Numbers are left
+        out where bars are too narrow for them; a wider figure has room for more.
+
+        Args:
+            width: of the figure in inches, of which a page shows 96 pixels each; as many as the bars need, up to 9.4, unless given.
 
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
         heading, _, stage_to_rank, bars = self.drawing()
-        return timeline(bars, stage_to_rank, heading)
+        return timeline(bars, stage_to_rank, heading, width)
 
-    def pebble_figure(self) -> Figure:
+    def pebble_figure(self, width: float | None = None) -> Figure:
         """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each residual.
 
+        Args:
+            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
+
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
         heading, _, stage_to_rank, bars = self.drawing()
-        return pebbles(bars, stage_to_rank, heading)
+        return pebbles(bars, stage_to_rank, heading, width=width)
 
     def pebble_gif(self, path: str | os.PathLike[str]) -> None:
         """Write the pebble graph as an animated GIF, slot by slot, in at most 120 frames.
@@ -116,26 +125,18 @@ class Drawn:
         pebble_gif(bars, stage_to_rank, heading, path)
 
     def _repr_html_(self) -> str:
+        return self._picture_html() if has_matplotlib() else f"<pre>{html.escape(str(self))}</pre>"
+
+    def _picture_html(self) -> str:
+        """The figure, no wider than the page; nothing without matplotlib."""
         if not has_matplotlib():
-            return f"<pre>{html.escape(str(self))}</pre>"
-        out = io.BytesIO()
-        small = len(self.drawing().bars) <= _MOST_VECTORS
-        self.figure().savefig(out, format="svg" if small else "png")
-        picture = f'<img src="data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}">'
-        if small:
-            text = out.getvalue().decode()
-            picture = text[text.index("<svg") :]
-        return f'<div style="overflow-x:auto">{picture}</div>'
-
-
-def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, every column as wide as its widest cell and flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a notebook; the first row is the head."""
-    tags = ["th"] + ["td"] * (len(rows) - 1)
-    lines = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
-    return "<table>" + "".join(f'<tr style="text-align:right">{line}</tr>' for line in lines) + "</table>"
+            return ""
+        figure, out = self.figure(), io.BytesIO()
+        alt = html.escape(self.drawing().heading, quote=True)
+        if len(self.drawing().bars) > _MOST_VECTORS:
+            figure.savefig(out, format="png")
+            wide, data = round(_CSS_DPI * figure.get_figwidth()), base64.b64encode(out.getvalue()).decode()
+            return f'<img alt="{alt}" width="{wide}" style="{_FITS}" src="data:image/png;base64,{data}">'
+        figure.savefig(out, format="svg")
+        text = out.getvalue().decode()
+        return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{alt}" style="{_FITS}" ', 1)

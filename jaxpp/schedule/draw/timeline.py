@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.panel import INK, Figure, Panel, Part, bar_legend, inside, page, width_of
+from jaxpp.schedule.draw.colours import INK
+from jaxpp.schedule.draw.key import ANY, bar_key
+from jaxpp.schedule.draw.labels import Labels, choose_labels
+from jaxpp.schedule.draw.page import Part, frame_of, page
+from jaxpp.schedule.draw.panel import BAR, Figure, Panel, inside
 
-__all__ = ["REST", "SENT", "TITLE", "Timeline", "draw_timeline", "shortest", "timeline", "timeline_room"]
+__all__ = ["REST", "SENT", "TITLE", "Timeline", "draw_timeline", "extents", "scaled", "shortest", "timeline", "timeline_room"]
 
 REST, SENT = "#8C8C8C", "#D55E00"
 """The colours of what is no action, and of what arrives, which is a line below the row of a rank."""
 TITLE = 0.32  # inches above a panel that has a title
+_UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
 
 
 class Timeline(NamedTuple):
@@ -27,13 +32,15 @@ class Timeline(NamedTuple):
         return max([bar.end for bar in self.bars] + [end for _, _, end in self.rest])
 
 
-def timeline(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str) -> Figure:
-    """The bars in time, a row for each rank, as a matplotlib ``Figure`` with its Agg canvas, for ``savefig``."""
+def timeline(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, width: float | None = None) -> Figure:
+    """The bars in time, a row for each rank, as a matplotlib ``Figure``; ``width`` is in inches."""
     line = Timeline("", bars)
-    across, room = line.end or 1, timeline_room(stage_to_rank)
-    (panel,) = page(heading, across, [room], width_of(across / shortest(bars), stage_to_rank), 0.25)
-    draw_timeline(panel, line, stage_to_rank)
-    bar_legend(panel, bars, stage_to_rank)
+    across = line.end or 1
+    frame = frame_of(heading, bar_key(bars, stage_to_rank, ANY), across / shortest(bars), 0.25, width=width)
+    part = timeline_room(stage_to_rank, across)
+    labels = choose_labels([(bars, 72 * frame.width / across)], BAR * part.points)
+    (panel,) = page(frame, heading, bar_key(bars, stage_to_rank, labels), [part])
+    draw_timeline(panel, line, stage_to_rank, *labels)
     return panel.axes.figure
 
 
@@ -43,16 +50,35 @@ def shortest(bars: Sequence[Bar]) -> Number:
     return lengths[len(lengths) // 20] if lengths else (max(bar.end for bar in bars) or 1) / 100
 
 
-def timeline_room(stage_to_rank: Sequence[int], above: float = 0) -> Part:
+def extents(timelines: Sequence[Timeline], least: Sequence[Number]) -> list[Number]:
+    """How far the time of each panel goes: as far as that of the longest, or, if some are far shorter, of each as far as its own.
+
+    Each panel goes at least as far as the number in ``least`` says.
+    """
+    own = [max(line.end, end) or 1 for line, end in zip(timelines, least, strict=True)]
+    return own if max(own) > _UNEQUAL * min(own) else [max(own)] * len(own)
+
+
+def scaled(title: str, across: Number, first: Number) -> str:
+    """The title of a panel, and how its scale of time compares with that of the first panel."""
+    ratio = first / across
+    if ratio == 1:
+        return title
+    return f"{title} (time stretched {ratio:.2g} times)" if ratio > 1 else f"{title} (time compressed {1 / ratio:.2g} times)"
+
+
+def timeline_room(stage_to_rank: Sequence[int], across: Number, above: float = 0) -> Part:
     """The room of a timeline with that many inches above it."""
     num_ranks = max(stage_to_rank) + 1
-    return Part(num_ranks, num_ranks * (0.42 if num_ranks <= 8 else 0.32), above)
+    row = 0.42 if num_ranks <= 8 else max(0.2, min(0.32, 5.2 / num_ranks))
+    return Part(num_ranks, num_ranks * row, above, across)
 
 
-def draw_timeline(panel: Panel, line: Timeline, stage_to_rank: Sequence[int]) -> None:
+def draw_timeline(panel: Panel, line: Timeline, stage_to_rank: Sequence[int], labels: Labels) -> None:
     """Draw a timeline onto a panel that has room for it."""
     ranks = range(max(stage_to_rank) + 1)
-    panel.lanes({str(rank): rank for rank in ranks}, [(bar, bar.rank) for bar in line.bars], line.end or 1, stage_to_rank)
+    bars = [(bar, bar.rank) for bar in line.bars]
+    panel.lanes({str(rank): rank for rank in ranks}, bars, line.end or 1, stage_to_rank, labels)
     panel.rectangles([(start, end, *inside(rank)) for rank, start, end in line.rest], REST, "rest")
     panel.rectangles([(start, end, rank + 0.94, rank + 1.04) for rank, start, end in line.sends], SENT, "sends")
     panel.axes.set_ylabel("rank", size=9, color=INK)

@@ -1,0 +1,38 @@
+"""The colours of all figures: Okabe and Ito's. They differ in lightness, for the colour-blind and for grey prints.
+
+The later stages of a rank are paler than its first.
+"""
+
+from jaxpp.schedule.action import Kind
+
+__all__ = ["IDLE", "INK", "colour_of", "dark", "shade"]
+
+_COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F0E442"}
+IDLE, INK = "#EFEFEF", "#222222"
+
+
+def colour_of(kind: Kind, order: int, latest: int) -> tuple[str, str]:
+    """The colours of a bar and of the number in it.
+
+    Args:
+        kind: what runs.
+        order: which stage of its rank runs it, from 0.
+        latest: the last stage that some rank has.
+    """
+    pale = 0.55 * order / max(1, latest)
+    return _mix(_COLOURS[kind], "#FFFFFF", pale), "#FFFFFF" if kind == Kind.F and pale < 0.25 else "#000000"
+
+
+def dark(kind: Kind) -> str:
+    """The colour of the lines under the bars of later stages."""
+    return _mix(_COLOURS[kind], "#000000", 0.35)
+
+
+def shade(part: float) -> str:
+    """A grey, from light (0) to dark (1)."""
+    return _mix("#FFFFFF", INK, 0.08 + 0.35 * part)
+
+
+def _mix(colour: str, other: str, part: float) -> str:
+    pairs = [(int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(a + (b - a) * part):02X}" for a, b in pairs)

@@ -1,0 +1,1 @@
+"""Tables as text that fits the terminal, and as HTML for notebooks and pages."""

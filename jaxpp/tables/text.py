@@ -1,0 +1,75 @@
+"""Tables and sentences as text, folded where they are wider than the terminal."""
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["fold_lines", "table_lines", "terminal_columns"]
+
+_GAP = 2  # spaces between columns
+
+
+def terminal_columns() -> int:
+    """How many characters fit into a line: of the terminal, or 100 where there is none, as in a file or a notebook."""
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def table_lines(rows: Sequence[Sequence[str]], *, keep: int = 1, left: bool = False, width: int | None = None) -> list[str]:
+    r"""The lines of a table, every column as wide as its widest cell.
+
+    A table that is too wide is folded into several tables, an empty line between them. Each begins with the columns that say what
+    the rows are.
+
+    Args:
+        rows: cells; the first row says what the columns are.
+        keep: how many columns say what a row is.
+        left: whether cells are flush left; they are flush right unless asked for.
+        width: characters in a line; the width of the terminal unless given.
+
+    Example:
+        >>> rows = [["stage", "params", "bytes"], ["0", "33,024", "129 KiB"]]
+        >>> print("\n".join(table_lines(rows)))
+        stage  params    bytes
+            0  33,024  129 KiB
+        >>> print("\n".join(table_lines(rows, width=16)))
+        stage  params
+            0  33,024
+        <BLANKLINE>
+        stage    bytes
+            0  129 KiB
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for block in _blocks(widths, keep, width or terminal_columns()):
+        lines += [""] * bool(lines)
+        for row in rows:
+            cells = (row[k].ljust(widths[k]) if left else row[k].rjust(widths[k]) for k in block)
+            lines.append((" " * _GAP).join(cells).rstrip())
+    return lines
+
+
+def _blocks(widths: Sequence[int], keep: int, room: int) -> Iterator[list[int]]:
+    """The numbers of the columns that stand beside one another: the first ones, and as many others as there is room for."""
+    first = list(range(keep))
+    block = first
+    for column in range(keep, len(widths)):
+        if len(block) > keep and sum(widths[k] + _GAP for k in [*block, column]) - _GAP > room:
+            yield block
+            block = first
+        block = [*block, column]
+    yield block
+
+
+def fold_lines(lines: Iterable[str], width: int | None = None) -> list[str]:
+    """Sentences in lines that fit; what continues a line is indented.
+
+    Args:
+        lines: one sentence or remark each.
+        width: characters in a line; the width of the terminal unless given.
+    """
+    room = width or terminal_columns()
+    found = []
+    for line in lines:
+        wrapped = textwrap.wrap(line, room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        found += [line] if len(line) <= room else wrapped
+    return found
