@@ -23,6 +23,9 @@ WORDS = {
     4: ["gradient accumulation", "asynchronous dispatch"],
     5: ["1F1B", "warm-up", "steady state", "cool-down", "in flight"],
     6: ["interleaving", "zero-bubble", "deadlock"],
+    7: ["tied embedding"],
+    8: [r"theta\[t\]", "replica", "prefetch"],
+    9: ["mesh", "collective", "all-reduce"],
 }
 """The words of the field, by the chapter that defines them."""
 
@@ -80,7 +83,8 @@ def test_there_is_one_title_and_it_comes_first(file):
 @each(COURSE + RECIPES)
 def test_the_first_code_is_the_imports_and_the_devices_of_a_laptop(file):
     first, *others = cells(file, "code")
-    assert re.search(r'^jax\.config\.update\("jax_num_cpu_devices", \d\)', first, re.MULTILINE)
+    if {"jax", "jaxpp"} & set(modules(first)):
+        assert re.search(r'^jax\.config\.update\("jax_num_cpu_devices", \d\)', first, re.MULTILINE)
     assert not [name for source in others for name in modules(source)]
 
 
@@ -119,7 +123,7 @@ def test_the_prose_needs_no_formula_renderer_and_does_not_shout(file):
 def test_a_chapter_ends_with_a_takeaway_and_three_questions_whose_answers_are_folded(file):
     last = cells(file, "markdown")[-1]
     takeaway, questions = re.search(r"^## Takeaway\n(.*?)^## Questions\n(.*)", last, re.DOTALL | re.MULTILINE).groups()
-    assert 2 <= len(re.findall(r"[.](?:\s|$)", takeaway)) <= 4
+    assert 2 <= len(re.findall(r"[.](?:\s|$)", takeaway)) <= 5
     answers = re.findall(r"^<details><summary>Answer</summary>\n\n(.+?)\n\n</details>$", questions, re.DOTALL | re.MULTILINE)
     assert len(answers) == questions.count("<details") == 3
     assert re.findall(r"^(?:\*\*)?(\d)\.(?:\*\*)? ", questions, re.MULTILINE) == ["1", "2", "3"]
@@ -131,7 +135,7 @@ def test_a_chapter_leads_to_the_next(file, after):
     assert links == ([(title(after), f"{after.stem}.ipynb")] if after else [])
 
 
-@pytest.mark.parametrize(("chapter", "word"), [(chapter, word) for chapter, words in WORDS.items() for word in words])
+@pytest.mark.parametrize(("chapter", "word"), [(k, word) for k, words in WORDS.items() for word in words if k <= len(COURSE)])
 def test_a_word_of_the_field_is_in_bold_where_it_first_occurs(chapter, word):
     for file in COURSE:
         text = prose(file)
