@@ -60,7 +60,7 @@ class GPT(nn.Module):
     def __call__(self, tokens):
         embed = nn.Embed(128, 64, name="embed")  # ASCII characters, 64 features
         x = embed(tokens) + nn.Embed(32, 64, name="positions")(jnp.arange(tokens.shape[1]))
-        for k in range(3):
+        for k in range(2):
             x = Block(name=f"block_{k}")(x)
         return embed.attend(nn.RMSNorm(name="norm")(x))
 
@@ -115,14 +115,14 @@ print(f"loss: {plain_loss:.6f} plain, {loss:.6f} as a pipeline; the gradients ag
 
 # %%
 optimizer = optax.adam(3e-3)
-pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=4, num_microbatches=8)
+pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=3, num_microbatches=8)
 state = pipe.init(params, batch)
 pipe.stages
 
 # %% [markdown]
 # This is the table of stages. Read it row by row:
 #
-# - `modules`: the first and the last module of the stage. Three blocks were cut into four stages, so some cuts lie inside a block.
+# - `modules`: the first and the last module of the stage. Two blocks were cut into three stages, so the cuts lie inside the blocks.
 # - `params`, `bytes`: the parameters that the stage owns. The last stage reads the table of the embedding too, so its row says
 #   `+1 tied`. The first stage owns this table; it sends a copy once per step, and gets the gradient back once per step.
 # - `FLOPs`, `share`: the floating-point operations of the forward pass, and the stage's part of all of them.
@@ -144,26 +144,26 @@ pipe.stages
 # ## Your own cuts
 #
 # `cuts=` names the modules with which the second and all later stages begin. A person would perhaps cut this model between the
-# blocks, and give the head a stage of its own:
+# blocks, and give the head (what comes after the blocks) a stage of its own:
 
 # %%
-by_name = jaxpp.Pipeline(loss_fn, optimizer, num_stages=4, num_microbatches=8, cuts=["block_1", "block_2", "norm"])
+by_name = jaxpp.Pipeline(loss_fn, optimizer, num_stages=3, num_microbatches=8, cuts=["block_1", "norm"])
 state_by_name = by_name.init(params, batch)
 
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for k, (name, each) in enumerate({"cut by jaxpp": pipe, "cut by name": by_name}.items()):
     shares = [100 * stage.flops / sum(s.flops for s in each.stages) for stage in each.stages]
-    bars = axes.bar(np.arange(4) + 0.4 * k, shares, 0.38, label=name, color=("#0072B2", "#BBBBBB")[k])
+    bars = axes.bar(np.arange(3) + 0.4 * k, shares, 0.38, label=name, color=("#0072B2", "#BBBBBB")[k])
     axes.bar_label(bars, fmt="%.0f%%", fontsize=9)
-axes.axhline(25, color="#222222", linewidth=0.8, linestyle="--")
-axes.set(xticks=np.arange(4) + 0.2, xticklabels=[f"stage {k}" for k in range(4)], ylabel="share of the FLOPs, %", ylim=(0, 40))
+axes.axhline(100 / 3, color="#222222", linewidth=0.8, linestyle="--")
+axes.set(xticks=np.arange(3) + 0.2, xticklabels=[f"stage {k}" for k in range(3)], ylabel="share of the FLOPs, %", ylim=(0, 60))
 axes.legend(frameon=False, ncols=2, loc="upper center")
 plt.show()
 
 # %% [markdown]
 # Look at the highest bar of each colour: this stage sets the pace, and the dashed line is the ideal. The named cuts leave the last
-# device with little to do, while each of the three others carries almost a third of the work. In return they send less: one array
-# at each boundary, whereas a cut inside a block has to send several. So name the cuts if your links are slow, or if you want to
+# device with little to do, while each of the two others carries almost half of the work. In return they send less: one array at
+# each boundary, whereas a cut inside a block has to send several. So name the cuts if your links are slow, or if you want to
 # rebuild the stages of another system.
 #
 # The results do not depend on the cuts. Both pipelines make the same step:
@@ -203,7 +203,7 @@ for step in range(80):
 # %%
 np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-axes.plot(losses, color="#0072B2", linewidth=4, label="pipeline of four stages")
+axes.plot(losses, color="#0072B2", linewidth=4, label="pipeline of three stages")
 axes.plot(plain_losses, "o", color="#E69F00", markersize=3, label="plain JAX, one device")
 axes.set(xlabel="step", ylabel="loss")
 axes.legend(frameon=False)
@@ -245,7 +245,7 @@ forecast
 # - The first timeline is the step as it ran, the second is how long it would take if every device had cores of its own. On a laptop
 #   all forced CPU devices share the same few cores; that is why the first timeline is longer. Chapter 10 looks at this more
 #   closely.
-# - The last part is memory: for each device a row, and in it the bytes by kind. Find the residuals: device 0 holds those of four
+# - The last part is memory: for each device a row, and in it the bytes by kind. Find the residuals: device 0 holds those of three
 #   microbatches at once, the last device those of one, as chapter 5 showed for 1F1B.
 
 # %%
@@ -271,7 +271,7 @@ for device, predicted in forecast.peaks.items():
 
 # %%
 try:
-    wrong = jaxpp.Pipeline(loss_fn, optimizer, num_stages=3, num_microbatches=8, cuts=["blok_1", "block_2"])
+    wrong = jaxpp.Pipeline(loss_fn, optimizer, num_stages=3, num_microbatches=8, cuts=["blok_1", "norm"])
     wrong.init(params, batch)
 except ValueError as error:
     print(type(error).__name__ + ":", error)

@@ -216,7 +216,7 @@ for count in counts:
     held.append(device_bytes())
     all_there.append(theta_bytes + bank.nbytes)
 assert max(held) - min(held) < 64  # bytes
-print(bank)
+bank
 
 # %%
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
