@@ -13,10 +13,9 @@
 # # Accumulate gradients over several steps
 #
 # A pipeline accumulates gradients already: `num_microbatches=16` splits one batch into sixteen parts, and the optimizer sees
-# their mean. That is usually the answer to "the batch does not fit". `optax.MultiSteps` helps where the parts of a large batch do
-# not arrive together, or where one batch of data is all that fits in the memory of the host: it accumulates over calls of
-# `pipe.step`, and updates the parameters at every k-th call. This recipe shows that both give the same parameters, and what the
-# difference costs.
+# their mean. That is usually the answer to "the batch does not fit". `optax.MultiSteps` accumulates over several calls of
+# `pipe.step` instead, and updates the parameters at every k-th call. It helps if the parts of a large batch do not arrive at the
+# same time. This recipe shows that both give the same parameters, and what the difference costs.
 
 # %%
 import flax.linen as nn
@@ -73,8 +72,8 @@ for found, wanted in zip(jax.tree.leaves(other.params), jax.tree.leaves(state.pa
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 # %% [markdown]
-# The parameters are equal. The costs are not: the pipeline fills and drains at every call, and `MultiSteps` keeps a copy of the
-# gradients between the calls.
+# The parameters are equal. The costs are not: the pipeline fills and drains at every call, and `MultiSteps` keeps an array for
+# each gradient between the calls.
 
 # %%
 whole = simulate(make("1f1b", num_ranks=4, num_microbatches=16))
@@ -89,7 +88,8 @@ for name, found in (("one step:  ", state), ("four calls:", other)):
 # ## What to look out for
 #
 # - More microbatches do not need more memory for activations under `1f1b`: each stage holds residuals for at most `num_stages`
-#   microbatches, however many there are. Under `gpipe` it holds residuals for all.
+#   microbatches, however many there are. Under `gpipe` a stage holds residuals for all microbatches. (Residuals are what a
+#   forward pass keeps for its backward pass.)
 # - `metrics.loss` and `metrics.grad_norm` are those of one call. The gradient that the optimizer uses at the k-th call is the
 #   mean over k calls, and its norm is smaller in general.
 # - `MultiSteps` averages calls with equal weight. If the last part has fewer examples, the result is not the mean over all

@@ -142,5 +142,5 @@ print(f"accuracy {(padded_logits.argmax(-1) == batch['y']).mean():.1%}")
 #   the number of examples.
 # - If a few graphs are much larger than the others, padding to the largest wastes work. Sort the graphs into groups of similar
 #   size and pad each group to its own maximum; the pipeline compiles once for each shape (`max_shapes=` says how many it keeps).
-# - If the loss is a mean over nodes instead of graphs, weight the microbatches by their real nodes: `weight=lambda batch:
-#   batch["graphs"]["real"].sum()`.
+# - If the loss is a mean over nodes instead of graphs, weight the microbatches by their real nodes: `weight=` takes a function of
+#   the microbatch, here one that returns `batch["graphs"]["real"].sum()`.

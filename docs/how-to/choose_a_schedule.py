@@ -100,4 +100,4 @@ for found, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=T
 # - `forward`, `input_grad` and `weight_grad` take one number for each stage too, and `transfer` one number for each boundary, for
 #   stages that are not equal.
 # - Schedules that split the backward into two halves (`zb-h1`, `zb-h2` and the schedules in the shape of a V) pay for it with
-#   more programs in a step. If the stages are very small, the host is the limit, and `1f1b` is faster.
+#   more programs in a step. If the stages are very small, the host is the limit, and `1f1b` may be faster.

@@ -75,7 +75,7 @@ print(f"loss {metrics.loss}; {sum(broken)} of {len(broken)} parameter arrays con
 
 # %% [markdown]
 # With the switch, the same step raises an error. Image 37 is in microbatch 1, because each of the four microbatches holds 32
-# images.
+# images. In a notebook the file in the message is the cell; in a script it is the script.
 
 # %%
 jax.config.update("jax_debug_nans", True)

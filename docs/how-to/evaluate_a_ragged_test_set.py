@@ -28,7 +28,8 @@ import jaxpp
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
 # %% [markdown]
-# The loss function returns what is to be counted as aux: the sum of the losses, and the number of right answers.
+# The loss function returns what is to be counted as aux: the sum of the losses, the number of right answers, and the number of
+# examples.
 
 # %%
 images, labels = load_digits(return_X_y=True)

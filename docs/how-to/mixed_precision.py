@@ -13,8 +13,8 @@
 # # Train in mixed precision
 #
 # In mixed precision, the model computes in 16 bits while parameters, gradients and optimizer stay in float32. Activations are
-# half as large, so the stages send half as many bytes and keep half as many residuals (what a forward pass keeps for its backward
-# pass). In Flax, `dtype=` asks for it; jaxpp needs no option for bfloat16. float16 has a small range and also needs dynamic loss
+# half as large, so the stages send half as many bytes, and keep about half as many between the forward pass and the backward
+# pass. In Flax, `dtype=` asks for it; jaxpp needs no option for bfloat16. float16 has a small range and also needs dynamic loss
 # scaling.
 
 # %%

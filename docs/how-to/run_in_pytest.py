@@ -98,7 +98,7 @@ _ = (folder / "test_my_model.py").write_text(setup + "\n\n" + tests.lstrip())
 # %%
 def run_pytest(*options):
     command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "--no-header", *options]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return result.returncode, result.stdout.strip()
 
 
@@ -121,7 +121,7 @@ assert code == 1
 #
 # - If anything touches a JAX device before `conftest.py` sets their number (a pytest plugin, a `conftest.py` further up), JAX
 #   raises an error that says so. The environment variable `XLA_FLAGS=--xla_force_host_platform_device_count=4` is the way out.
-# - float32 has seven digits, and sums in another order differ in the last ones. For a strict test, compute in float64:
-#   `jax.config.update("jax_enable_x64", True)` in `conftest.py`.
+# - float32 has seven digits, and sums in another order differ in the last ones. For a strict test, compute in float64: set
+#   `jax.config.update("jax_enable_x64", True)` in `conftest.py`, and give the layers `param_dtype="float64"`.
 # - Test with the numbers of stages and microbatches that you train with, and a much smaller model. What is exact does not depend
 #   on the width.

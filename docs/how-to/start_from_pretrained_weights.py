@@ -116,5 +116,5 @@ np.testing.assert_array_equal(restored["body_0"]["kernel"], params["body_0"]["ke
 #   restore the whole `state`.
 # - The names in the tree must be those of the model. If a checkpoint calls its layers differently, rename the keys of the
 #   dictionary before `init`.
-# - A checkpoint in 16 bits makes parameters in 16 bits, and their updates lose digits. Convert it first: `jax.tree.map(lambda
-#   leaf: leaf.astype("float32"), restored)`.
+# - A checkpoint in 16 bits makes parameters in 16 bits, and their updates lose digits. Convert it first, with
+#   `optax.tree.cast(restored, "float32")`.

@@ -88,5 +88,6 @@ assert len(losses) < 200 and early_stop.best_metric < losses[-1]
 #
 # - `best = state.params` without a copy is gone after the next step. `jax.device_get` copies to the memory of the host. If the
 #   devices have room, `jax.tree.map(jnp.copy, state.params)` is faster: every leaf stays on its device.
-# - To continue training from the best parameters, keep the optimizer state too: `best = jax.device_get(state)`.
+# - To continue training from the best parameters, keep the optimizer state too: `best = jax.device_get(state)`, and later
+#   `pipe.step(best, batch)`.
 # - Here every step is evaluated, which waits for the devices. In a real run, evaluate once in an epoch.

@@ -113,8 +113,9 @@ assert accuracy > 0.9
 #
 # - Use `eqx.is_inexact_array` to divide the model, not `eqx.is_array`: integer arrays (a table of indices, a counter) have no
 #   gradient.
-# - `pipe.init(params, batch)` is the form for Equinox. The other form, `pipe.init(init_fn, key, batch)`, takes `lambda key:
-#   eqx.filter(Classifier(key), eqx.is_inexact_array)` and makes every leaf on its own device.
+# - `pipe.init(params, batch)` copies a model that exists. If the model does not fit on one device, use
+#   `pipe.init(init_fn, key, batch)` with a function that returns `eqx.filter(Classifier(key), eqx.is_inexact_array)`; every leaf
+#   is then made on its own device.
 # - Dropout takes a key for each example: `loss_fn(params, batch, key)` with `jax.random.split(key, len(batch["x"]))`.
 # - `eqx.nn.BatchNorm` keeps its statistics in an `eqx.nn.State`, made by `eqx.nn.make_with_state`. Pass that as model state, with
 #   `has_state=True` and `pipe.init((params, state_of_the_model), batch)`.

@@ -16,9 +16,9 @@
 # recipe makes a small GPT-2 from a configuration, without downloading weights, and trains it on the source code of a module of
 # Python.
 #
-# Version 5 of `transformers` has removed the Flax models. The last version that has them is 4.57 (`pip install
-# "transformers<5"`); it works with the JAX and Flax releases that jaxpp needs. It announces the removal in a message, which the
-# second line silences.
+# Version 5 of `transformers` has removed the Flax models. The last version that has them is 4.57
+# (`pip install "transformers<5"`); it works with the JAX and Flax releases that jaxpp needs. It announces the removal in a
+# message, which `set_verbosity_error` silences.
 
 # %%
 import argparse

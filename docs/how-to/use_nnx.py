@@ -56,8 +56,8 @@ class Classifier(nnx.Module):
 
 
 # %% [markdown]
-# `rest` holds everything that is not a parameter. `copy=True` makes the merged model independent of the arrays outside; without
-# it, the loss would change them while it is traced.
+# `rest` holds everything that is not a parameter. `copy=True` makes the merged model independent of the trees that it is made
+# from, so the loss does not change its arguments.
 
 # %%
 graphdef, params, rest = nnx.split(Classifier(nnx.Rngs(0)), nnx.Param, ...)
