@@ -535,3 +535,5 @@ def test_the_table_says_what_is_where_and_what_moved(bank):
     assert lines[2].split()[-1] == "none"
     assert lines[-2].startswith("3 sets, 3.387 KiB on the host, 2 slots on")
     assert lines[-1] == "2 loads, 0 hits (0 prefetched), 1.695 KiB to the device, 868 B to the host"
+    page = bank._repr_html_()
+    assert page.count("<tr>") == 3 and "cat, dog" in page and lines[-1] in page

@@ -154,7 +154,7 @@ def test_a_long_bar_has_no_larger_number_than_the_usual_ones_and_a_short_one_tak
     assert set(drawn.get_linewidths()[:51]) == {0.7} and drawn.get_linewidths()[51] == 0
 
 
-def test_bars_that_are_nearly_too_thin_to_see_have_a_dark_line_around_them():
+def test_bars_of_few_pixels_are_strong_enough_to_be_seen():
     figure = make("zb-v", num_ranks=16, num_microbatches=64).pebble_figure()
     lanes_of = dict(zip([t.get_text() for t in figure.axes[0].get_yticklabels()], figure.axes[0].get_yticks(), strict=True))
     out = io.BytesIO()
@@ -163,7 +163,7 @@ def test_bars_that_are_nearly_too_thin_to_see_have_a_dark_line_around_them():
     left, right = (round(x) for x in figure.axes[0].get_window_extent().intervalx)
     for name, middle in lanes_of.items():
         y = len(picture) - round(figure.axes[0].transData.transform((0, middle))[1])
-        assert picture[y, left:right].min() < 180, name  # idle is 239, the palest yellow 240
+        assert picture[y, left:right].min() < 200, name  # idle is 239, the palest yellow 240
 
 
 def test_bars_that_take_no_time_make_a_timeline_no_wider():

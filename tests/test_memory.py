@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import html
+import re
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +73,7 @@ def test_what_waits_in_host_memory_is_not_on_the_device():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name):
+def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name, monkeypatch):
     case, pipe, state = ready(name)
     own = pipe.engine.copy(pipe.engine.leaves(state))
     ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
@@ -89,6 +91,12 @@ def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so
         assert sample.temporaries > 0
     assert str(devices[0]) in str(ledger)
     assert "temporaries" in str(ledger)
+    for shown, rows in ((ledger, 3 * len(devices)), (forecast, len(pipe.stages))):
+        assert shown._repr_html_().count("<tr>") == 1 + rows
+        monkeypatch.setenv("COLUMNS", "80")
+        assert max(map(len, str(shown).splitlines())) <= 80
+        cells = {cell for line in str(shown).splitlines() for cell in line.split()}
+        assert set(html.unescape(re.sub(r"<[^>]*>", " ", shown._repr_html_())).split()) <= cells
 
 
 @pytest.mark.parametrize("remat", ["keep", "recompute"])
@@ -153,6 +161,9 @@ def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
     assert pipe.forecast(case.params, case.batch, case.key, hbm=worst).fits
     tight = pipe.forecast(case.params, case.batch, case.key, hbm=0.9 * worst)
     assert not tight.fits
+    page = tight._repr_html_()
+    assert all(html.escape(change.what) in page for change in tight.changes[:6])
+    assert "it does not fit: cpu:" in page and 'schedule="naive"' not in page
     assert "it does not fit: cpu:" in str(tight)
     assert "most of that residuals" in str(tight)
     what = [change.what for change in tight.changes]

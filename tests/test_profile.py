@@ -190,9 +190,12 @@ def test_a_profile_prints_and_draws_itself(runs):
     page = profile._repr_html_()
     assert page.count("<svg") == 1
     assert "\ntraced: " in str(profile)
-    assert "<table>" in page
-    assert jaxpp.observe.to_html(profile).startswith("<!DOCTYPE html>")
-    titles = {text.get_text() for axes in profile.pebble_figure().axes for text in axes.texts}
+    assert page.count("<tr>") == 1 + 2 + 1 + 3 * len(profile.memory)  # idle time of each rank; three looks at each device
+    file = jaxpp.observe.to_html(profile)
+    assert file.startswith("<!DOCTYPE html>") and 'name="viewport"' in file
+    assert file.count("<table>") == file.count('<div style="overflow-x:auto"><table>') == 2
+    assert file.count("<svg") == file.count('style="max-width:100%;height:auto"') == 1
+    titles = {text.get_text().split(" (")[0] for axes in profile.pebble_figure().axes for text in axes.texts}
     assert {"traced", "each program alone, on devices of its own"} <= titles
 
 

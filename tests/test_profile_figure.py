@@ -111,9 +111,24 @@ def test_all_parts_have_one_scale_of_time_and_begin_below_one_another():
     assert len({(axes.get_position().x0, axes.get_position().x1) for axes in parts}) == 1
     assert sorted((axes.get_position().y0 for axes in parts), reverse=True) == [axes.get_position().y0 for axes in parts]
     assert [axes.get_xlabel() for axes in parts] == ["", "", "time, ms"]
-    slow = [bar._replace(start=2 * bar.start, end=2 * bar.end) for bar in simulated]
+    slow = [bar._replace(start=1.5 * bar.start, end=1.5 * bar.end) for bar in simulated]
     wider = pebble_pair("", titled(measured, slow), schedule.stage_to_rank)
     assert {axes.get_xlim() for axes in wider.axes[:2]} == {(0, max(bar.end for bar in slow))}
+
+
+@pytest.mark.parametrize(("factor", "said"), [(0.1, "stretched"), (8, "compressed")])
+def test_a_timeline_that_is_far_shorter_or_longer_has_a_scale_of_its_own_which_its_title_says(factor, said):
+    schedule, measured, simulated = synthetic("zb-v", 4, 8)
+    other = [bar._replace(start=factor * bar.start, end=factor * bar.end) for bar in simulated]
+    end, memory = max(bar.end for bar in other), curves(schedule, measured)
+    for draw, *more in ((profile_figure, memory), (pebble_pair,)):
+        figure = draw("", titled(measured, other), *more, schedule.stage_to_rank)
+        first, second, *rest = figure.axes[: 2 + bool(more)]
+        assert second.get_xlim() == (0, end) and all(axes.get_xlim() == first.get_xlim() for axes in rest)
+        ratio = max(first.get_xlim()[1] / end, end / first.get_xlim()[1])
+        assert f"each program alone, on devices of its own (time {said} {ratio:.2g} times)" in words(second)
+        assert all(len(axes.get_xticks()) > 1 for axes in (first, second, *rest))
+        assert_apart(figure)
 
 
 def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the_one_before():

@@ -10,8 +10,8 @@ _GAP = 2  # spaces between columns
 
 
 def terminal_columns() -> int:
-    """How many characters fit into a line: of the terminal, or 100 where there is none, as in a file or a notebook."""
-    return shutil.get_terminal_size((100, 24)).columns
+    """How many characters fit into a line: of the terminal, or 120 where there is none, as in a file or a notebook."""
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, keep: int = 1, left: bool = False, width: int | None = None) -> list[str]:

@@ -3,24 +3,38 @@
 The later stages of a rank are paler than its first.
 """
 
+import math
+
 from jaxpp.schedule.action import Kind
 
-__all__ = ["IDLE", "INK", "colour_of", "dark", "shade"]
+__all__ = ["IDLE", "INK", "colour_of", "dark", "ink_of", "shade"]
 
 _COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F0E442"}
 IDLE, INK = "#EFEFEF", "#222222"
+_WIDE = 4.0  # points: bars that are at least so wide have the colours of the key
 
 
-def colour_of(kind: Kind, order: int, latest: int) -> tuple[str, str]:
-    """The colours of a bar and of the number in it.
+def colour_of(kind: Kind, order: int, latest: int, wide: float = math.inf) -> str:
+    """The colour of a bar. A bar of few points is stronger than a wide one, as pale colours would not be seen there.
 
     Args:
         kind: what runs.
         order: which stage of its rank runs it, from 0.
         latest: the last stage that some rank has.
+        wide: points from its left to its right.
     """
-    pale = 0.55 * order / max(1, latest)
-    return _mix(_COLOURS[kind], "#FFFFFF", pale), "#FFFFFF" if kind == Kind.F and pale < 0.25 else "#000000"
+    thin = min(1.0, max(0.0, (_WIDE - wide) / _WIDE))
+    pale = _mix(_COLOURS[kind], "#FFFFFF", (1 - thin) * _paleness(order, latest))
+    return _mix(pale, "#000000", 0.25 * thin) if kind == Kind.W else pale
+
+
+def ink_of(kind: Kind, order: int, latest: int) -> str:
+    """The colour of the number in a bar."""
+    return "#FFFFFF" if kind == Kind.F and _paleness(order, latest) < 0.25 else "#000000"
+
+
+def _paleness(order: int, latest: int) -> float:
+    return 0.55 * order / max(1, latest)
 
 
 def dark(kind: Kind) -> str:

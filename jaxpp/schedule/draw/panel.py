@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.colours import IDLE, INK, colour_of, dark, shade
+from jaxpp.schedule.draw.colours import IDLE, INK, colour_of, dark, ink_of, shade
 from jaxpp.schedule.draw.labels import Labels
 from jaxpp.schedule.residual_counts import Residual, counts, places
 
@@ -32,7 +32,6 @@ __all__ = [
 
 BAR = 0.88
 """The part of a row that a bar is high."""
-_THIN = 2.0  # points: narrower bars have dark lines around them
 _DOT, _SMALLEST_DOT = 3.2, 0.9  # points: the radius of the largest pebble, and of the smallest that can be seen
 
 
@@ -93,25 +92,27 @@ class Panel:
     def rectangles(
         self,
         boxes: Iterable[tuple[Number, Number, float, float]],
-        colour: str,
+        colour: str | Sequence[str],
         label: str,
         edge: float | Sequence[float] = 0,
-        line: str | Sequence[str] = "white",
     ) -> None:
-        """Draw boxes (left, right, top, bottom) of one colour, as one collection, with lines of ``edge`` points around them."""
+        """Draw boxes (left, right, top, bottom) as one collection, with white lines of ``edge`` points.
+
+        ``colour`` is that of all boxes, or one colour for each.
+        """
         corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in boxes]
-        self.polygons(corners, colour, label, edge, line)
+        self.polygons(corners, colour, label, edge, "white")
 
     def polygons(
         self,
         corners: Sequence[Sequence[tuple[Number, float]]],
-        colour: str,
+        colour: str | Sequence[str],
         label: str,
         edge: float | Sequence[float],
-        line: str | Sequence[str],
+        line: str,
     ) -> None:
-        """Draw polygons of one colour, as one collection, with lines of ``edge`` points around them."""
-        made = matplotlib_module("collections").PolyCollection(corners, facecolors=[colour], edgecolors=line, linewidths=edge)
+        """Draw polygons as one collection, with lines of ``edge`` points around them."""
+        made = matplotlib_module("collections").PolyCollection(corners, facecolors=colour, edgecolors=line, linewidths=edge)
         made.set_label(label)
         self.axes.add_collection(made, autolim=False)
 
@@ -135,17 +136,17 @@ class Panel:
         for cell in cells:
             groups[cell.kind, cell.order].append(cell)
         for (kind, order), group in groups.items():
-            colour, ink = colour_of(kind, order, latest)
-            edges, lines = zip(*(_edge(self.points[0] * (cell.right - cell.left), kind) for cell in group), strict=True)
-            self.rectangles([cell[:4] for cell in group], colour, f"{kind} {order}", edges, lines)
+            wide = [self.points[0] * (cell.right - cell.left) for cell in group]
+            fills = [colour_of(kind, order, latest, points) for points in wide]
+            self.rectangles([cell[:4] for cell in group], fills, f"{kind} {order}", [min(0.7, 0.1 * points) for points in wide])
             if order:
                 self.rectangles([line for cell in group for line in _underlines(cell)], dark(kind), "underline")
             spots = defaultdict(list)
-            for cell in group if kind in labels.kinds else ():
-                if labels.fits(cell.text, self.points[0] * (cell.right - cell.left), self.points[1] * (cell.bottom - cell.top)):
+            for cell, points in zip(group, wide, strict=True):
+                if kind in labels.kinds and labels.fits(cell.text, points, self.points[1] * (cell.bottom - cell.top)):
                     spots[cell.text].append(((cell.left + cell.right) / 2, (cell.top + cell.bottom) / 2 - 0.05 * order))
             for text, at in spots.items():
-                self.write(text, labels.size, at, ink)
+                self.write(text, labels.size, at, ink_of(kind, order, latest))
 
     def pebbles(self, residuals: Sequence[Residual], top: float, step: float, most: int) -> None:
         """Draw the residuals of a stage into the lane at ``top``: in every column a dot each, if it is alive then; ``most`` fit.
@@ -223,12 +224,6 @@ def _cell_of(bar: Bar, top: float, stage_to_rank: Sequence[int]) -> Cell:
     stage, kind, microbatch = bar.action
     order = list(stage_to_rank[:stage]).count(stage_to_rank[stage])
     return Cell(bar.start, bar.end, *inside(top), kind, order, str(microbatch))
-
-
-def _edge(wide: float, kind: Kind) -> tuple[float, str]:
-    """Points and colour of the line around a bar: white between bars, but dark if the bar is so thin that it would not be seen."""
-    thin = 0 < wide < _THIN
-    return (0.35, dark(kind)) if thin else (min(0.7, 0.1 * wide), "white")
 
 
 def _underlines(cell: Cell) -> list[tuple[Number, Number, float, float]]:

@@ -1,0 +1,57 @@
+"""Tables fit: as text they fold to the terminal and lose no cell, as HTML they scroll and names stay plain text."""
+
+import html
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
+
+CELLS = st.text("abc<>&", min_size=1, max_size=9)
+TABLES = st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(CELLS, min_size=n, max_size=n), min_size=1, max_size=5))
+
+
+@given(TABLES, st.integers(20, 60), st.integers(0, 2), st.booleans())
+def test_a_folded_table_fits_has_every_cell_and_each_part_says_what_the_rows_are(rows, width, keep, left):
+    keep = min(keep, len(rows[0]) - 1)
+    lines = table_lines(rows, keep=keep, left=left, width=width)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    parts = [part.split("\n") for part in "\n".join(lines).split("\n\n")]
+    assert all(len(part) == len(rows) for part in parts)
+    for number, row in enumerate(rows):
+        named = [part[number].split() for part in parts]
+        assert all(cells[:keep] == row[:keep] for cells in named)
+        assert [cell for cells in named for cell in cells[keep:]] == row[keep:]
+    least = sum(widths[:keep]) + 2 * keep + max(widths[keep:])
+    assert max(map(len, lines)) <= max(width, least)
+
+
+def test_a_table_that_fits_is_one_table(monkeypatch):
+    rows = [["stage", "params"], ["0", "1,024"]]
+    assert table_lines(rows) == ["stage  params", "    0   1,024"]
+    assert table_lines(rows, left=True) == ["stage  params", "0      1,024"]
+    monkeypatch.setenv("COLUMNS", "12")
+    assert table_lines(rows) == ["stage  params", "    0   1,024"], "two columns are the least, as the first says what the row is"
+
+
+def test_sentences_fold_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert fold_lines(["it fits: cpu:0 needs 1 MiB", "short"]) == ["it fits: cpu:0 needs", "  1 MiB", "short"]
+    assert fold_lines(["a  b"]) == ["a  b"]
+
+
+@pytest.mark.parametrize("left", [True, False])
+@given(rows=TABLES)
+def test_html_has_every_cell_as_plain_text_in_a_box_that_scrolls(left, rows):
+    page = html_table(rows, left=left)
+    assert page.startswith('<div style="overflow-x:auto"><table>')
+    assert [html.unescape(cell) for cell in re.findall(r"<t[hd] [^>]*>([^<]*)</t[hd]>", page)] == [c for row in rows for c in row]
+    assert page.count("<tr>") == len(rows) and page.count("<th ") == len(rows[0])
+
+
+def test_remarks_are_plain_text():
+    assert html_remarks(["a < b", "c & d"]) == "<p>a &lt; b<br>c &amp; d</p>"
+    assert html_remarks([]) == ""
