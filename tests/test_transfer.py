@@ -1,0 +1,114 @@
+"""A send is ``jax.device_put``, whichever of the two routes it takes."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp.runtime import transfer
+
+VALUES = {
+    "float32": lambda: jnp.arange(6.0).reshape(2, 3),
+    "bfloat16": lambda: jnp.ones((3,), jnp.bfloat16),
+    "int8": lambda: jnp.arange(5, dtype=jnp.int8),
+    "bool": lambda: jnp.asarray([True, False]),
+    "scalar": lambda: jnp.asarray(2),
+    "weakly typed": lambda: jnp.asarray(2.0),
+    "empty": lambda: jnp.zeros((0, 3)),
+    "key": lambda: jax.random.key(3),
+    "keys": lambda: jax.random.split(jax.random.key(3), 4),
+    "large": lambda: jnp.arange(2**18, dtype=jnp.float32),
+}
+
+
+@pytest.fixture(params=["direct", "public"])
+def route(request, monkeypatch):
+    if request.param == "public":
+        monkeypatch.setattr(transfer, "_direct_copy", lambda home: None)
+    return request.param
+
+
+def facts(array):
+    raw = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    return array.aval, array.sharding, array.committed, array.devices(), np.asarray(raw).tolist()
+
+
+@pytest.mark.parametrize("home", [lambda device: device, SingleDeviceSharding], ids=["device", "sharding"])
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_send_gives_what_device_put_gives_and_leaves_the_source(route, home, name, committed):
+    value = jax.device_put(VALUES[name](), jax.devices()[0]) if committed else VALUES[name]()
+    target = home(jax.devices()[3])
+    before = facts(value)
+    (sent,) = transfer.sender(target)(value)
+    assert facts(sent) == facts(jax.device_put(value, target))
+    assert not value.is_deleted()
+    assert facts(value) == before
+
+
+def test_a_sent_array_may_be_donated_without_harm_to_its_source(route):
+    value = jax.device_put(jnp.arange(1000.0), jax.devices()[0])
+    (sent,) = transfer.sender(jax.devices()[1])(value)
+    jax.block_until_ready(jax.jit(lambda a: a * 0, donate_argnums=0)(sent))
+    np.testing.assert_array_equal(value, np.arange(1000.0))
+
+
+def test_a_value_that_is_sharded_takes_the_public_route(route):
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    value = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model")))
+    (sent,) = transfer.sender(jax.devices()[5])(value)
+    assert facts(sent) == facts(jax.device_put(value, jax.devices()[5]))
+
+
+def untried(device):
+    """``_direct_copy`` without what it remembers."""
+    return transfer._direct_copy.__wrapped__(device)
+
+
+def test_the_direct_copy_is_used_where_jax_has_it():
+    assert untried(jax.devices()[1]) is not None
+
+
+class Wrong(types.SimpleNamespace):
+    DeviceList = transfer.xla_client.DeviceList
+    ArrayCopySemantics = transfer.xla_client.ArrayCopySemantics
+
+
+def stays(arrays, devices, shardings, semantics):
+    return list(arrays)
+
+
+def other_values(arrays, devices, shardings, semantics):
+    return [jax.device_put(array + 1, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+
+
+def takes_over(arrays, devices, shardings, semantics):
+    copies = [jax.device_put(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+    for array in arrays:
+        array.delete()
+    return copies
+
+
+def raises(arrays):
+    raise AssertionError("not called with four arguments")
+
+
+def doing(copy):
+    return Wrong(batched_copy_array_to_devices_with_sharding=copy)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        None,
+        types.SimpleNamespace(),
+        *(Wrong(batched_copy_array_to_devices_with_sharding=f) for f in (stays, other_values, takes_over, raises)),
+    ],
+    ids=["no module", "no function", "stays", "other values", "takes over", "other signature"],
+)
+def test_a_direct_copy_that_is_missing_or_does_anything_else_is_not_used(client, monkeypatch):
+    monkeypatch.setattr(transfer, "xla_client", client)
+    assert untried(jax.devices()[1]) is None
