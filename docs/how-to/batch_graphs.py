@@ -70,7 +70,6 @@ def pad(graph):
 
 
 stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *map(pad, graphs))
-print({name: leaf.shape for name, leaf in stacked.items()})
 
 # %% [markdown]
 # ## A model of one graph
@@ -115,7 +114,8 @@ def loss_fn(params, batch):
 positions = jnp.stack(jnp.divmod(jnp.arange(64), 8), axis=1) / 4 - 1.0
 batch = {"graphs": stacked, "y": labels[:128], "positions": positions}
 params = model.init(jax.random.key(0), pad(graphs[0]), positions)
-pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=4, shared="positions")
+options = {"num_stages": 2, "num_microbatches": 4, "shared": "positions"}
+pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), **options)
 state = pipe.init(params, batch)
 for _ in range(50):
     state, metrics = pipe.step(state, batch)

@@ -81,10 +81,10 @@ for name in params.keys() - trained_layers:
 
 # %%
 everything = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=2, num_microbatches=4)
-pipelines = pipe, everything
-for frozen, trained in zip(*(each.forecast(params, batch).stages for each in pipelines), strict=True):
-    sizes = f"{frozen.num_bytes / 1024:.0f} KiB, and {trained.num_bytes / 1024:.0f} KiB if everything is trained"
-    print(f"stage {frozen.stage}: {sizes}")
+forecasts = pipe.forecast(params, batch), everything.forecast(params, batch)
+for frozen, trained in zip(*(forecast.stages for forecast in forecasts), strict=True):
+    sizes = f"{frozen.num_bytes / 1024:.0f} KiB, or {trained.num_bytes / 1024:.0f} KiB"
+    print(f"stage {frozen.stage}: {sizes} if everything is trained")
     assert frozen.num_bytes < trained.num_bytes
 
 # %% [markdown]
