@@ -89,9 +89,8 @@ for stage, own in zip(pipe.stages, params, strict=True):
 
 cotangent = jax.grad(loss)(x, jax.device_put(batch[1], x.device))
 grads = []
-for stage, pullback in zip(reversed(pipe.stages), reversed(pullbacks), strict=True):
-    cotangent = jax.device_put(cotangent, stage.home)  # sent back to the device of the stage
-    own_grads, cotangent = pullback(cotangent)
+for pullback in reversed(pullbacks):
+    own_grads, cotangent = pullback(cotangent)  # on the device of the stage
     grads.insert(0, own_grads)
 
 # %% [markdown]

@@ -20,7 +20,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
-from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params
+from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
 __all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
 
@@ -96,11 +96,15 @@ class Stage:
 
         Returns:
             the activation (the loss, from the last stage of a cut pipeline), and the pullback:
-            ``grads, cotangent = pullback(cotangent_of_activation)``.
+            ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too.
         """
-        params, x, inputs = jax.device_put(jax.tree.map(_own, (params, x, inputs)), self.home)
+
+        def here(tree: Tree) -> Tree:
+            return jax.device_put(jax.tree.map(_own, tree), self.home)
+
+        params, x, inputs = here((params, x, inputs))
         activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
-        return activation, Pullback(self.index, vjp)
+        return activation, Pullback(self.index, lambda cotangent: vjp(here(cotangent)))
 
 
 class Stages(Sequence[Stage]):
