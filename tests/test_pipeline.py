@@ -271,7 +271,7 @@ def test_the_stages_of_a_cut_model_can_be_run_by_hand_too():
     (want, _), want_grads = jax.value_and_grad(case.loss_fn, has_aux=True)(case.params, batch, key)
     np.testing.assert_allclose(x, want, rtol=1e-5)
     cotangent, total = jnp.ones(()), None
-    for stage, pullback in zip(reversed(pipe.stages), reversed(pullbacks), strict=True):
+    for pullback in reversed(pullbacks):
         grads, cotangent = pullback(cotangent)
         grads = jaxpp.gather(grads)
         total = grads if total is None else jax.tree.map(jnp.add, total, grads)
