@@ -121,7 +121,7 @@ class _Writer:
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
         made = Program(function, *refs, shapes_of(shapes[name] for name in names_in), name=called)
         program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
-        label = f"update stage {stage} level {level}"
+        label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
         self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))
         for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
