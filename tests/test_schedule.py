@@ -92,6 +92,11 @@ def test_the_tables_are_the_golden_ones(name):
     assert make(name, num_ranks=3, num_microbatches=m).table(width=120) + "\n" == (GOLDEN / f"{name}_3x{m}.txt").read_text()
 
 
+def test_the_heading_counts_in_singular_and_plural():
+    assert make("naive", num_ranks=1, num_microbatches=1).heading == "naive: 1 rank, 1 stage, 1 microbatch"
+    assert make("gpipe", num_ranks=2, num_microbatches=3).heading == "gpipe: 2 ranks, 2 stages, 3 microbatches"
+
+
 def test_a_table_is_wrapped_to_the_width_and_a_long_one_becomes_an_overview():
     schedule = make("1f1b", num_ranks=4, num_microbatches=8)
     assert max(map(len, schedule.table(width=80).splitlines())) <= 80

@@ -13,8 +13,10 @@
 # # 1. The monolith, and where its memory goes
 #
 # This course builds **pipeline parallelism** from the ground up: one model is trained by several devices, and each device holds
-# only some of the layers. You should know JAX and Flax; you need to know nothing about parallel training. Every chapter adds one
-# idea to the chapter before it, and checks that the loss and the gradients have not changed.
+# only some of the layers. You should know JAX and Flax; you need to know nothing about parallel training. Every chapter adds
+# one idea to the chapter before it, and checks that the loss and the gradients have not changed. We build most things by hand
+# first. Then **jaxpp** does the same: it is the library that this course belongs to, and trains a JAX model on several devices
+# from one Python process.
 #
 # We begin without any parallelism. The whole model is on one device; let us call it the **monolith**. What fills the memory of
 # this device while the model is trained?
@@ -139,9 +141,11 @@ for kind, count in kinds.most_common(4):
 
 # %% [markdown]
 # The first two lines are the price of seven hidden layers and 1,024 digits. For each of these layers, the pullback keeps the
-# layer's output, which is the input of the next layer. For the derivative of `relu`, it keeps a mask that says which outputs were
-# positive, and an array of zeros for the outputs that were not. (A compiler would not store these zeros. This cell ran
-# uncompiled.) Then come the weights of the layers, through which the gradients travel backward.
+# layer's output, which is the input of the next layer. For the derivative of `relu`, it keeps a mask that says which outputs
+# were positive, and an array of zeros for the outputs that were not. (If forward and backward were compiled as one function,
+# the compiler would not store these zeros.) Then come the weights of the layers 1 to 7, through which the gradients travel
+# backward. This cell ran uncompiled and made copies of them, 389 KiB in all. (In chapter 2, the functions are compiled, and a
+# pullback refers to the parameters themselves.)
 #
 # ## Is that what the device really holds?
 #
@@ -180,9 +184,9 @@ print("The pullback returns the gradients of jax.value_and_grad.")
 # %% [markdown]
 # ## What grows with what
 #
-# Parameters, gradients and optimizer state do not depend on the batch. Residuals do: twice as many examples keep twice as many
-# bytes. The figure needs no device at all, since every bar comes from `jax.eval_shape`. Look at the blue part, which is the only
-# part that grows.
+# Parameters, gradients and optimizer state do not depend on the batch. Residuals do: every example adds the same number of
+# bytes, about 8 KiB, to the copies of the weights, which do not grow. The figure needs no device at all, since every bar comes
+# from `jax.eval_shape`. Look at the blue part, which is the only part that grows.
 
 # %%
 colours = {"residuals": "#0072B2", "optimizer state": "#999999", "gradients": "#E69F00", "parameters": "#222222"}
@@ -202,9 +206,9 @@ plt.show()
 # %% [markdown]
 # ## Why one device is not enough
 #
-# Now a model of the size that people want. With Adam in float32, every parameter needs 16 bytes: 4 for itself, 4 for its
-# gradient, and 8 for the optimizer state. The dashed line is a GPU with 80 GiB. A model of 7 billion parameters does not fit,
-# even before the first example.
+# Now models of the size that people want. With Adam in float32, every parameter needs 16 bytes: 4 for itself, 4 for its
+# gradient, and 8 for the optimizer state. The dashed line is a GPU with 80 GiB; the size of a model is its number of
+# parameters. A model of 7 billion parameters does not fit, even before the first example.
 
 # %%
 billions = np.array([1, 3, 7, 13])
@@ -216,7 +220,7 @@ for name, each in {"parameters": 4, "gradients": 4, "optimizer state": 8}.items(
     left += width
 axes.axvline(80, color="#D55E00", linestyle="--")
 axes.text(82, -0.1, "80 GiB", color="#D55E00", va="center")
-axes.set(yticks=range(4), yticklabels=[f"{n} billion" for n in billions], ylabel="parameters", xlabel="GiB")
+axes.set(yticks=range(4), yticklabels=[f"{n} billion" for n in billions], ylabel="model size", xlabel="GiB")
 axes.legend(frameon=False)
 plt.show()
 
@@ -246,8 +250,8 @@ plt.show()
 #
 # <details><summary>Answer</summary>
 #
-# Only the residuals: they hold one row for each example (apart from the weights, which a pullback also refers to). Parameters,
-# gradients and optimizer state have the shapes of the model.
+# Only the residuals: they hold one row for each example (apart from the copies of the weights). Parameters, gradients and
+# optimizer state have the shapes of the model.
 #
 # </details>
 #

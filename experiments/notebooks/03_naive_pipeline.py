@@ -12,8 +12,8 @@
 # %% [markdown]
 # # 3. The naive pipeline and its bubble
 #
-# Chapter 2 divided the model among four devices. The memory was divided by four; the time was not. In this chapter we look at
-# when each device works and when it waits, and learn the two pictures with which people talk about pipelines.
+# Chapter 2 divided the model among four devices. The memory was divided; the time was not. In this chapter we look at when each
+# device works and when it waits, and learn the two pictures with which people talk about pipelines.
 #
 # First, the problem of the chapters before, with the loss and the gradients of the monolith.
 
@@ -101,8 +101,10 @@ print("bubble:", sum(result.idle), "/", 4 * result.makespan, "=", result.bubble_
 #
 # `bubble = (p - 1) / p`
 #
-# For four ranks that is 0.75. (You may read 0.8 for four naive stages. That is the bubble of five.) Each further device makes the
-# pipeline hold a larger model, and makes none of it faster. Look at how little of each bar is blue.
+# For four ranks that is 0.75. Each further device makes the pipeline hold a larger model, and makes none of it faster. Look at
+# how little of each bar is blue.
+#
+# > You may read elsewhere that four naive stages have a bubble of 0.8. By the formula, 0.8 is the bubble of five.
 
 # %%
 sizes = range(1, 13)
@@ -153,20 +155,35 @@ profile = pipe.profile(state, batch)
 profile.figure()
 
 # %% [markdown]
-# The first timeline is what was traced, on a machine whose cores the devices may have to share. The second timeline is computed:
-# each program takes as long as it takes alone, as if every device had cores of its own. Both show the staircase of the schedule.
-# (The grey bars are not actions: the optimizer updates the parameters of a stage as soon as their gradients are there.)
+# How to read it, from top to bottom:
 #
-# Below the timelines is the memory of each device. Look at the wide green areas: these are the pebbles, in bytes. (`in flight` in
-# the legend stands for activations and cotangents that are being sent.) They last from a stage's forward to its backward.
+# - The first timeline is what was traced in a real step, on a machine whose cores the devices may have to share.
+# - The second timeline is computed. jaxpp has also run steps in which only one program runs at a time, and has measured how
+#   long each takes alone. Here every device has cores of its own. The title's numbers are of this timeline.
+# - An orange line under a row (`arrives`) is a message on its way to this rank: an activation, a cotangent, or something small
+#   such as the labels.
+# - Dark grey bars are not actions, but what a step needs around them: at its beginning the batch is split (`begin`), and at its
+#   end the gradients are collected (`sums`) and the optimizer changes the parameters (`update`). An update needs the gradients
+#   of its stage, and may begin some time after them, since no other rank waits for it.
+#
+# Both timelines show the staircase of the schedule. Only one device works at a time, so sharing the cores costs little here,
+# and on a quiet computer the two take about equally long. But they come from different steps. If the computer is busy with
+# other things during some of them, either timeline may be the longer.
+#
+# Below the timelines is the memory of each device during the first of them. What stays is grey; what comes and goes is green.
+# Look at the full green of `residuals`: these are the pebbles, in bytes. They last from a stage's forward to its backward. The
+# palest green, `in flight`, is memory for messages. Python hands out the work of a step far ahead, and the memory for a message
+# is counted from the moment at which its transfer is handed out. So the first device has memory for its cotangent from the end
+# of its forward on, long before the cotangent is sent.
 
 # %%
 print(f"bubble with equal stages:              {result.bubble_fraction:.1%}")
-print(f"bubble with the times of this machine: {profile.simulated_bubble_fraction:.1%}")
+print(f"bubble with the times of this machine: {profile.bubble_fraction:.1%}")
 
 # %% [markdown]
-# The two differ, because transfers take time too, and because measured times vary from run to run. And the result is still that
-# of the monolith. `jaxpp.value_and_grad` is called like `jax.value_and_grad`, and returns the same loss and gradients.
+# The second number is that of the figure's title. The two differ, because transfers and the optimizer take time too, and
+# because measured times vary from run to run. And the result is still that of the monolith. `jaxpp.value_and_grad` is called
+# like `jax.value_and_grad`, and returns the same loss and gradients.
 
 
 # %%

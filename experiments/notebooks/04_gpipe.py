@@ -110,14 +110,15 @@ gpipe.figure()
 
 # %% [markdown]
 # How large is the bubble for p ranks and m microbatches? Every rank works for 3 m slots: a forward and a backward for each
-# microbatch. And every rank waits for 3 (p - 1) slots in total, until the first work reaches it and after its last work is done.
-# Look at rank 3: it waits for 3 slots at the beginning and 6 at the end. The bubble is 3 (p - 1) / (3 m + 3 (p - 1)), or
+# microbatch. And every rank waits for 3 (p - 1) slots in total: before its first forward, between its forwards and its
+# backwards, and after its last backward. Look at the two ends: rank 3 waits for 3 slots at the beginning and 6 at the end, and
+# rank 0 for 9 slots in the middle. The bubble is 3 (p - 1) / (3 m + 3 (p - 1)), or
 #
 # `bubble = (p - 1) / (m + p - 1)`
 #
 # With one microbatch this is the naive bubble. With many microbatches, it goes to zero. The points in the figure are simulated,
-# and the lines are the formula. Look at where each line crosses the dotted line, a bubble of 10%. That takes 9, 27 and 63
-# microbatches.
+# and the lines are the formula. Look at where each line crosses the dotted line, a bubble of 10%. That takes 9 microbatches for
+# 2 ranks, 27 for 4 ranks, and 63 for 8 ranks: 9 (p - 1).
 
 # %%
 counts = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -129,6 +130,7 @@ for p, colour in ((8, "#D55E00"), (4, "#0072B2"), (2, "#009E73")):
     np.testing.assert_allclose(bubbles, formula)
     axes.plot(counts, bubbles, "o", color=colour)
     axes.plot(counts, formula, color=colour, label=f"{p} ranks")
+    axes.text(9.9 * (p - 1), 0.12, f"{9 * (p - 1)}", color=colour)
 axes.axhline(0.1, color="#999999", linestyle=":")
 axes.set_xscale("log", base=2)
 axes.set(xticks=counts, xticklabels=counts, xlabel="microbatches", ylabel="bubble", ylim=0)
@@ -141,10 +143,11 @@ plt.show()
 #
 # ## GPipe by hand
 #
-# The loop of chapter 2, with a second loop around it. One Python thread hands out all the work. Can it keep four devices busy?
-# Yes, because of **asynchronous dispatch**: a call of a compiled function, or of `jax.device_put`, only puts the work into the
-# queue of a device and returns at once. The arrays that it returns are promises. So Python runs ahead, and each device works
-# through its queue.
+# The loop of chapter 2, with a second loop around it. One Python thread hands out all the work. How can it keep four devices
+# busy? By **asynchronous dispatch**: a call of a compiled function, or of `jax.device_put`, only puts the work into the queue
+# of a device and returns at once. The arrays that it returns are promises. So Python runs ahead, and each device works through
+# its queue. (Python must hand out four actions in the time in which a device runs one. Chapter 10 measures how long handing out
+# takes.)
 
 # %%
 devices = [jax.devices()[s % len(jax.devices())] for s in range(4)]
@@ -191,7 +194,8 @@ def backwards(cotangents, pullbacks, order):
 # cotangent of the same microbatch from the stage behind it. Let us ask jaxpp what `1B3` waits for, and then try three orders.
 
 # %%
-needed = jaxpp.schedule.dependencies(jaxpp.schedule.parse("1B3"), num_stages=4, present=frozenset(gpipe.order))
+actions = frozenset(gpipe.order)  # which actions there are: other schedules have I and W (chapter 6) in place of B
+needed = jaxpp.schedule.dependencies(jaxpp.schedule.parse("1B3"), num_stages=4, present=actions)
 print("1B3 waits for", " and ".join(map(str, needed)))
 xs, ys = jnp.split(batch["x"], 8), jnp.split(jax.device_put(batch["y"], devices[3]), 8)
 for order in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 2, 5, 4]):
@@ -255,7 +259,8 @@ plt.show()
 #
 # ## The same with jaxpp
 #
-# Our loop traced every stage anew for each microbatch. jaxpp compiles each stage once, and takes care of the weights, of batches
+# In our loop, `jax.vjp` derived the backward of every stage anew for each microbatch, though the stages themselves were
+# compiled only once. jaxpp derives and compiles each forward and each backward once, and takes care of the weights, of batches
 # that do not divide evenly, and of everything else.
 
 # %%

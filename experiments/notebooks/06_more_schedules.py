@@ -77,7 +77,8 @@ print("the ranks of stages 0 to 7:", *interleaved.stage_to_rank)
 interleaved.figure()
 
 # %% [markdown]
-# With v stages on each rank, an action takes 1 / v of the time, and so does filling. The bubble shrinks to
+# With v stages on each rank, an action takes 1 / v of the time, and so does filling. The idle time of a rank is divided by v.
+# The work stays the same, so the bubble, which is the idle part of the whole time, shrinks a little less:
 #
 # `bubble = (p - 1) / (v m + p - 1)`
 
@@ -135,11 +136,11 @@ zero_bubble = jaxpp.schedule.make("zb-h1", num_ranks=4, num_microbatches=8)
 zero_bubble.figure()
 
 # %% [markdown]
-# A rank of `zb-h1` is idle for a third of the time for which it is idle in 1F1B: the cotangents travel through I alone, which is
-# half of B, and W fills gaps. The first rank needs no more pebbles than before. Other schedules go further. `zb-v` gives each
-# rank two stages, placed in a V: the first rank has the first and the last stage, so that the loss comes back to where the digits
-# went in. (A slot is again half as long.) Look for grey inside the rows. There is none: after its first action, a rank of `zb-v`
-# works without a pause.
+# A rank of `zb-h1` is idle for a third of the time for which it is idle in 1F1B: the cotangents travel through I alone, which
+# is half of B, and W fills gaps. The first rank needs no more pebbles than before. (A pebble now lies until its W ends, so here
+# the other ranks hold four as well.) Other schedules go further. `zb-v` gives each rank two stages, placed in a V: the first
+# rank has the first and the last stage, so that the loss comes back to where the digits went in. (A slot is again half as
+# long.) Look for grey inside the rows. There is none: after its first action, a rank of `zb-v` works without a pause.
 
 # %%
 zb_v = jaxpp.schedule.make("zb-v", num_ranks=4, num_microbatches=8)
@@ -149,11 +150,20 @@ zb_v.figure()
 # %% [markdown]
 # ## All schedules side by side
 #
-# The bubble and the memory of the schedules that jaxpp knows, for 4 ranks and 16 microbatches. Memory is counted in microbatches
-# of a whole rank: where a rank has two stages, each pebble counts half. (`naive` is left out. Its bubble of 75% would make the
-# other bars tiny.) Of the names that you have not met, `looped-bfs` is GPipe with two stages on each rank, `zb-h2` is `zb-h1`
-# with more memory, and `v-half`, `v-min` and `dualpipe-v` are placed in a V like `zb-v`. Look for bars that are short on both
-# sides.
+# The bubble and the memory of the schedules that jaxpp knows, for 4 ranks and 16 microbatches. Memory is counted in
+# microbatches of a whole rank: where a rank has two stages, each pebble counts half. (`naive` is left out. Its bubble of 75%
+# would make the other bars tiny.) Some names are new:
+#
+# - `looped-bfs` is GPipe with two stages on each rank ([arXiv 2211.05953](https://arxiv.org/abs/2211.05953)).
+# - `zb-h2`, of the same paper as `zb-h1`, does more forwards in the warm-up, so that no rank pauses between its first and its
+#   last action. Its ranks are idle at other times than those of `zb-h1`, and equally long; it pays off where transfers are slow.
+# - `v-half` and `v-min` are placed in a V like `zb-v`. There each rank has one stage that keeps residuals for long and one that
+#   keeps them for a short time, so all ranks hold equally much. With many ranks these schedules hold about a half and a third of
+#   what the first rank of 1F1B holds ([arXiv 2405.15362](https://arxiv.org/abs/2405.15362)).
+# - `dualpipe-v` is placed in a V too. It puts a forward of one stage beside a backward of the rank's other stage, so that one
+#   may compute while the other sends ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)).
+#
+# Look for bars that are short on both sides.
 
 # %%
 names = [name for name in jaxpp.schedule.SCHEDULES if name != "naive"]
@@ -254,9 +264,9 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 # %% [markdown]
 # ## Takeaway
 #
-# Interleaving divides the bubble by the number of stages on each rank, and multiplies the transfers. Splitting B into I and W
-# lets the weight gradients fill what is left of the bubble. A schedule is data: write one, let it be checked and simulated, and
-# run it; the result stays the same.
+# Interleaving divides the idle time by the number of stages on each rank, and multiplies the transfers. Splitting B into I and
+# W lets the weight gradients fill what is left of the bubble. A schedule is data: write one, let it be checked and simulated,
+# and run it; the result stays the same.
 #
 # ## Questions
 #

@@ -69,7 +69,7 @@ def _message(dead: Sequence[int], stages: Sequence[int]) -> str:
     lines = [
         f"{who} not learn{others}: all gradients (the sum of their squares) were zero {_PATIENCE} times in a row.",
         f"Got: {'; '.join(got) or 'no gradient comes from the loss'}.",
-        "Fix: look there for stop_gradient, a cast to integers, argmax, or units that are all off; if it is meant so, "
+        "Fix: look there for stop_gradient, a cast to integers, argmax, or dead ReLU units; if this is intended, "
         'warnings.filterwarnings("ignore", category=jaxpp.DeadStageWarning)',
     ]
     return "\n  ".join(lines)

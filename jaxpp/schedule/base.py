@@ -92,7 +92,9 @@ class Schedule(Drawn):
     @property
     def heading(self) -> str:
         """One line that says what this is."""
-        return f"{self.name}: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
+        counts = ((self.num_ranks, "rank", ""), (self.num_stages, "stage", ""), (self.num_microbatches, "microbatch", "e"))
+        words = (f"{number} {noun}{f'{e}s' * (number != 1)}" for number, noun, e in counts)
+        return f"{self.name}: {', '.join(words)}"
 
     def drawing(self) -> Drawing:
         """The actions on the unit clock."""
