@@ -189,6 +189,9 @@ print("bank: not one bit of the idle set has changed, its optimizer state includ
 #
 # Let the number of tasks T grow from 2 to 8 and to 32. `bank.add` takes in new tasks while training goes on. After some steps we
 # count the bytes of all arrays that are in the memory of the devices. Arrays in pinned host memory do not count.
+#
+# (Forced CPU devices have no memory of their own: all of this is in the memory of one computer. But JAX treats pinned host memory
+# and device memory as two places there too, with copies between them, so the count is what it would be with GPUs.)
 
 
 # %%
@@ -238,8 +241,8 @@ plt.show()
 #
 # Bringing a set to the device takes time. If the device has room for two sets, it can compute with one of them while the next one
 # arrives. This is called **prefetch**, and each room is a **slot** (`Bank(..., slots=2)` is the default). `pipe.prefetch(task)`
-# starts the copy and returns at once. In the table above, the last line counts how many sets were found on the devices because they
-# had been prefetched.
+# starts the copy and returns at once. The last line of the table above counts since the bank was made: a **load** copies a set to
+# its device, a **hit** finds it there already. In brackets are the hits on sets that were there because of a prefetch.
 #
 # What prefetch hides can be simulated, as schedules can (chapter 3). The time in such a simulation is not measured; jaxpp calls it
 # the **virtual clock**. Here a step takes 4 units of time, and each copy takes 2. In the upper half there is one slot, and the
@@ -289,8 +292,9 @@ print("Theta has the mean gradient of both tasks, each head the gradient of its 
 
 # %% [markdown]
 # The replicas have to exchange the gradient of Theta. The gradients of the heads stay where they are, because jaxpp knows which
-# replica ran which task. `pipe.collectives` reads from the compiled programs what replicas exchange. See the last line: the bytes
-# that were exchanged are those of Theta (and 4 bytes for the loss).
+# replica ran which task. `pipe.collectives` reads from the compiled programs what replicas exchange. There are two sums over the
+# replicas (chapter 9 explains their name, `all-reduce`). `total stage 0` sums the gradients of Theta, which is on stage 0, and
+# `total stage 1` the loss, 4 bytes. The last line compares: 423.5 KiB are Theta and both heads, and 161.5 KiB of that is Theta.
 
 # %%
 found = replicated.collectives(batch, task=pair)
