@@ -112,8 +112,8 @@ for rank, axes in enumerate(all_axes):
 plt.show()
 
 # %% [markdown]
-# Look at the directions. Activations go from a box on the left to the box at the same place on the right. Gradients are summed up
-# and down inside a rank, and partial results are summed between left and right inside a rank.
+# Look at the directions. Activations go from a box of rank 0 to the box at the same place in rank 1. Inside a rank, gradients are
+# summed over the boxes of a column, and partial results over the boxes of a row.
 #
 # The pipeline takes the mesh, and rules that say how each parameter is sharded. `"column"` cuts a layer between its columns, and
 # `"row"` between its rows. A parameter that no rule names is whole on every shard.
@@ -126,6 +126,8 @@ state = pipe.init(params, batch)
 pipe.stages
 
 # %% [markdown]
+# The last line of the table compares with a single rank, a group of four devices that runs all the blocks.
+#
 # Where is a parameter now? A sharding says over which axes an array is divided (`PartitionSpec`) and on which devices it lives.
 
 # %%
@@ -169,7 +171,8 @@ found
 # - One all-reduce over `data` for each stage, once per step, as large as the parameters of the stage on one device.
 # - In each forward one all-reduce over `model` for each of the two blocks, for each of the 4 microbatches: 8. There are as many in
 #   the backward of stage 1. The backward of stage 0 has half as many, because nobody needs the gradient of the images. (The few
-#   bytes at the end are for the norm of the gradient, `metrics.grad_norm`.)
+#   bytes at the end are for the norm of the gradient, `metrics.grad_norm`. `level 0` is the first part of the update; some
+#   optimizers need further parts, which wait for numbers from other stages.)
 # - The last line: every parameter is reduced over `data` exactly once.
 #
 # What the pipeline sends from rank to rank is no collective, so it is not in this table. `pipe.stages` has it in the column
@@ -183,9 +186,10 @@ assert found.count("all-reduce", axes="model", program="F of stage 0") == 8
 # ## Which axis for what?
 #
 # Let us keep the two replicas, and give the four devices of each replica to the pipeline, to the shards, or to both. For replicas
-# without shards you need no mesh: `data_parallel=2` makes one. For each arrangement we check the loss and count what a device
-# communicates in one step, on average: gradients over `data`, partial results over `model`, and activations and cotangents over
-# `pipe`.
+# without shards you need no mesh: `data_parallel=2` makes one. For each arrangement we check the loss and count the bytes of the
+# arrays that a device sends or reduces in one step, on average: gradients over `data`, partial results over `model`, activations
+# and cotangents over `pipe`. (The traffic of a reduction depends on the number n of its devices as well: with the usual algorithms
+# each device sends 2 (n - 1) / n times the size of the array, so once its size for n = 2, and 1.5 times its size for n = 4.)
 
 # %%
 one_rank = jax.make_mesh((1, 2, 4), ("pipe", "data", "model"), devices=devices)
@@ -214,7 +218,7 @@ for (axis, colour), found in zip(colours.items(), np.transpose(rows) / 2**10, st
     left += found
 names = [" x ".join(map(str, shape)) for shape in arrangements]
 axes.set(yticks=range(3), yticklabels=names, ylabel="pipe x data x model", ylim=(2.6, -0.6))
-axes.set_xlabel("KiB for each device and step")
+axes.set_xlabel("KiB of arrays for each device and step")
 fig.legend(loc="outside right upper", frameon=False, title="over")
 plt.show()
 
