@@ -50,8 +50,8 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-digits = load_digits()
-batch = {"x": digits.data[:1024].astype("float32") / 16, "y": digits.target[:1024].astype("int32")}
+x, y = load_digits(return_X_y=True)
+batch = {"x": x[:1024].astype("float32") / 16, "y": y[:1024].astype("int32")}
 params = jax.jit(MLP().init)(jax.random.key(0), batch["x"])
 loss = loss_fn(params, batch)
 
@@ -96,14 +96,15 @@ uneven.figure()
 
 # %%
 def draw(axes, profile, title):
-    parts = {"busy": profile.busy} | {name: [getattr(c, name) for c in profile.causes] for name in profile.causes[0]._fields}
+    parts = np.column_stack([profile.busy, profile.causes]).T / profile.seconds
+    names = ("busy", "fill and drain", "imbalance", "transfer", "dispatch", "optimizer")
     colours = ("#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#BBBBBB")
-    left = np.zeros(len(profile.busy))
-    for (name, seconds), colour in zip(parts.items(), colours, strict=True):
-        axes.barh(range(len(left)), 1e3 * np.array(seconds), left=left, color=colour, label=name.replace("_", " and "))
-        left += 1e3 * np.array(seconds)
-    ranks = [f"rank {k}" for k in range(len(left))]
-    axes.set(title=title, yticks=range(len(left)), yticklabels=ranks, ylim=(len(left) - 0.5, -0.5), xlabel="ms")
+    left = np.zeros(4)
+    for name, part, colour in zip(names, parts, colours, strict=True):
+        axes.barh(range(4), 100 * part, left=left, color=colour, label=name)
+        left += 100 * part
+    axes.set_yticks(range(4), [f"rank {k}" for k in range(4)])
+    axes.set(title=title, ylim=(3.5, -0.5), xlabel="part of the step, %")
 
 
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
@@ -175,7 +176,8 @@ counts = [4, 8, 16, 32, 64, 128]
 found = {"busy": [], "fill and drain": [], "dispatch": []}
 for m in counts:
     schedule = jaxpp.schedule.make("1f1b", num_ranks=4, num_microbatches=m)
-    run = jaxpp.schedule.simulate(schedule, forward=4 / m, input_grad=4 / m, weight_grad=4 / m, dispatch=0.04)
+    times = {"forward": 4 / m, "input_grad": 4 / m, "weight_grad": 4 / m, "dispatch": 0.04}
+    run = jaxpp.schedule.simulate(schedule, **times)
     found["busy"].append(np.mean(run.busy))
     found["fill and drain"].append(np.mean([causes.fill_drain for causes in run.causes]))
     found["dispatch"].append(np.mean([causes.dispatch for causes in run.causes]))
@@ -183,10 +185,12 @@ for m in counts:
 # %%
 fig, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
 bottom = np.zeros(len(counts))
-for (cause, times), colour in zip(found.items(), ("#0072B2", "#E69F00", "#56B4E9"), strict=True):
-    axes.bar(range(len(counts)), times, bottom=bottom, color=colour, label=cause)
+colours = {"busy": "#0072B2", "fill and drain": "#E69F00", "dispatch": "#56B4E9"}
+for cause, times in found.items():
+    axes.bar(range(len(counts)), times, bottom=bottom, color=colours[cause], label=cause)
     bottom += times
-axes.set(xticks=range(len(counts)), xticklabels=counts, xlabel="microbatches", ylabel="time of the step, ms")
+axes.set_xticks(range(len(counts)), counts)
+axes.set(xlabel="microbatches", ylabel="time of the step, ms")
 fig.legend(loc="outside right upper", frameon=False)
 plt.show()
 
@@ -213,7 +217,8 @@ def held(profile, rank):
     curve = profile.memory[rank]  # levels: bytes of each kind, from each moment on
     kinds = list(profile.ledger.samples[0].by_kind)
     columns = [kinds.index("residuals"), kinds.index("in flight")]
-    return np.array(curve.times) / max(curve.times), np.array(curve.levels)[:, columns].sum(axis=1) / 2**20
+    size = np.array(curve.levels)[:, columns].sum(axis=1)
+    return np.array(curve.times) / max(curve.times), size / 2**20
 
 
 runs = {"least": (pipe, state, even)} | {remat: profile_of(remat=remat) for remat in ("keep", "recompute")}
@@ -221,7 +226,7 @@ fig, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
 for remat, colour in {"keep": "#BBBBBB", "least": "#0072B2", "recompute": "#E69F00"}.items():
     axes.step(*held(runs[remat][-1], rank=1), where="post", color=colour, label=f'remat="{remat}"')
 axes.set(xlabel="part of the step", ylabel="MiB")
-fig.legend(loc="outside right upper", frameon=False)
+fig.legend(loc="outside right upper", frameon=False, title="remat")
 plt.show()
 
 # %% [markdown]
