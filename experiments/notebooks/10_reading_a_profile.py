@@ -50,8 +50,8 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-digits = load_digits()
-batch = {"x": digits.data[:1024].astype("float32") / 16, "y": digits.target[:1024].astype("int32")}
+x, y = load_digits(return_X_y=True)
+batch = {"x": x[:1024].astype("float32") / 16, "y": y[:1024].astype("int32")}
 params = jax.jit(MLP().init)(jax.random.key(0), batch["x"])
 loss = loss_fn(params, batch)
 
@@ -62,10 +62,10 @@ loss = loss_fn(params, batch)
 
 # %%
 def profile_of(**options):
-    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=4, **{"num_microbatches": 16, **options})
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=4, **{"num_microbatches": 16, **options})
     state, metrics = pipe.step(pipe.init(params, batch), batch)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
-    return pipe, pipe.profile(state, batch)
+    return pipe, state, pipe.profile(state, batch)
 
 
 # %% [markdown]
@@ -74,7 +74,7 @@ def profile_of(**options):
 # Someone gave the last device five of the nine layers, and the four others to the first three devices.
 
 # %%
-_, uneven = profile_of(cuts=["layer_2", "layer_3", "layer_4"])
+_, _, uneven = profile_of(cuts=["layer_2", "layer_3", "layer_4"])
 uneven.figure()
 
 # %% [markdown]
@@ -89,20 +89,23 @@ uneven.figure()
 # - **fill and drain**: what the schedule costs even if all stages are equal: waiting for the first microbatch, and at the end.
 # - **imbalance**: what is added because some stages take longer than others.
 # - **transfer**: waiting for activations and cotangents on their way that nothing hides.
-# - **dispatch**: waiting for the host to hand over the next action.
-# - **optimizer**: the rest of the step: splitting the batch at its beginning, and the update at its end.
+# - **dispatch**: waiting for the host to hand over the next action. Only a trace has it: a program that runs alone waits for
+#   nobody.
+# - **optimizer**: what splitting the batch and the update add to the step. A rank that is done early updates its parameters while
+#   others still run backwards. Therefore a grey bar of the timeline may be longer than this part.
 
 
 # %%
 def draw(axes, profile, title):
-    parts = {"busy": profile.busy} | {name: [getattr(c, name) for c in profile.causes] for name in profile.causes[0]._fields}
+    parts = np.column_stack([profile.busy, profile.causes]).T / profile.seconds
+    names = ("busy", "fill and drain", "imbalance", "transfer", "dispatch", "optimizer")
     colours = ("#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#BBBBBB")
-    left = np.zeros(len(profile.busy))
-    for (name, seconds), colour in zip(parts.items(), colours, strict=True):
-        axes.barh(range(len(left)), 1e3 * np.array(seconds), left=left, color=colour, label=name.replace("_", " and "))
-        left += 1e3 * np.array(seconds)
-    ranks = [f"rank {k}" for k in range(len(left))]
-    axes.set(title=title, yticks=range(len(left)), yticklabels=ranks, ylim=(len(left) - 0.5, -0.5), xlabel="ms")
+    left = np.zeros(4)
+    for name, part, colour in zip(names, parts, colours, strict=True):
+        axes.barh(range(4), 100 * part, left=left, color=colour, label=name)
+        left += 100 * part
+    axes.set_yticks(range(4), [f"rank {k}" for k in range(4)])
+    axes.set(title=title, ylim=(3.5, -0.5), xlabel="part of the step, %")
 
 
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
@@ -120,7 +123,7 @@ plt.show()
 # your device, `balance="time"` measures the stages once and cuts again.)
 
 # %%
-pipe, even = profile_of()
+pipe, state, even = profile_of()
 fig, all_axes = plt.subplots(2, figsize=(7, 4.4), sharex=True, layout="constrained")
 draw(all_axes[0], uneven, f"cuts by hand: {uneven.bubble_fraction:.0%} of the time is idle")
 draw(all_axes[1], even, f"cuts by jaxpp: {even.bubble_fraction:.0%} of the time is idle")
@@ -129,13 +132,14 @@ fig.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", 
 plt.show()
 
 # %% [markdown]
-# The whole step is shorter, and what remains of the idle time is mostly fill and drain. Now a schedule can help: more microbatches,
-# or one of the schedules of chapter 6. The order is always this: first balance, then the schedule.
+# The whole step is shorter, and most of the imbalance is gone. (Some remains, because stages with the same FLOPs do not take
+# exactly the same time.) Fill and drain is as before, and against that a schedule can help: more microbatches, or one of the
+# schedules of chapter 6. The order is always this: first balance, then the schedule.
 #
 # The result must be the same, whatever the cuts. `pipe.verify` compares a whole step with plain JAX, and raises no error:
 
 # %%
-pipe.verify(pipe.state, batch)
+pipe.verify(state, batch)
 
 # %% [markdown]
 # ## Two clocks
@@ -161,9 +165,9 @@ print(f"each program alone:  {1e3 * even.seconds:6.1f} ms, {even.bubble_fraction
 # ## Too many microbatches
 #
 # More microbatches make fill and drain smaller. Why not always take a thousand? Because the host hands every action to its device,
-# and that takes it some tens of microseconds, however small the microbatch is. One host serves all ranks. As long as the actions
-# take long enough, the host is ahead, and nobody notices. If they are too short, the devices wait for the host: this is the cause
-# "dispatch".
+# and that takes it some time (tens of microseconds, if the host has nothing else to do), however small the microbatch is. One host
+# serves all ranks. As long as the actions take long enough, the host is ahead, and nobody notices. If they are too short, the
+# devices wait for the host: this is the cause "dispatch".
 #
 # A simulation shows it without the noise of this computer. A batch that keeps each rank busy for 12 ms is divided into more
 # and more microbatches, and the host takes 0.04 ms for each action.
@@ -173,7 +177,8 @@ counts = [4, 8, 16, 32, 64, 128]
 found = {"busy": [], "fill and drain": [], "dispatch": []}
 for m in counts:
     schedule = jaxpp.schedule.make("1f1b", num_ranks=4, num_microbatches=m)
-    run = jaxpp.schedule.simulate(schedule, forward=4 / m, input_grad=4 / m, weight_grad=4 / m, dispatch=0.04)
+    times = {"forward": 4 / m, "input_grad": 4 / m, "weight_grad": 4 / m, "dispatch": 0.04}
+    run = jaxpp.schedule.simulate(schedule, **times)
     found["busy"].append(np.mean(run.busy))
     found["fill and drain"].append(np.mean([causes.fill_drain for causes in run.causes]))
     found["dispatch"].append(np.mean([causes.dispatch for causes in run.causes]))
@@ -181,24 +186,26 @@ for m in counts:
 # %%
 fig, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
 bottom = np.zeros(len(counts))
-for (cause, times), colour in zip(found.items(), ("#0072B2", "#E69F00", "#56B4E9"), strict=True):
-    axes.bar(range(len(counts)), times, bottom=bottom, color=colour, label=cause)
+colours = {"busy": "#0072B2", "fill and drain": "#E69F00", "dispatch": "#56B4E9"}
+for cause, times in found.items():
+    axes.bar(range(len(counts)), times, bottom=bottom, color=colours[cause], label=cause)
     bottom += times
-axes.set(xticks=range(len(counts)), xticklabels=counts, xlabel="microbatches", ylabel="time of the step, ms")
+axes.set_xticks(range(len(counts)), counts)
+axes.set(xlabel="microbatches", ylabel="time of the step, ms")
 fig.legend(loc="outside right upper", frameon=False)
 plt.show()
-print(f"this host took {1e6 * even.host_seconds:.0f} microseconds for an action, while it shared its cores with the devices")
 
 # %% [markdown]
-# Look for the lowest bar. To the left of it the bubble costs more, to the right of it the host does. In a profile of your own,
-# compare `profile.host_seconds` times the number of ranks with the length of an action. If the action is several times as long, you
-# may take more microbatches.
+# Look for the lowest bar. To the left of it the bubble costs more, to the right of it the host does. On devices of your own,
+# compare `profile.host_seconds` (the host's time for one action) times the number of ranks with the length of an action. If the
+# action is several times as long, you may take more microbatches. With forced CPU devices the number means little: the host then
+# shares its cores with the devices, and waits for them.
 #
 # ## What memory does during a step
 #
-# The last part of the profile's figure shows what each device holds. Let us draw one row of it larger: what the second device keeps
-# for backwards that are still to come, for three ways to choose the residuals. The argument is called `remat`, the short word for
-# rematerialisation that chapter 1 introduced.
+# The last part of the profile's figure shows what each device holds. Let us draw one row of it larger: the residuals of the second
+# device, and what is in flight to it or from it, for three ways to choose the residuals. The argument is called `remat`, the short
+# word for rematerialisation that chapter 1 introduced.
 #
 # - `"keep"` keeps everything that the backward reads.
 # - `"least"`, the default, keeps as little as possible without doing a matrix product twice. Cheap arithmetic is done again: here
@@ -211,15 +218,16 @@ def held(profile, rank):
     curve = profile.memory[rank]  # levels: bytes of each kind, from each moment on
     kinds = list(profile.ledger.samples[0].by_kind)
     columns = [kinds.index("residuals"), kinds.index("in flight")]
-    return np.array(curve.times) / max(curve.times), np.array(curve.levels)[:, columns].sum(axis=1) / 2**20
+    size = np.array(curve.levels)[:, columns].sum(axis=1)
+    return np.array(curve.times) / max(curve.times), size / 2**20
 
 
-runs = {"least": (pipe, even)} | {remat: profile_of(remat=remat) for remat in ("keep", "recompute")}
+runs = {"least": (pipe, state, even)} | {remat: profile_of(remat=remat) for remat in ("keep", "recompute")}
 fig, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
 for remat, colour in {"keep": "#BBBBBB", "least": "#0072B2", "recompute": "#E69F00"}.items():
-    axes.step(*held(runs[remat][1], rank=1), where="post", color=colour, label=f'remat="{remat}"')
+    axes.step(*held(runs[remat][-1], rank=1), where="post", color=colour, label=f'remat="{remat}"')
 axes.set(xlabel="part of the step", ylabel="MiB")
-fig.legend(loc="outside right upper", frameon=False)
+fig.legend(loc="outside right upper", frameon=False, title="remat")
 plt.show()
 
 # %% [markdown]
@@ -229,20 +237,20 @@ plt.show()
 # otherwise. A list such as `remat=["recompute", "least", "least", "least"]` chooses for each stage.
 
 # %%
-kept = {remat: sum(stage.kept for stage in other.stages) for remat, (other, _) in runs.items()}
+kept = {remat: sum(stage.kept for stage in other.stages) for remat, (other, *_) in runs.items()}
 for remat, size in kept.items():
     print(f"{remat:10} {size / 2**10:6,.0f} KiB kept for each microbatch, on all stages together")
 assert kept["recompute"] < kept["least"] < kept["keep"]
 
 # %% [markdown]
-# ## A list for the wall
+# ## Checklist
 #
 # | what the profile shows | what it means | what helps |
 # |---|---|---|
 # | one rank without gaps, the others wait | imbalance | leave `cuts=` out; `balance="time"`; another number of stages |
 # | much fill and drain on all ranks | too few microbatches for so many ranks | more microbatches; `interleaved`, `zb-h1`, `zb-v` |
 # | dispatch, short bars with gaps | actions too short for the host | fewer microbatches, fewer stages, larger batches |
-# | transfer, or a warning about a boundary | the links are slow for what crosses | other cuts, more work for each microbatch |
+# | transfer | the links are slow for what crosses | other cuts, more work for each microbatch |
 # | a long grey end | the update is long beside few microbatches | more microbatches in a step, a simpler optimizer |
 # | residuals fill the memory | too much is kept | `1f1b` instead of `gpipe`; smaller microbatches; `remat="recompute"` |
 #
