@@ -12,10 +12,10 @@
 # %% [markdown]
 # # 7. Your own model
 #
-# So far the model was an MLP, a chain of layers that can be cut between any two. Your own model has attention, skip connections and an embedding that is
-# used twice, and nobody wants to write it again as a list of stages. In this chapter a small GPT becomes a pipeline without a
-# change to the model. On the way we meet the tools for everyday work: the table of stages, the forecast of memory, the profile, and
-# the check that the pipeline computes what plain JAX computes.
+# So far the model was an MLP, a chain of layers that can be cut between any two. Your own model has attention, skip connections and
+# an embedding that is used twice, and nobody wants to write it again as a list of stages. In this chapter a small GPT becomes a
+# pipeline without a change to the model. On the way we meet the tools for everyday work: the table of stages, the forecast of
+# memory, the profile, and the check that the pipeline computes what plain JAX computes.
 
 # %%
 import sysconfig
