@@ -132,8 +132,8 @@ plt.show()
 
 # %% [markdown]
 # The whole step is shorter, and most of the imbalance is gone. (Some remains, because stages with the same FLOPs do not take quite
-# the same time.) Fill and drain is as before, and against that a schedule can help: more microbatches, or one of the schedules of
-# chapter 6. The order is always this: first balance, then the schedule.
+# the same time.) What the schedule itself costs, fill and drain, remains, and now a schedule can help: more microbatches, or one of
+# the schedules of chapter 6. The order is always this: first balance, then the schedule.
 #
 # The result must be the same, whatever the cuts. `pipe.verify` compares a whole step with plain JAX, and raises no error:
 
