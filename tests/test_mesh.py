@@ -248,6 +248,8 @@ def test_forecast_and_profile_count_what_each_device_of_a_rank_holds():
     state = pipe.init(case.params, case.batch)
     whole = pipeline(case, shardings=None)
     whole.init(case.params, case.batch)
+    assert " as fast as one rank" in " ".join(str(pipe.stages).split())  # of four devices
+    assert " as fast as one device" in " ".join(str(whole.stages).split())
     kinds = jaxpp.observe.KINDS if hasattr(jaxpp.observe, "KINDS") else None
     per_device, alone = (p.forecast(case.params, case.batch).stages[0].kinds for p in (pipe, whole))
     assert kinds is None or len(kinds) == len(per_device)

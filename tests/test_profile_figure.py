@@ -181,13 +181,14 @@ def test_the_key_of_the_memory_names_the_kinds_that_there_are_in_the_order_of_th
     memory = [c._replace(levels=tuple((*level[:2], 0, *level[3:]) for level in c.levels)) for c in curves(schedule, measured)]
     figure = profile_figure("", titled(measured, simulated), memory, schedule.stage_to_rank)
     assert [k for k in MEMORY_KINDS if k != "optimizer"] in [words(axes) for axes in figure.axes]
+    assert any({"memory of arrays", "peak"} <= set(words(axes)) for axes in figure.axes)
 
 
 def test_without_memory_there_is_none_of_it():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     figure = profile_figure("heading", titled(measured, simulated), (), schedule.stage_to_rank)
     assert len(figure.axes) == 3  # two timelines and a key
-    assert not {"memory", "peak", *MEMORY_KINDS} & {word for axes in figure.axes for word in words(axes)}
+    assert not {"memory of arrays", "peak", *MEMORY_KINDS} & {word for axes in figure.axes for word in words(axes)}
     assert figure.axes[1].get_xlabel() == "time, ms" and figure.texts[0].get_text() == "heading"
     assert_apart(figure)
 

@@ -140,6 +140,8 @@ def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
         same_bits((bank.params(name), bank.opt_state(name)), wanted)
     assert bank.host_store.traffic.prefetch_hits > 0
     assert str(bank).splitlines()[1].endswith("  t0, t1")  # where the pipeline runs: the two sets used last
+    slots = "2 slots on each of {}, {}".format(*jax.devices()[:2])  # of both stages, which share a set
+    assert slots in str(bank) and slots in repr(bank)
 
 
 def same_bits(got, want):

@@ -250,7 +250,9 @@ plt.show()
 # Bringing a set to the device takes time. If the device has room for two sets, it can compute with one of them while the next one
 # arrives. This is called **prefetch**, and each room is a **slot** (`Bank(..., slots=2)` is the default). `pipe.prefetch(task)`
 # starts the copy and returns at once. The last line of the table above counts since the bank was made: a **load** copies a set to
-# its device, a **hit** finds it there already. In brackets are the hits on sets that were there because of a prefetch.
+# its device, a **hit** finds it there already. In brackets are the hits on sets that were there because of a prefetch. The line
+# above it names two devices, because a set is divided as the stages are: all of a head is on the second device, except the number
+# of steps that its optimizer counts, which is on the first.
 #
 # What prefetch hides can be simulated, as schedules can (chapter 3). The time in such a simulation is not measured; jaxpp calls it
 # the **virtual clock**. Here a step takes 4 units of time, and each copy takes 2. In the upper half there is one slot, and the

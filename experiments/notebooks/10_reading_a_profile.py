@@ -89,8 +89,8 @@ uneven.figure()
 # - **fill and drain**: what the schedule costs even if all stages are equal: waiting for the first microbatch, and at the end.
 # - **imbalance**: what is added because some stages take longer than others.
 # - **transfer**: waiting for activations and cotangents on their way that nothing hides.
-# - **dispatch**: waiting for the host to hand over the next action. Only a trace has it: a program that runs alone waits for
-#   nobody.
+# - **dispatch**: waiting for the host to hand over the next action. The second timeline has none of it, because its programs were
+#   timed alone.
 # - **optimizer**: what splitting the batch and the update add to the step. A rank that is done early updates its parameters while
 #   others still run backwards. Therefore a grey bar of the timeline may be longer than this part.
 
@@ -132,9 +132,9 @@ fig.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", 
 plt.show()
 
 # %% [markdown]
-# The whole step is shorter, and most of the imbalance is gone. (Some remains, because stages with the same FLOPs do not take
-# exactly the same time.) Fill and drain is as before, and against that a schedule can help: more microbatches, or one of the
-# schedules of chapter 6. The order is always this: first balance, then the schedule.
+# The whole step is shorter, and most of the imbalance is gone. (Some remains, because stages with the same FLOPs do not take quite
+# the same time.) What the schedule itself costs, fill and drain, remains, and now a schedule can help: more microbatches, or one of
+# the schedules of chapter 6. The order is always this: first balance, then the schedule.
 #
 # The result must be the same, whatever the cuts. `pipe.verify` compares a whole step with plain JAX, and raises no error:
 
@@ -203,9 +203,9 @@ plt.show()
 #
 # ## What memory does during a step
 #
-# The last part of the profile's figure shows what each device holds. Let us draw one row of it larger: the residuals of the second
-# device, and what is in flight to it or from it, for three ways to choose the residuals. The argument is called `remat`, the short
-# word for rematerialisation that chapter 1 introduced.
+# The last part of the profile's figure shows what each device holds. Let us draw a part of one row larger: the residuals on the
+# second device, and the messages that are in flight to it or from it, for three ways to choose the residuals. The argument is
+# called `remat`, the short word for rematerialisation that chapter 1 introduced.
 #
 # - `"keep"` keeps everything that the backward reads.
 # - `"least"`, the default, keeps as little as possible without doing a matrix product twice. Cheap arithmetic is done again: here

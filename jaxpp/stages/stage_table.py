@@ -135,13 +135,14 @@ class Stages(Sequence[Stage]):
         return rows
 
     def _summary(self) -> str:
-        """All parameters, and the speed-up that the device with the most work allows."""
+        """All parameters, and the speed-up that the device (or the rank of several devices) with the most work allows."""
         total = sum(stage.flops for stage in self) or 1.0
         shares: dict[str, float] = {}
         for stage in self:
             shares[str(stage.device)] = shares.get(str(stage.device), 0.0) + stage.flops / total
         device, share = max(shares.items(), key=lambda item: item[1])
-        speed = f"at most {1 / share:.3g} times as fast as one device" if share else "no work is counted"
+        one = "one device" if device in {str(stage.home) for stage in self} else "one rank"
+        speed = f"at most {1 / share:.3g} times as fast as {one}" if share else "no work is counted"
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}: {speed}"
 
     def __str__(self) -> str:

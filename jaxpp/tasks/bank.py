@@ -286,8 +286,12 @@ class Bank:
         traffic = self.host_store.traffic
         moved = [f"{bytes_in_words(traffic.bytes_to_device)} to the device", f"{bytes_in_words(traffic.bytes_to_host)} to the host"]
         hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {', '.join(moved)}"
-        total = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self.host_store.slots} slots on {self.device}"
-        return [total, hits]
+        return [f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self._slots()}", hits]
+
+    def _slots(self) -> str:
+        """How many slots there are, and on which devices: those of a pipeline once it has used a set, else the bank's own."""
+        slots, devices = self.host_store.slots, self.host_store.devices or [self.device]
+        return f"{slots} slot{'s' if slots > 1 else ''} on {'each of ' if len(devices) > 1 else ''}{_names(devices)}"
 
     def __str__(self) -> str:
         return "\n".join([*table_lines(self._cells()), "", *fold_lines(self._remarks())])
@@ -295,8 +299,7 @@ class Bank:
     def __repr__(self) -> str:
         each = [bytes_in_words(size) for size in sorted(set(self.host_store.sizes.values()))]
         sizes = f" of {' to '.join(dict.fromkeys((each[0], each[-1])))} each" if each else ""
-        slots = f"{self.host_store.slots} slot{'s' if self.host_store.slots > 1 else ''} on {self.device}"
-        return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {slots})"
+        return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {self._slots()})"
 
     def _repr_html_(self) -> str:
         return html_table(self._cells()) + html_remarks(self._remarks())

@@ -28,7 +28,7 @@ from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, set_in_use, write_failed
 from jaxpp.tasks.set_packing import HostCopy, SetPacking
-from jaxpp.types import Array, Leaf
+from jaxpp.types import Array, Device, Leaf
 
 __all__ = ["HostStore"]
 
@@ -71,6 +71,12 @@ class HostStore:
     def sizes(self) -> Mapping[Hashable, int]:
         """Bytes of each set, in the order in which the sets came."""
         return {name: copy.nbytes for name, copy in self._hosts.items()}
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices on which copies wait, in their order."""
+        copies = [leaf for cache in self._rows.values() for leaves in cache.copies.values() for leaf in leaves]
+        return sorted({device for leaf in copies for device in leaf.devices()}, key=lambda device: device.id)
 
     def resident(self, row: Hashable = 0) -> tuple[Hashable, ...]:
         """The sets that wait on a row's device, the least recently used first."""

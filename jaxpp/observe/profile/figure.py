@@ -29,6 +29,7 @@ __all__ = ["COLOURS", "profile_figure"]
 COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#E4E4E4")
 _GAP = 0.04  # inches between the memory and its key
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
+_MEMORY = "memory of arrays"  # the temporaries of programs are not in it
 _LETTERS = 20  # in a line of a device's name
 
 
@@ -104,7 +105,7 @@ def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], key: Se
     panel.axes.set_yticks([row + 0.56 for row in range(len(memory))], names)
     left, bottom, wide, tall = panel.box
     draw_key(panel.axes.figure, key, left, bottom + tall + _GAP, wide)
-    panel.title("memory", 0.07 + _GAP + LINE * key_lines(key, wide))
+    panel.title(_MEMORY, 0.07 + _GAP + LINE * key_lines(key, wide))
 
 
 def _areas(curve: Curve, kind: int, base: float, scale: float, end: Number) -> Iterator[list[tuple[Number, float]]]:
