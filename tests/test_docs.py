@@ -47,7 +47,6 @@ def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_th
     cached = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     cached["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir  # as in conftest.py
     environment = {**os.environ, **cached, "PYTHONPATH": str(tmp_path / "installed"), "MPLBACKEND": "agg"}
-    environment.pop("COLUMNS", None)  # workers that share the tests have 80
     arguments = [sys.executable, "-W", "error::UserWarning", "-c", code]
     run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

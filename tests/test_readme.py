@@ -28,7 +28,6 @@ def test_the_blocks_pasted_in_order_into_one_session_elsewhere_run_and_the_first
     blocks, mark = re.findall(r"```python\n(.*?)```", README, re.DOTALL), "-- the next block --"
     code = f"\nprint({mark!r})\n".join(blocks)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    environment.pop("COLUMNS", None)  # workers that share the tests have 80
     arguments = [sys.executable, "-W", "error::UserWarning", "-c", code]
     run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
