@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import io
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -90,9 +91,16 @@ def key_words(figure):
 SIZES = [(2, 2), (4, 8), (8, 32), (16, 64)]
 
 
-@pytest.mark.parametrize("kind_of_figure", ["figure", "pebble_figure"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-v"])
+DRAWN = [
+    pytest.param(
+        name, size, kind, marks=[pytest.mark.slow] * (kind == "pebble_figure" and max(size) >= 32 and name not in ("1f1b", "zb-v"))
+    )
+    for name, size, kind in itertools.product(["naive", "gpipe", "1f1b", "interleaved", "zb-v"], SIZES, ["figure", "pebble_figure"])
+]
+"""A pebble graph of a thousand residuals takes seconds."""
+
+
+@pytest.mark.parametrize(("name", "size", "kind_of_figure"), DRAWN)
 def test_numbers_have_one_size_lie_in_bars_and_apart_and_no_figure_is_wider_than_a_page(name, size, kind_of_figure):
     figure = getattr(make(name, num_ranks=size[0], num_microbatches=size[1]), kind_of_figure)()
     assert figure.get_figwidth() * 96 <= 900

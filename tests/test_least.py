@@ -98,7 +98,7 @@ def check_random(seed, transcendental, *, count=True):
             assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}, f"{kinds} of {where}"
 
 
-@pytest.mark.parametrize("tens", range(2))
+@pytest.mark.parametrize("tens", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_random_model_keeps_more_than_everything_or_does_costly_work_again(tens):
     for seed in range(10 * tens, 10 * tens + 10):
         check_random(seed, float(seed % 2))
@@ -130,7 +130,7 @@ def gpt_loss(dtype, dropout, *, depth=4, width=256, length=64, heads=4, size=8):
 
 
 @pytest.mark.parametrize(("dtype", "dropout", "most"), [("float32", 0.0, 12), ("bfloat16", 0.1, 13), ("float32", 0.1, 13)])
-@pytest.mark.parametrize("transcendental", [0.0, 1.0])
+@pytest.mark.parametrize("transcendental", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_gpt_keeps_a_dozen_activations_a_block(dtype, dropout, most, transcendental):
     loss, activation = gpt_loss(dtype, dropout)
     for before, after in zip(*cut_with(loss, 2, None, Least(transcendental)), strict=True):
@@ -143,7 +143,10 @@ NORMALISED = {"gpt", "resnet", "unet", "seq2seq", "nnx_gpt"}
 """Where gelu, softmax or normalisation stand."""
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"unet", "seq2seq", "nnx_gpt"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_every_model_of_the_zoo_keeps_no_more_and_half_where_there_is_much_that_is_cheap(name):
     loss = traced(CASES[name]("float32"))
     for stages in (1, 2):
@@ -298,7 +301,7 @@ def test_a_stage_of_thousands_of_equations_is_cut():
 
 
 EXACT_LAYERS = tuple(layer for layer in LAYERS if layer not in (half, from_host))  # bfloat16; a host that has no float64
-EXACT = [(1, "float64"), (3, "float64"), (8, "float64"), (17, "float32")]
+EXACT = [(1, "float64"), (3, "float64"), pytest.param(8, "float64", marks=pytest.mark.slow), (17, "float32")]
 
 
 @pytest.mark.parametrize(("seed", "dtype"), EXACT)

@@ -173,7 +173,12 @@ def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
     changed = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), schedule="gpipe", remat="recompute", **options)
     promised = next(change.peak for change in tight.changes if change.what == 'remat="recompute"')
     assert max(changed.forecast(case.params, case.batch, case.key).peaks.values()) == pytest.approx(promised, rel=0.25)
-    assert "nothing that was looked at fits" in str(pipe.forecast(case.params, case.batch, case.key, hbm=1000))
+
+
+def test_where_nothing_fits_the_forecast_says_so():
+    pipe = jaxpp.Pipeline(lambda p, x: (jnp.tanh(x @ p["a"]) @ p["b"]).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    assert "nothing that was looked at fits" in str(pipe.forecast(params, jnp.ones((8, 8)), hbm=100))
 
 
 def test_a_forecast_for_other_shapes_leaves_the_pipeline_as_it_is():

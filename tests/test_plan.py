@@ -85,7 +85,10 @@ class Watch:
             self.made += [(instruction.label, weakref.ref(value), value.devices()) for value in values]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+SLOW = {"gpipe", "looped-bfs", "zb-h2", "v-half", "v-min"}
+
+
+@pytest.mark.parametrize("schedule", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SCHEDULES])
 def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule):
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, schedule=schedule, has_aux=True)
