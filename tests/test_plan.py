@@ -160,7 +160,7 @@ def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeyp
         return put(value, *args, **kwargs)
 
     monkeypatch.setattr(jax, "device_put", counted)  # before init, which makes the plan
-    monkeypatch.setattr(transfer, "_direct_copy", lambda home: None)  # every send is a device_put
+    monkeypatch.setattr(transfer, "_direct_copy", lambda home: (None, frozenset()))  # every send is a device_put
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=p, num_microbatches=m, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     moved.clear()

@@ -27,7 +27,7 @@ VALUES = {
 @pytest.fixture(params=["direct", "public"])
 def route(request, monkeypatch):
     if request.param == "public":
-        monkeypatch.setattr(transfer, "_direct_copy", lambda home: None)
+        monkeypatch.setattr(transfer, "_direct_copy", lambda home: (None, frozenset()))
     return request.param
 
 
@@ -64,12 +64,25 @@ def test_a_value_that_is_sharded_takes_the_public_route(route):
 
 
 def untried(device):
-    """``_direct_copy`` without what it remembers."""
-    return transfer._direct_copy.__wrapped__(device)
+    """The sources of ``_direct_copy``, without what it remembers."""
+    return transfer._direct_copy.__wrapped__(device)[1]
 
 
 def test_the_direct_copy_is_used_where_jax_has_it():
-    assert untried(jax.devices()[1]) is not None
+    assert {next(iter(source.device_set)) for source in untried(jax.devices()[1])} == {*jax.devices()} - {jax.devices()[1]}
+
+
+def test_a_value_in_host_memory_was_not_tried_and_takes_the_public_route(monkeypatch):
+    host = jax.device_put(jnp.arange(4.0), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    calls, put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda *args, **options: calls.append(args) or put(*args, **options))
+    send = transfer.sender(jax.devices()[1])
+    calls.clear()
+    send(put(jnp.arange(4.0), jax.devices()[0]))
+    assert not calls
+    (sent,) = send(host)
+    assert len(calls) == 1
+    assert facts(sent) == facts(put(host, jax.devices()[1]))
 
 
 class Wrong(types.SimpleNamespace):
@@ -111,4 +124,4 @@ def doing(copy):
 )
 def test_a_direct_copy_that_is_missing_or_does_anything_else_is_not_used(client, monkeypatch):
     monkeypatch.setattr(transfer, "xla_client", client)
-    assert untried(jax.devices()[1]) is None
+    assert not untried(jax.devices()[1])

@@ -52,48 +52,46 @@ def sender(home: Home) -> Callable[[Array], tuple[Array]]:
     """What a send calls: it copies one value to a device, or to a sharding, and leaves the source as it is.
 
     A send means ``jax.device_put(value, home)``. Where the runtime's own copy is known to do the same, it is called directly, which
-    takes a quarter of the host time; every value that it is not made for takes ``jax.device_put``.
+    takes a fifth of the host time; every value that it is not made for takes ``jax.device_put``.
     """
-    put, copy = jax.device_put, _direct_copy(home)
+    put, copy, sources, plain = jax.device_put, *_direct_copy(home), type(jnp.zeros(()))
 
     def send(value: Array) -> tuple[Array]:
         return (put(value, home),)
 
-    if copy is None:
-        return send
-    plain = type(jnp.zeros(()))
-
     def send_directly(value: Array) -> tuple[Array]:
-        if type(value) is plain and value.committed and type(value.sharding) is SingleDeviceSharding:
+        if type(value) is plain and value.committed and value.sharding in sources:
             return copy(value)
         return (put(value, home),)
 
-    return send_directly
+    return send_directly if sources else send
 
 
 @functools.cache
-def _direct_copy(home: Home) -> Callable[[Array], tuple[Array]] | None:
-    """The copy that ``jax.device_put`` itself makes to one device, without the checks around it; none if it cannot be relied upon.
+def _direct_copy(home: Home) -> tuple[Callable[[Array], tuple[Array]], frozenset[Sharding]]:
+    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
 
-    This is the only use that jaxpp makes of anything but JAX's public interface. It is looked up with care, and tried once for each
-    device: it must give what ``jax.device_put`` gives.
+    This is the only use that jaxpp makes of anything but JAX's public interface. It is looked up with care, and tried once from
+    each other device of the same kind: it must give what ``jax.device_put`` gives. Where it is missing there are no such shardings.
     """
+
+    def copy(value: Array) -> tuple[Array]:
+        return tuple(copy_arrays([value], devices, [sharding], semantics))
+
     if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
-        return None
+        return copy, frozenset()
     sharding = home if isinstance(home, SingleDeviceSharding) else SingleDeviceSharding(home)
     (device,) = sharding.device_set
-    others = [other for other in device.client.local_devices() if other != device]
     try:
         copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
         devices, semantics = [xla_client.DeviceList((device,))], [xla_client.ArrayCopySemantics.REUSE_INPUT]
-
-        def copy(value: Array) -> tuple[Array]:
-            return tuple(copy_arrays([value], devices, [sharding], semantics))
-
-        probes = [jax.device_put(jnp.asarray(value), others[0]) for value in (np.arange(6, dtype=np.int32).reshape(2, 3), 2.0)]
-        return copy if all(_same(copy(probe), jax.device_put(probe, home), probe) for probe in probes) else None
+        values = [jnp.asarray(value) for value in (np.arange(6, dtype=np.int32).reshape(2, 3), 2.0)]
+        others = [other for other in device.client.local_devices() if other != device]
+        tried = {other: [jax.device_put(value, other) for value in values] for other in others}
+        good = [all(_same(copy(probe), jax.device_put(probe, home), probe) for probe in probes) for probes in tried.values()]
+        return copy, frozenset(probes[0].sharding for probes, is_good in zip(tried.values(), good, strict=True) if is_good)
     except Exception:  # noqa: BLE001  (whatever it is that this version of JAX lacks)
-        return None
+        return copy, frozenset()
 
 
 def _same(found: tuple[Array], wanted: Array, source: Array) -> bool:
