@@ -26,7 +26,7 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.lower import add_wait, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
-from jaxpp.plan.sum_gradients import add_zero_gradients
+from jaxpp.plan.sum_gradients import add_gradients, add_zero_gradients, packed_sums
 from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
@@ -214,7 +214,7 @@ class Engine:
         if purpose == "update":
             found = self._add_update(builder, step, found, states, donate=donate)
         elif purpose == "grads":
-            add_zero_gradients(builder, step, range(len(self.owner)))
+            add_gradients(builder, step)
             grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
             found = found._replace(grads=grads, model_state=states)
         else:
@@ -228,13 +228,14 @@ class Engine:
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
     ) -> Outcome[Name]:
         """Add the update to the lines of a step, after what its host callbacks may refuse."""
-        update, names = self.update, self.placed.names
+        update, names, packed = self.update, self.placed.names, packed_sums(step)
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
-            grads = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained]
+            leaves = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained if leaf not in packed]
+            grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(builder, update, found.loss, states, self.placement.own, donate=donate and not calls)
+        made = add_update(builder, update, found.loss, states, packed, self.placement.own, donate=donate and not calls)
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale])

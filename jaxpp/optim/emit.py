@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
+from jaxpp.stages.packing import Pack
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, DType
 
@@ -22,21 +24,55 @@ _NEW = 1
 
 
 def add_update(
-    builder: Builder, update: Update, loss: Name, states: Sequence[Name], own: Collection[tuple[Role, int]], *, donate: bool
+    builder: Builder,
+    update: Update,
+    loss: Name,
+    states: Sequence[Name],
+    packed: Mapping[int, tuple[Name, Pack]],
+    own: Collection[tuple[Role, int]],
+    *,
+    donate: bool,
 ) -> UpdateResults[Name]:
     """Add the update to a step.
+
+    Args:
+        builder: has the lines of the step up to its gradients.
+        update: what to add.
+        loss: the name of the loss.
+        states: the names of the new model state.
+        packed: the gradients that are parts of vectors: the name of the vector, and what is where in it.
+        own: the leaves of which each replica has its own.
+        donate: whether the programs take over the buffers of the old state.
 
     Returns:
         the names of the results.
     """
-    return _Writer(builder, update, update.names(loss, states), own, donate).run()
+    return _Writer(builder, update, update.names(loss, states), packed, own, donate).run()
+
+
+class _Part(NamedTuple):
+    """A part of a vector."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+
+    def of(self, vector: Array) -> Array:
+        """The array that is there."""
+        return jax.lax.slice(vector, (self.start,), (self.end,)).reshape(self.shape)
 
 
 class _Writer:
     """Writes one line a stage and level, and the sends between them."""
 
     def __init__(
-        self, builder: Builder, update: Update, names: UpdateInputs[Name], own: Collection[tuple[Role, int]], donate: bool
+        self,
+        builder: Builder,
+        update: Update,
+        names: UpdateInputs[Name],
+        packed: Mapping[int, tuple[Name, Pack]],
+        own: Collection[tuple[Role, int]],
+        donate: bool,
     ):
         self.builder, self.update, self.donate = builder, update, donate
         graph, inputs = update.graph, names.refilled(update.graph.inputs)
@@ -51,10 +87,15 @@ class _Writer:
         for part, piece in self.pieces.items():
             for var in piece.inputs:
                 self.readers.setdefault(var, []).append(part)
-        self.held: dict[tuple[int, Var], tuple[Name, int | None]] = {
+        self.held: dict[tuple[int, Var], tuple[Name, _Part | None]] = {
             (name.stage, var): (name, None) for var, name in self.source.items()
         }
-        self.packed: dict[Name, jax.ShapeDtypeStruct] = {}
+        self.arrived: dict[tuple[int, Name], Name] = {}
+        self.vectors: dict[Name, jax.ShapeDtypeStruct] = {}
+        for leaf, (vector, pack) in packed.items():
+            at = pack.members.index(Ref(Role.GRAD, leaf))
+            self.vectors[vector] = pack.aval
+            self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.shapes[at])
         self.serial = 0
         self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
 
@@ -109,14 +150,14 @@ class _Writer:
 
         def function(*args: Array) -> list[Array]:
             given = dict(zip(names_in, args, strict=True))
-            values = run(*(given[name] if at is None else given[name][at] for name, at in held))
+            values = run(*(given[name] if part is None else part.of(given[name]) for name, part in held))
             vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
             return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
-        shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
         made = Program(function, *refs, shapes_of(shapes[name] for name in names_in), name=called)
@@ -143,16 +184,21 @@ class _Writer:
         """Send scalars to a stage as one vector; its programs take them out."""
         arrived = self._fresh(peer, *group)
         self.builder.send(f"send {len(group)} scalars to stage {peer}", vector, arrived)
-        self.packed[arrived] = aval
-        self.held.update(((peer, var), (arrived, k)) for k, var in enumerate(group))
+        self.vectors[arrived] = aval
+        self.held.update(((peer, var), (arrived, _Part(k, k + 1, ()))) for k, var in enumerate(group))
 
-    def _hold(self, stage: int, var: Var) -> tuple[Name, int | None]:
+    def _hold(self, stage: int, var: Var) -> tuple[Name, _Part | None]:
         """Where a stage finds a value: a name, and its place if that is a vector. Sent there if it lives elsewhere."""
         if (stage, var) not in self.held:
-            source = self.source[var] if var in self.source else self.held[self.made[var].stage, var][0]
-            target = self._fresh(stage, var)
-            self.builder.send(f"send {describe(aval_of(var))} to stage {stage}", source, target)
-            self.held[stage, var] = target, None
+            home = self.source[var].stage if var in self.source else self.made[var].stage
+            source, part = self.held[home, var]
+            if (stage, source) not in self.arrived:
+                self.arrived[stage, source] = target = self._fresh(stage, var)
+                aval = self.vectors.get(source, aval_of(var))
+                if part is not None:
+                    self.vectors[target] = aval
+                self.builder.send(f"send {describe(aval)} to stage {stage}", source, target)
+            self.held[stage, var] = self.arrived[stage, source], part
         return self.held[stage, var]
 
     def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:

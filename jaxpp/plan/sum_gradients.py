@@ -1,8 +1,12 @@
-"""Gradients after the last backward: unpacked, summed over the stages that share a parameter, and over the replicas."""
+"""Gradients after the last backward: summed over the stages that share a parameter, and over the replicas.
+
+Small gradients of a stage are summed as one vector. The update reads its part of the vector (``packed_sums``); a vector becomes
+leaves only where something else reads them: a sum over stages or replicas, or the caller (``add_gradients``).
+"""
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +18,53 @@ from jaxpp.stages.packing import Pack
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, Aval
 
-__all__ = ["add_replica_sums", "add_tied_sums", "add_unpacking", "add_zero_gradients"]
+__all__ = ["add_gradients", "add_replica_sums", "add_tied_sums", "add_unpacking", "add_zero_gradients", "packed_sums"]
+
+
+def packed_sums(step: Step) -> dict[int, tuple[Name, Pack]]:
+    """The gradients that stay parts of vectors after the last backward: for each leaf, its vector, and what is where in that."""
+    found = {}
+    for stage in range(step.num_stages):
+        if _stays_packed(step, stage):
+            found |= {ref.index: (Name(stage, pack.ref), pack) for pack in step.codes(stage)[0].packs for ref in pack.members}
+    return found
+
+
+def _stays_packed(step: Step, stage: int) -> bool:
+    """Whether nothing between the last backward and the update reads a packed gradient of the stage."""
+    members = {ref for pack in step.codes(stage)[0].packs for ref in pack.members}
+    return step.num_replicas == 1 and members.isdisjoint(ref for _, ref in _coming_home(step, stage))
+
+
+def _coming_home(step: Step, home: int) -> list[tuple[int, Ref]]:
+    """The gradients that other stages sum for the parameters of a stage, and these stages."""
+    others = [stage for stage in range(step.num_stages) if stage != home]
+    found = [(stage, ref) for stage in others for ref in step.accumulators(stage)]
+    return [(s, ref) for s, ref in found if ref.role == Role.GRAD and ref.index >= 0 and step.owner[ref.index] == home]
 
 
 def add_unpacking(builder: Builder, step: Step) -> None:
-    """Gradients that were summed as one vector become leaves."""
+    """Gradients that were summed as one vector become leaves, on the stages where they are read before the update."""
     for stage in range(step.num_stages):
-        packs = step.codes(stage)[0].packs
-        if packs:
-            program = step.once(("unpack", stage, packs), functools.partial(_unpacking, stage, packs))
-            names_in = [Name(stage, ref) for ref in program.inputs]
-            names_out = [Name(stage, ref) for ref in program.outputs]
-            builder.compute(f"unpack stage {stage}", program, stage, names_in, names_out, ())
+        if not _stays_packed(step, stage):
+            _unpack(builder, step, stage, grad_name)
+
+
+def add_gradients(builder: Builder, step: Step) -> None:
+    """The gradients of all leaves for the caller: those that stayed parts of vectors as leaves, and zeros of what has none."""
+    for stage in range(step.num_stages):
+        if _stays_packed(step, stage):
+            _unpack(builder, step, stage, lambda stage, leaf: total_name(stage, Role.GRAD, leaf))
+    add_zero_gradients(builder, step, range(len(step.owner)))
+
+
+def _unpack(builder: Builder, step: Step, stage: int, called: Callable[[int, int], Name]) -> None:
+    packs = step.codes(stage)[0].packs
+    if packs:
+        program = step.once(("unpack", stage, packs), functools.partial(_unpacking, stage, packs))
+        names_in = [Name(stage, ref) for ref in program.inputs]
+        names_out = [called(stage, ref.index) for ref in program.outputs]
+        builder.compute(f"unpack stage {stage}", program, stage, names_in, names_out, ())
 
 
 def _unpacking(stage: int, packs: Sequence[Pack]) -> Program:
@@ -41,13 +80,11 @@ def add_tied_sums(builder: Builder, step: Step) -> None:
     """Gradients of parameters used away from home go back, once, and are summed."""
     for home in range(step.num_stages):
         back: dict[int, list[Name]] = {}
-        for stage in range(step.num_stages):
-            for ref in step.accumulators(stage):
-                if ref.role == Role.GRAD and ref.index >= 0 and stage != home and step.owner[ref.index] == home:
-                    target = Name(home, Ref(Role.GRAD, ref.index, stage))
-                    path = step.cuts[0].loss.param_paths[ref.index]
-                    builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
-                    back.setdefault(ref.index, [grad_name(home, ref.index)]).append(target)
+        for stage, ref in _coming_home(step, home):
+            target = Name(home, Ref(Role.GRAD, ref.index, stage))
+            path = step.cuts[0].loss.param_paths[ref.index]
+            builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
+            back.setdefault(ref.index, [grad_name(home, ref.index)]).append(target)
         if back:
             _sum(builder, step, home, list(back.values()))
 
@@ -69,8 +106,8 @@ def _sum(builder: Builder, step: Step, stage: int, groups: list[list[Name]]) -> 
 
 def add_replica_sums(builder: Builder, step: Step, stage: int) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    leaves = step.trained if step.trains else ()
-    grads = [Ref(Role.GRAD, leaf) for leaf in leaves if step.owner[leaf] == stage]
+    leaves = set(step.trained if step.trains else ()).difference(packed_sums(step))
+    grads = [Ref(Role.GRAD, leaf) for leaf in sorted(leaves) if step.owner[leaf] == stage]
     own = [ref for ref in grads if (Role.GRAD, ref.index) in step.own]
     _mean_of_own(builder, step, stage, own)
     found = [(ref, step.params[ref.index]) for ref in grads if ref not in own]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, Name
@@ -150,13 +151,14 @@ def compile_plan(
     slots = SlotNumbers()
     arguments = tuple(slots[name] for name in map(bound.resolve, inputs))
     constants = tuple((slots[name], value) for name, value in placed.items())
-    instructions = []
+    instructions, made_at = [], dict[Name, Home]()
     for number, (line, seen) in enumerate(zip(lines, watch, strict=True)):
         read = tuple(slots[name] for name in line.inputs)
         written = tuple(slots[name] for name in line.outputs)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
         found = compiled.get(number)
-        call = _runs(line, found, groups, check)
+        call = _runs(line, found, groups, check, made_at)
+        made_at.update(_plain_results(line, found))
         at = -1 if seen is None else slots[seen]
         about = About(line.device, line.stage, line.action, line.is_send, found.name if found else "", at)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
@@ -166,13 +168,23 @@ def compile_plan(
     return plan, made
 
 
-def _runs(line: BoundLine, compiled: Executable | None, groups: ReplicaGroups, check: Check | None) -> Runnable:
-    """What the host calls for a line."""
+def _runs(
+    line: BoundLine, compiled: Executable | None, groups: ReplicaGroups, check: Check | None, made_at: Mapping[Name, Home]
+) -> Runnable:
+    """What the host calls for a line; ``made_at`` says where programs before it made plain arrays."""
     if compiled is not None and line.placed is not None:
         return compiled.call if check is None else check(line, line.placed, compiled.call)
     if isinstance(line.call, GroupMean):
         return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
-    return sender(line.place.home(line.outputs[0].ref)) if line.call is None else line.call
+    return sender(line.place.home(line.outputs[0].ref), made_at.get(line.inputs[0])) if line.call is None else line.call
+
+
+def _plain_results(line: BoundLine, compiled: Executable | None) -> dict[Name, Home]:
+    """Where a program's results are; those that are keys, which are no plain arrays, are left out."""
+    if compiled is None:
+        return {}
+    results = zip(line.outputs, jax.tree.leaves(compiled.call.out_info), strict=True)
+    return {name: line.place.home(name.ref) for name, info in results if not jnp.issubdtype(info.dtype, jax.dtypes.extended)}
 
 
 def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:

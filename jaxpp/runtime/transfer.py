@@ -48,40 +48,48 @@ HOST_MEMORY = "pinned_host"
 """The kind of host memory that devices copy from and to at full speed, without blocking."""
 
 
-def sender(home: Home) -> Callable[[Array], tuple[Array]]:
+def sender(home: Home, source: Home | None = None) -> Callable[[Array], Sequence[Array]]:
     """What a send calls: it copies one value to a device, or to a sharding, and leaves the source as it is.
 
     A send means ``jax.device_put(value, home)``. Where the runtime's own copy is known to do the same, it is called directly, which
     takes a fifth of the host time; every value that it is not made for takes ``jax.device_put``.
+
+    Args:
+        home: where to.
+        source: where every value that will be sent lives, if programs of a plan made it there; values that a caller gave are looked
+            at one by one.
     """
     put, copy, sources, plain = jax.device_put, *_direct_copy(home), type(jnp.zeros(()))
 
     def send(value: Array) -> tuple[Array]:
         return (put(value, home),)
 
-    def send_directly(value: Array) -> tuple[Array]:
+    def send_directly(value: Array) -> Sequence[Array]:
         if type(value) is plain and value.committed and value.sharding in sources:
             return copy(value)
         return (put(value, home),)
 
+    if source is not None and (source if isinstance(source, Sharding) else SingleDeviceSharding(source)) in sources:
+        return copy
     return send_directly if sources else send
 
 
 @functools.cache
-def _direct_copy(home: Home) -> tuple[Callable[[Array], tuple[Array]], frozenset[Sharding]]:
+def _direct_copy(home: Home) -> tuple[Callable[[Array], Sequence[Array]], frozenset[Sharding]]:
     """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
 
     This is the only use that jaxpp makes of anything but JAX's public interface. It is looked up with care, and tried once from
     each other device of the same kind: it must give what ``jax.device_put`` gives. Where it is missing there are no such shardings.
     """
 
-    def copy(value: Array) -> tuple[Array]:
-        return tuple(copy_arrays([value], devices, [sharding], semantics))
+    def copy(value: Array) -> Sequence[Array]:
+        return copy_arrays([value], devices, shardings, semantics)
 
     if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
         return copy, frozenset()
     sharding = home if isinstance(home, SingleDeviceSharding) else SingleDeviceSharding(home)
     (device,) = sharding.device_set
+    shardings = [sharding]
     try:
         copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
         devices, semantics = [xla_client.DeviceList((device,))], [xla_client.ArrayCopySemantics.REUSE_INPUT]
@@ -94,7 +102,7 @@ def _direct_copy(home: Home) -> tuple[Callable[[Array], tuple[Array]], frozenset
         return copy, frozenset()
 
 
-def _same(found: tuple[Array], wanted: Array, source: Array) -> bool:
+def _same(found: Sequence[Array], wanted: Array, source: Array) -> bool:
     """Whether one array came, as the wanted one in all that a program sees of it, and the source is still there."""
     (array,) = found
     kinds = [(each.aval, each.sharding, each.committed, each.devices(), type(each)) for each in (array, wanted)]
