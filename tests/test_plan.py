@@ -4,6 +4,7 @@ import gc
 import re
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +185,36 @@ def test_labels_are_sent_to_the_last_stage_only():
     pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
     feeds = [label for label, _ in watch.sends if label.startswith("send batch")]
     assert feeds == ["send batch 0 to stage 0", "send batch 1 to stage 3"]
+
+
+def biased(params, batch):
+    h = jnp.tanh(batch @ params["a"] + params["p"] + params["tied"])
+    h = jnp.tanh(h @ params["b"] + params["q"])
+    return jnp.mean((h * params["tied"] + params["r"]) ** 2)
+
+
+BIASED = {"a": jnp.eye(8) * 0.5, "b": jnp.eye(8) * 0.3} | {name: jnp.arange(8.0) / 9 for name in ("p", "q", "r", "tied")}
+
+
+def test_small_gradients_stay_one_vector_until_the_update_unless_something_else_reads_them():
+    x = jnp.linspace(-1, 1, 64).reshape(8, 8)
+    apart = {name: value for name, value in BIASED.items() if name != "tied"} | {"s": jnp.ones(8)}
+
+    def untied(params, batch):
+        return biased(params | {"tied": 0.5}, batch) + params["s"].sum()
+
+    for loss, params, unpacked in ((untied, apart, []), (biased, BIASED, ["unpack stage 0"])):
+        pipe = jaxpp.Pipeline(loss, optax.adam(0.1), num_stages=2, num_microbatches=2)
+        state = pipe.init(params, x)
+        plan, _ = pipe.engine.plan("update", x, None)
+        assert [line.label for line in plan.instructions if line.label.startswith("unpack")] == unpacked
+        new, _ = pipe.step(state, x)
+        grads = jax.grad(loss)(params, x)
+        optimizer = optax.adam(0.1)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        chex.assert_trees_all_close(jaxpp.gather(new.params), optax.apply_updates(params, updates), rtol=2e-5, atol=1e-6)
+        found = jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=2)(params, x)[1]
+        chex.assert_trees_all_close(jaxpp.gather(found), grads, rtol=2e-5, atol=1e-6)
 
 
 def test_a_tied_parameter_is_sent_once_and_its_gradient_comes_back_once():

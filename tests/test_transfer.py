@@ -85,6 +85,16 @@ def test_a_value_in_host_memory_was_not_tried_and_takes_the_public_route(monkeyp
     assert facts(sent) == facts(put(host, jax.devices()[1]))
 
 
+def test_what_programs_made_on_a_device_that_was_tried_is_copied_without_another_look():
+    first, second = jax.devices()[:2]
+    copy, _ = transfer._direct_copy(second)
+    assert transfer.sender(second, first) is copy
+    assert transfer.sender(second, second) is not copy, "it was not tried from there"
+    value = jax.device_put(jnp.arange(4.0), first)
+    (sent,) = transfer.sender(second, first)(value)
+    assert facts(sent) == facts(jax.device_put(value, second))
+
+
 class Wrong(types.SimpleNamespace):
     DeviceList = transfer.xla_client.DeviceList
     ArrayCopySemantics = transfer.xla_client.ArrayCopySemantics
