@@ -194,7 +194,7 @@ class _Writer:
             source, part = self.held[home, var]
             if (stage, source) not in self.arrived:
                 self.arrived[stage, source] = target = self._fresh(stage, var)
-                aval = self.vectors.get(source, aval_of(var))
+                aval: jax.ShapeDtypeStruct = aval_of(var) if part is None else self.vectors[source]
                 if part is not None:
                     self.vectors[target] = aval
                 self.builder.send(f"send {describe(aval)} to stage {stage}", source, target)
