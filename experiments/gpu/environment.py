@@ -15,7 +15,10 @@ from experiments.results import versions
 
 __all__ = ["rows"]
 
-OPTIONAL = {"sklearn": "scikit-learn, for the part bank", "matplotlib": "matplotlib, for figures, of which this experiment has none"}
+OPTIONAL = {
+    "sklearn": "scikit-learn, for the part bank",
+    "matplotlib": "matplotlib, for figures, of which this experiment has none",
+}
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
@@ -28,9 +31,11 @@ def rows(job: Job) -> Iterator[Row]:
     yield job.row("device", kind, note=f"{len(names)} in all: {', '.join(names)}", platform=device.platform, devices=names)
     yield job.row("memory", f"{limit / 2**30:.1f} GiB" if limit else "not counted", note="that JAX may use", stats=stats)
     yield job.row("versions", f"jax {jax.__version__}", note=", ".join(f"{k} {v}" for k, v in versions().items()), **versions())
-    yield job.row("platform", str(getattr(device.client, "platform_version", "unknown")).splitlines()[0], note=_smi())
+    yield job.row("platform", "; ".join(str(getattr(device.client, "platform_version", "unknown")).splitlines()), note=_smi())
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "CUDA_", "NVIDIA_TF32"))}
-    yield job.row("flags", os.environ.get("XLA_FLAGS", "") or "no XLA_FLAGS", note=_joined(flags), flags=flags, cores=os.cpu_count())
+    yield job.row(
+        "flags", os.environ.get("XLA_FLAGS", "") or "no XLA_FLAGS", note=_joined(flags), flags=flags, cores=os.cpu_count()
+    )
     lacking = [use for name, use in OPTIONAL.items() if find_spec(name) is None]
     yield job.row("not installed", "; ".join(lacking) or "nothing that is used")
     yield _product(job)
@@ -57,7 +62,7 @@ def _product(job: Job) -> Row:
     """A matrix product in bfloat16, as a yardstick for the model FLOP/s of the other parts."""
     size, times = job.sizes.product, 10
     x = jax.random.normal(jax.random.key(0), (size, size), "bfloat16")
-    product = jax.jit(lambda a, b: jnp.matmul(a, b))
+    product = jax.jit(jnp.matmul)
     y = jax.block_until_ready(product(x, product(x, x)))
     start = time.perf_counter()
     for _ in range(times):

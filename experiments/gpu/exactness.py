@@ -50,7 +50,7 @@ def _rows(job: Job, compute: str) -> Iterator[Row]:
     params, batch = jax.jit(problem.init)(key), jax.tree.map(jnp.asarray, problem.batch)
     loss, _, grads = oracle(problem.loss_fn, params, batch, key, sizes.microbatches)
     wanted = Found(*jax.device_get((loss, grads)))
-    options = {"num_stages": sizes.stages, "num_microbatches": sizes.microbatches, "has_aux": False}
+    options: dict[str, Any] = {"num_stages": sizes.stages, "num_microbatches": sizes.microbatches, "has_aux": False}
     first = open_engine(Options.of(problem.loss_fn, schedule="naive", **options), None, (params,), batch, key)
     found: dict[str, Found] = {}
     for name in NAMES:
@@ -64,7 +64,8 @@ def _rows(job: Job, compute: str) -> Iterator[Row]:
     for same in SAME_BITS:
         yield from _bits(job, compute, {name: found[name] for name in same if name in found})
     if "1f1b" in found:
-        again = _run(first.with_schedule(make("1f1b", num_ranks=sizes.stages, num_microbatches=sizes.microbatches)), params, batch, key)
+        engine = first.with_schedule(make("1f1b", num_ranks=sizes.stages, num_microbatches=sizes.microbatches))
+        again = _run(engine, params, batch, key)
         yield from _bits(job, compute, {"1f1b": found["1f1b"], "1f1b again": again})
 
 
@@ -101,7 +102,9 @@ def _compared(job: Job, what: str, compute: str, found: Found, wanted: Found, no
 
 def distance(found: Any, wanted: Any, floor: float) -> tuple[float, float]:
     """The largest difference of any leaf, relative to its size (at least ``floor`` of the largest leaf's), and absolute."""
-    pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
+    pairs = [
+        (np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    ]
     largest = max(np.abs(b).max(initial=0.0) for _, b in pairs)
     absolute = [np.abs(a - b).max(initial=0.0) for a, b in pairs]
     sizes = [max(np.abs(b).max(initial=0.0), floor * largest) for _, b in pairs]

@@ -81,7 +81,8 @@ def _instructions(job: Job, schedule: str) -> Iterator[Row]:
     yield job.row(f"{schedule}: host time an instruction", f"{waited[1] / count:.1f} us", "at most 20 us", note, **numbers)
     for name, taken in sorted(watch.found.items()):
         each, share = statistics.median(taken), sum(taken) / times
-        yield job.row(f"{schedule}: {name}", f"{1e6 * each:.1f} us", note=f"{len(taken) // times} a step, {1e6 * share:.0f} us together")
+        note = f"{len(taken) // times} a step, {1e6 * share:.0f} us together"
+        yield job.row(f"{schedule}: {name}", f"{1e6 * each:.1f} us", note=note, seconds=each)
     if "sends" not in watch.found:
         yield job.row(f"{schedule}: sends", "none", note="all stages are on one device")
 
@@ -102,7 +103,7 @@ def _gaps(job: Job) -> Iterator[Row]:
         yield from _kept(job, folder)
         yield _read(job, it, pipe, folder)
         lanes = busy_lanes(folder)
-    for lane, spans in lanes.items():
+    for lane, spans in sorted(lanes.items()):
         yield _lane(job, lane, gaps_between(spans, job.sizes.traced))
     if not lanes:
         yield job.row("gaps", "unknown", note="the trace has no events of a device; see what it has")
@@ -127,18 +128,25 @@ def _read(job: Job, it: Ready, pipe: jaxpp.Pipeline, folder: Path) -> Row:
     except Exception as error:  # noqa: BLE001  (whatever this backend's trace lacks)
         note = "; ".join([first_line(error), *str(error).splitlines()[1:3]])
         return job.row("jaxpp.observe.from_trace", "does not read it", "reads it", note)
-    return job.row(
-        "jaxpp.observe.from_trace", "reads it", "reads it", f"a step takes {1e3 * profile.seconds:.2f} ms, {profile.beside} side by side"
-    )
+    note = f"a step takes {1e3 * profile.seconds:.2f} ms; {profile.beside} programs ran beside others of their rank"
+    return job.row("jaxpp.observe.from_trace", "reads it", "reads it", note)
 
 
 def _lane(job: Job, lane: str, gaps: Sequence[Gap]) -> Row:
     apart = [gap for gap in gaps if gap.before != gap.after]  # inside a program they are XLA's
     longest = sorted(apart, key=lambda gap: gap.seconds, reverse=True)
     long, idle = [gap for gap in apart if gap.seconds > _LONG], sum(gap.seconds for gap in gaps)
+    most, anywhere = (max((gap.seconds for gap in some), default=0.0) for some in (apart, gaps))
     between = "; ".join(f"{1e6 * gap.seconds:.0f} us between {gap.before} and {gap.after}" for gap in longest[:_SHOWN])
     middle = f"{1e6 * statistics.median(gap.seconds for gap in apart):.1f} us" if apart else "none"
-    note = f"{len(long)} longer than 20 us of {len(apart)} between programs, the median {middle}; all gaps: {1e3 * idle:.2f} ms. {between}"
-    most = longest[0].seconds if longest else 0.0
-    numbers = {"longest": most, "long": len(long), "between": len(apart), "idle": idle, "longest_five": longest[:_SHOWN]}
+    note = f"{len(long)} longer than 20 us of {len(apart)} between programs, the median {middle}; "
+    note += f"all gaps: {1e3 * idle:.2f} ms, the longest {1e6 * anywhere:.1f} us. {between}"
+    numbers = {
+        "longest": most,
+        "long": len(long),
+        "between": len(apart),
+        "idle": idle,
+        "anywhere": anywhere,
+        "longest_few": longest[:_SHOWN],
+    }
     return job.row(f"{lane}: longest gap between programs", f"{1e6 * most:.1f} us", "at most 20 us", note, **numbers)

@@ -11,13 +11,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from experiments.gpu.parts import PARTS, Part, perform, run_process, saved_rows
+from experiments.gpu.parts import PARTS, TURNS, Part, perform, run_process, saved_rows
 from experiments.gpu.rows import Row, markdown, text
 from experiments.options import ConfigError, check_names, check_writable
 from experiments.results import Findings
@@ -26,7 +26,7 @@ __all__ = ["Config", "Result", "main", "run", "table"]
 
 DESCRIPTION = "Measure on this machine's accelerator all that jaxpp claims of accelerators."
 _LEAST = 15.0  # seconds that must be left for a case to begin
-_CORES = 4  # cores for each process, where several run side by side
+_CORES = 3  # cores for each process, where several run side by side
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Config:
     Attributes:
         parts: names; all unless given. The environment is always measured.
         small: small models; None asks the environment, and takes small ones on a CPU.
-        minutes: for everything.
+        minutes: for everything; None is 8.5, or 25 for small models, which two cores may take that long to compile.
         out: folder for the table, the JSON and the traces; a temporary one unless given.
     """
 
     parts: tuple[str, ...] = tuple(PARTS)
     small: bool | None = None
-    minutes: float = 8.5
+    minutes: float | None = None
     out: Path | None = None
 
     def __post_init__(self):
         check_names("parts", self.parts, PARTS, none=False)
-        if not self.minutes > 0:
+        if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"--minutes {self.minutes}: there is no time. Fix: pass for example 8.5.")
 
 
@@ -85,21 +85,26 @@ class _Run:
     @property
     def left(self) -> float:
         """Seconds until all must have ended."""
-        return 60 * self.config.minutes - (time.perf_counter() - self._began)
+        return 60 * self.minutes - (time.perf_counter() - self._began)
 
-    def part(self, name: str) -> None:
-        """Measure all cases of a part, side by side where no times are measured and there are cores, then write what was found."""
+    @property
+    def minutes(self) -> float:
+        """For everything."""
+        return self.config.minutes or (25.0 if self.small else 8.5)
+
+    def measure(self, name: str, cases: Sequence[str]) -> None:
+        """Measure cases of a part, side by side where no times are measured and there are cores, then write what was found."""
         part = PARTS[name]
-        workers = 1 if part.timed else min(len(part.cases), max(1, (os.cpu_count() or 1) // _CORES))
+        workers = 1 if part.timed else min(len(cases), max(1, (os.cpu_count() or 1) // _CORES))
         with ThreadPoolExecutor(workers) as pool:
-            for rows in pool.map(partial(self._case, name, part), part.cases):
+            for rows in pool.map(partial(self._case, name, part), cases):
                 self.rows += rows
                 self.write()
 
     def _case(self, name: str, part: Part, case: str) -> list[Row]:
-        seconds, results = min(part.seconds, self.left), self.work / f"{name}-{case.replace(', ', '-')}.json"
+        seconds, results = min(part.seconds * (1 + self.small), self.left), self.work / f"{name}-{case.replace(', ', '-')}.json"
         if seconds < _LEAST:
-            return [Row(name, case, "left out", "left out", note=f"{self.left:.0f} of {self.config.minutes:g} minutes were left")]
+            return [Row(name, case, "left out", "left out", note=f"{self.left:.0f} of {60 * self.minutes:.0f} seconds were left")]
         _say(f"{name}, {case}: begins, with {seconds:.0f} s at most")
         begun, log = time.perf_counter(), results.with_suffix(".log")
         job = ["--job", name, case, "--results", str(results), "--seconds", f"{seconds:.0f}"]
@@ -117,9 +122,9 @@ class _Run:
         return rows
 
     def _variables(self, name: str) -> dict[str, str]:
-        """Compiled programs are kept from one process to the next, but not for the memory of programs, which a kept one may not say."""
+        """Compiled programs are kept for the next process, but not where memory is measured: a kept program may not tell its own."""
         if name == "memory":
-            return {}
+            return {"JAX_ENABLE_COMPILATION_CACHE": "false"}
         return {"JAX_COMPILATION_CACHE_DIR": str(self.work / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
 
     def settle(self) -> None:
@@ -132,8 +137,12 @@ class _Run:
     def result(self) -> Result:
         """What has been found so far."""
         devices = next((row.measured for row in self.rows if row.what == "device"), "unknown")
-        fields = self.config, self.out, self.small, tuple(self.rows), dict(self.seconds), self.whole
+        fields = self.config, self.out, self.small, tuple(self._ordered()), dict(self.seconds), self.whole
         return Result(*fields, devices=(devices,))
+
+    def _ordered(self) -> list[Row]:
+        order = list(PARTS)
+        return sorted(self.rows, key=lambda row: order.index(row.part))
 
     def write(self) -> None:
         """Write the table and the JSON."""
@@ -156,18 +165,13 @@ def run(config: Config) -> Result:
     _say(f"gpu: the table, the JSON and the traces go to {out}")
     with tempfile.TemporaryDirectory() as work:
         running = _Run(config, out, Path(work))
-        running.part("environment")
-        running.settle()
-        for name in _asked(config):
-            running.part(name)
+        for name, cases in TURNS:
+            if name == "environment" or name in config.parts:
+                running.measure(name, cases)
+            running.settle()
         running.whole = True
         running.write()
         return running.result
-
-
-def _asked(config: Config) -> Iterator[str]:
-    """The parts besides the environment, in their order."""
-    return (name for name in PARTS if name in config.parts and name != "environment")
 
 
 def table(result: Result) -> str:
@@ -190,11 +194,13 @@ def _say(line: str) -> None:
 def read(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse reads it, since tyro is seldom installed beside a GPU's JAX."""
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=DESCRIPTION)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=f"some of {', '.join(PARTS)}; all by default")
+    parser.add_argument(
+        "--parts", nargs="+", default=list(PARTS), metavar="PART", help=f"some of {', '.join(PARTS)}; all by default"
+    )
     parser.add_argument("--out", type=Path, help="folder for table.md, results.json and the traces; a temporary one by default")
     parser.add_argument("--small", action="store_true", default=None, help="small models, as by default on a CPU")
     parser.add_argument("--large", dest="small", action="store_false", help="large models, as by default elsewhere")
-    parser.add_argument("--minutes", type=float, default=Config.minutes, help="for everything (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="for everything (default: 8.5, or 25 for small models)")
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)  # what the processes of the cases are told
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)

@@ -1,7 +1,8 @@
 """The parts of the experiment, their cases, and the process that measures one case.
 
-A process for each case: one that fails, runs out of memory or hangs takes nothing else with it, and a device's peak of memory, which
-can only grow, begins anew. Every row is written to a file as soon as it is known, so what a stopped process had found is kept.
+A process for each case: one that fails, runs out of memory or hangs takes nothing else with it, and a device's peak of memory,
+which can only grow, begins anew. Every row is written to a file as soon as it is known, so that what a stopped process had found
+is kept.
 """
 
 import dataclasses
@@ -21,9 +22,11 @@ from experiments.devices import ensure_devices
 from experiments.gpu.rows import Job, Row, first_line
 from experiments.gpu.sizes import LARGE, SMALL
 
-__all__ = ["PARTS", "Part", "perform", "run_process", "saved_rows"]
+__all__ = ["PARTS", "TURNS", "Part", "perform", "run_process", "saved_rows"]
 
 _ROOT = Path(__file__).parents[2]
+_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+"""Memory is taken as it is needed, so that several processes can share a device."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,30 @@ class Part:
 PARTS: Mapping[str, Part] = {
     "environment": Part(("device",), 60),
     "send": Part(("copies",), 40),
-    "exactness": Part(("mlp", "resnet", "gpt"), 90, timed=False),
+    "exactness": Part(("mlp", "resnet", "gpt"), 120, timed=False),
     "speed": Part(("gpt", "mlp", "resnet"), 120),
     "host": Part(("instructions", "gaps"), 70),
     "memory": Part(("1f1b, least", "1f1b, keep", "zb-h1, least", "zb-h1, keep", "1f1b, recompute"), 90, timed=False),
     "bank": Part(("adapters",), 60),
-    "remat": Part(("gpt",), 80),
+    "remat": Part(("gpt",), 100),
     "trace": Part(("mlp",), 60),
 }
-"""Every part by the name of its module, in the order in which they run: what matters most comes first."""
+"""Every part by the name of its module, in the order of the table."""
+
+TURNS = (
+    ("environment", PARTS["environment"].cases),
+    ("speed", ("gpt",)),
+    ("exactness", PARTS["exactness"].cases),
+    ("memory", PARTS["memory"].cases),
+    ("host", PARTS["host"].cases),
+    ("send", PARTS["send"].cases),
+    ("bank", PARTS["bank"].cases),
+    ("trace", PARTS["trace"].cases),
+    ("speed", ("mlp",)),
+    ("remat", PARTS["remat"].cases),
+    ("speed", ("resnet",)),
+)
+"""The order in which they run: if there is not time for all, what matters least is left out."""
 
 
 def perform(part: str, case: str, out: Path, results: Path, *, small: bool, seconds: float) -> None:
@@ -75,7 +93,9 @@ def perform(part: str, case: str, out: Path, results: Path, *, small: bool, seco
             _save(rows, results)
     except ModuleNotFoundError as error:
         package = {"sklearn": "scikit-learn"}.get(str(error.name), str(error.name))
-        rows.append(job.row("failed", "left out", note=f"{error.name} is not installed. Fix: {sys.executable} -m pip install {package}"))
+        rows.append(
+            job.row("failed", "left out", note=f"{error.name} is not installed. Fix: {sys.executable} -m pip install {package}")
+        )
     except Exception as error:
         rows.append(job.row("failed", "failed", note=first_line(error)))
         _save(rows, results)
@@ -101,11 +121,11 @@ def run_process(command: Sequence[str], seconds: float, log: IO[Any], extra: Map
         command: and its arguments.
         seconds: after which it is stopped, with every process that it began.
         log: gets what it prints.
-        extra: variables of its environment.
+        extra: variables of its environment, where they are not set.
     """
     begun = time.perf_counter()
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": path, **extra}
+    environment = {**_MEMORY, **extra, **os.environ, "PYTHONPATH": path}  # what the user has set stays
     with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True) as process:  # noqa: S603
         try:
             code = process.wait(seconds)

@@ -36,7 +36,7 @@ class Ready(NamedTuple):
         """A pipeline of the model; its stages share the devices there are, a single one if need be."""
         count = self.models.microbatches
         made = make(schedule, num_ranks=self.models.stages // SCHEDULES[schedule].stages_per_rank, num_microbatches=count)
-        counts = {"num_stages": self.models.stages, "num_microbatches": count}
+        counts: dict[str, Any] = {"num_stages": self.models.stages, "num_microbatches": count}
         return jaxpp.Pipeline(self.problem.loss_fn, OPTIMIZER, schedule=made, remat=remat, **counts)
 
     def init(self, pipe: jaxpp.Pipeline) -> jaxpp.State:

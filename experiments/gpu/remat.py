@@ -17,6 +17,7 @@ def rows(job: Job) -> Iterator[Row]:
     for row in result.rows:
         low, high = row.spread
         note = f"{1e3 * row.seconds:.2f} ms, {row.ratio:.3f} of the plain step ({low:.3f} to {high:.3f}); "
-        note += f"kept {row.kept / MIB:,.1f} MiB a microbatch, {row.kept / row.keepable:.0%} of keep; forecast peak {row.peak / MIB:,.1f} MiB"
+        note += f"kept {row.kept / MIB:,.1f} MiB a microbatch, {row.kept / row.keepable:.0%} of keep; "
+        note += f"forecast peak {row.peak / MIB:,.1f} MiB"
         keep = result.rows[0]
-        yield job.row(f"{row.way} / {keep.way}", f"{row.seconds / keep.seconds:.3f}", note=note, **dataclasses.asdict(row))
+        yield job.row(f"{row.way} / {keep.way}", f"{row.seconds / keep.seconds:.3f}", note=note, found=dataclasses.asdict(row))

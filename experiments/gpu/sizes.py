@@ -28,8 +28,8 @@ class Sizes:
     exact: Models
     tiny: Models
     bank: Mapping[str, Any] = field(default_factory=dict)
-    rounds: int = 7
-    steps: int = 4
+    rounds: int = 5
+    steps: int = 3
     traced: int = 4
     product: int = 8192
 
