@@ -91,6 +91,13 @@ def test_what_jaxpp_imports_is_looked_for_before_anything_is_imported():
     assert "-m pip install jax jaxlib" in done.stderr
 
 
+def test_no_part_needs_tyro():
+    modules = ", ".join(f"experiments.gpu.{name}" for name in ("main", *PARTS))
+    code = f"import sys; sys.modules['tyro'] = sys.modules['matplotlib'] = None; import {modules}"  # None: cannot be imported
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_parts_that_are_not_there_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"--parts sped: there is no such part\. Fix: pass some of environment, send, exactness"):
         Config(("sped",))

@@ -122,7 +122,7 @@ class _Run:
         return rows
 
     def _variables(self, name: str) -> dict[str, str]:
-        """Compiled programs are kept for the next process, but not where memory is measured: a kept program may not tell its own."""
+        """Compiled programs are kept for the next process, except where memory is measured: they may not tell their own then."""
         if name == "memory":
             return {"JAX_ENABLE_COMPILATION_CACHE": "false"}
         return {"JAX_COMPILATION_CACHE_DIR": str(self.work / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
