@@ -112,5 +112,5 @@ def _plane(plane: Any) -> Iterator[str]:
             yield f"    {event.name[:80]!r} {event.duration_ns:.0f} ns {stats}"
 
 
-def _newest(folder: Path) -> ProfileData:
+def _newest(folder: Path) -> Any:
     return ProfileData.from_file(str(max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)))

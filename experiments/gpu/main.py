@@ -211,7 +211,8 @@ def main() -> None:
     """Read the command line, then run everything and print the table, or measure the one case that this process is for."""
     given = read(sys.argv[1:])
     if given.job:
-        perform(*given.job, given.out, given.results, small=bool(given.small), seconds=given.seconds)
+        part, case = given.job
+        perform(part, case, given.out, given.results, small=bool(given.small), seconds=given.seconds)
         return
     parts = tuple(name for each in given.parts for name in each.split(",") if name)
     try:
