@@ -6,9 +6,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Protocol
 
-import tyro
-
 from jaxpp.schedule.draw.panel import has_matplotlib
+
+try:
+    from tyro.conf import FlagCreatePairsOff
+except ImportError:  # only a command line needs tyro; ``experiments.gpu`` runs where it is not installed
+    FlagCreatePairsOff = None
 
 __all__ = [
     "ConfigError",
@@ -27,7 +30,7 @@ __all__ = [
 ]
 
 FORMATS = (".pdf", ".png", ".svg")
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Flag = Annotated[bool, FlagCreatePairsOff]
 """An option that is on if it is given, without a counterpart that turns it off."""
 
 

@@ -63,14 +63,21 @@ class Runner:
         self._step, self._state = step, state
         self.compile_seconds = self.time(1)[0] / 1e6
 
-    def time(self, steps: int, warm_up: int = 0) -> tuple[float, float]:
-        """Microseconds of a step, and of the host's part of it; ``warm_up`` steps before are not timed."""
+    def time(self, steps: int, warm_up: int = 0, *, wait: bool = True) -> tuple[float, float]:
+        """Microseconds of a step, and of the host's part of it; ``warm_up`` steps before are not timed.
+
+        Args:
+            steps: to time.
+            warm_up: steps before those.
+            wait: whether each step is waited for before the next, or only the last: training does not wait for its steps.
+        """
         if warm_up:
             self.time(warm_up)
         host, start = 0.0, time.perf_counter()
-        for _ in range(steps):
+        for k in range(steps):
             begun = time.perf_counter()
             self._state, reported = self._step(self._state)
             host += time.perf_counter() - begun
-            jax.block_until_ready((self._state, reported))
+            if wait or k == steps - 1:
+                jax.block_until_ready((self._state, reported))
         return (time.perf_counter() - start) / steps * 1e6, host / steps * 1e6

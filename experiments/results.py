@@ -1,6 +1,7 @@
 """From the command line to the table and the line of JSON: what every experiment does around its question."""
 
 import dataclasses
+import importlib
 import json
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -8,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
-import tyro
 
 from experiments.options import ConfigError, Saved, check_writable
 from jaxpp.errors import JaxppError
@@ -79,6 +79,10 @@ def command(name: str, config_type: type[C], description: str, run: Callable[[C]
     Raises:
         SystemExit: the options make no run, or jaxpp refuses it; with the message alone.
     """
+    try:
+        tyro: Any = importlib.import_module("tyro")
+    except ImportError:
+        raise SystemExit(f'{name}: tyro reads the options, and is not installed. Fix: pip install "jaxpp[experiments]"') from None
     try:
         config = tyro.cli(config_type, prog=f"python -m experiments.{name}", description=description)
         check_writable("--json", config.json)

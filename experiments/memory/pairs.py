@@ -74,7 +74,9 @@ def mlp(width: int, depth: int, batch: int, compute: str) -> Problem:
     return plain._replace(loss_fn=lambda params, batch, key: plain.loss_fn(params, batch))  # noqa: ARG005
 
 
-def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: float, compute: str) -> Problem:
+def gpt(
+    width: int, depth: int, heads: int, length: int, batch: int, dropout: float, compute: str, vocabulary: int = VOCABULARY
+) -> Problem:
     """A GPT that predicts the next token, its embedding and head tied.
 
     Args:
@@ -85,8 +87,9 @@ def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: fl
         batch: sequences.
         dropout: rate.
         compute: type to compute in.
+        vocabulary: tokens there are.
     """
-    model = GPT(VOCABULARY, max_length=length, width=width, depth=depth, num_heads=heads, dropout=dropout, dtype=compute)
+    model = GPT(vocabulary, max_length=length, width=width, depth=depth, num_heads=heads, dropout=dropout, dtype=compute)
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         return cross_entropy(model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}), batch[:, 1:])
@@ -94,4 +97,4 @@ def gpt(width: int, depth: int, heads: int, length: int, batch: int, dropout: fl
     def init(key: jax.Array) -> Any:
         return model.init(key, jnp.zeros((1, length), int), deterministic=True)["params"]
 
-    return Problem(loss_fn, init, np.random.default_rng(0).integers(0, VOCABULARY, (batch, length + 1), "int32"))
+    return Problem(loss_fn, init, np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1), "int32"))

@@ -15,7 +15,7 @@ import optax
 
 import jaxpp
 from experiments.devices import ensure_devices
-from experiments.options import ConfigError, check_names, check_numbers, check_writable
+from experiments.options import ConfigError, Flag, check_names, check_numbers, check_writable
 from experiments.plain import Runner, plain_step
 from experiments.problems import Problem
 from experiments.remat.problems import PROBLEMS
@@ -42,11 +42,13 @@ class Config:
         schedule: order of the actions.
         rounds: interleaved rounds; 0 counts bytes and times nothing.
         steps: steps of each kind timed in a round, after one that is not.
+        scan: the plain step loops over microbatches with lax.scan, which compiles sooner than its unrolled loop.
         gpt_width: features of the GPT's residual stream.
         gpt_depth: its blocks.
         gpt_heads: attention heads a block.
         gpt_length: tokens of a sequence.
         gpt_batch: sequences a step.
+        gpt_vocabulary: tokens there are.
         dropout: rate, of the GPT.
         resnet_width: channels of the ResNet's first group.
         resnet_size: pixels of an image's side.
@@ -65,11 +67,13 @@ class Config:
     schedule: str = "1f1b"
     rounds: int = 9
     steps: int = 2
+    scan: Flag = False
     gpt_width: int = 256
     gpt_depth: int = 8
     gpt_heads: int = 4
     gpt_length: int = 64
     gpt_batch: int = 32
+    gpt_vocabulary: int = 256
     dropout: float = 0.0
     resnet_width: int = 16
     resnet_size: int = 32
@@ -188,7 +192,7 @@ def _times(
 ) -> Mapping[str, list[float]]:
     """Seconds of a step in each round, of each pipeline and of the plain step."""
     key, optimizer = jax.random.key(0), optax.adamw(1e-3)
-    step = plain_step(problem.loss_fn, optimizer, config.microbatches, scan=False)
+    step = plain_step(problem.loss_fn, optimizer, config.microbatches, scan=config.scan)
     params = jax.jit(problem.init)(key)
     runners = {"plain": Runner(lambda state: step(state, batch, key), (params, optimizer.init(params)))}
     for way, pipe in pipes.items():

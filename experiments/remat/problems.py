@@ -18,7 +18,8 @@ Sizes = Any
 
 
 def _gpt(sizes: Sizes, compute: str) -> Problem:
-    return gpt(sizes.gpt_width, sizes.gpt_depth, sizes.gpt_heads, sizes.gpt_length, sizes.gpt_batch, sizes.dropout, compute)
+    shape = sizes.gpt_width, sizes.gpt_depth, sizes.gpt_heads, sizes.gpt_length, sizes.gpt_batch
+    return gpt(*shape, sizes.dropout, compute, sizes.gpt_vocabulary)
 
 
 def _mlp(sizes: Sizes, compute: str) -> Problem:

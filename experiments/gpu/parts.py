@@ -1,0 +1,141 @@
+"""The parts of the experiment, their cases, and the process that measures one case.
+
+A process for each case: one that fails, runs out of memory or hangs takes nothing else with it, and a device's peak of memory,
+which can only grow, begins anew. Every row is written to a file as soon as it is known, so that what a stopped process had found
+is kept.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from experiments.devices import ensure_devices
+from experiments.gpu.rows import Job, Row, first_line
+from experiments.gpu.sizes import LARGE, SMALL
+
+__all__ = ["PARTS", "TURNS", "Part", "perform", "run_process", "saved_rows"]
+
+_ROOT = Path(__file__).parents[2]
+_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+"""Memory is taken as it is needed, so that several processes can share a device."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question.
+
+    Attributes:
+        cases: measured apart from each other.
+        seconds: that a case may take.
+        timed: whether times are measured, so that nothing may run beside a case.
+    """
+
+    cases: tuple[str, ...]
+    seconds: float
+    timed: bool = True
+
+
+PARTS: Mapping[str, Part] = {
+    "environment": Part(("device",), 60),
+    "send": Part(("copies",), 40),
+    "exactness": Part(("mlp", "resnet", "gpt"), 120, timed=False),
+    "speed": Part(("gpt", "mlp", "resnet"), 120),
+    "host": Part(("instructions", "gaps"), 70),
+    "memory": Part(("1f1b, least", "1f1b, keep", "zb-h1, least", "zb-h1, keep", "1f1b, recompute"), 90, timed=False),
+    "bank": Part(("adapters",), 60),
+    "remat": Part(("gpt",), 100),
+    "trace": Part(("mlp",), 60),
+}
+"""Every part by the name of its module, in the order of the table."""
+
+TURNS = (
+    ("environment", PARTS["environment"].cases),
+    ("speed", ("gpt",)),
+    ("exactness", PARTS["exactness"].cases),
+    ("memory", PARTS["memory"].cases),
+    ("host", PARTS["host"].cases),
+    ("send", PARTS["send"].cases),
+    ("bank", PARTS["bank"].cases),
+    ("trace", PARTS["trace"].cases),
+    ("speed", ("mlp",)),
+    ("remat", PARTS["remat"].cases),
+    ("speed", ("resnet",)),
+)
+"""The order in which they run: if there is not time for all, what matters least is left out."""
+
+
+def perform(part: str, case: str, out: Path, results: Path, *, small: bool, seconds: float) -> None:
+    """Measure one case in this process, and write its rows to a file after each of them.
+
+    Args:
+        part: its name.
+        case: its name.
+        out: folder for the files that are to stay.
+        results: file for the rows.
+        small: whether the sizes are the small ones.
+        seconds: after which the process will be stopped.
+    """
+    sizes = SMALL if small else LARGE
+    ensure_devices(sizes.models.stages)
+    job, rows = Job(part, case, sizes, out, seconds), list[Row]()
+    try:
+        for row in importlib.import_module(f"experiments.gpu.{part}").rows(job):
+            rows.append(row)
+            _save(rows, results)
+    except ModuleNotFoundError as error:
+        package = {"sklearn": "scikit-learn"}.get(str(error.name), str(error.name))
+        rows.append(
+            job.row("failed", "left out", note=f"{error.name} is not installed. Fix: {sys.executable} -m pip install {package}")
+        )
+    except Exception as error:
+        rows.append(job.row("failed", "failed", note=first_line(error)))
+        _save(rows, results)
+        raise
+    _save(rows, results)
+
+
+def _save(rows: Sequence[Row], results: Path) -> None:
+    beside = results.with_suffix(".new")  # a process may be stopped while it writes
+    beside.write_text(json.dumps([dataclasses.asdict(row) for row in rows], default=str))
+    beside.replace(results)
+
+
+def saved_rows(results: Path) -> list[Row]:
+    """What a process wrote; nothing if it came to no row."""
+    return [Row(**each) for each in json.loads(results.read_text())] if results.exists() else []
+
+
+def run_process(command: Sequence[str], seconds: float, log: IO[Any], extra: Mapping[str, str]) -> str:
+    """Run a command to its end, and say what went wrong: nothing, as a rule.
+
+    Args:
+        command: and its arguments.
+        seconds: after which it is stopped, with every process that it began.
+        log: gets what it prints.
+        extra: variables of its environment, where they are not set.
+    """
+    begun = time.perf_counter()
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**_MEMORY, **extra, **os.environ, "PYTHONPATH": path}  # what the user has set stays
+    with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True) as process:  # noqa: S603
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"stopped after {time.perf_counter() - begun:.0f} s, its limit"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return "" if code == 0 else f"ended with {_ending(code)}"
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
