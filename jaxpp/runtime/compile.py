@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from jax.stages import Compiled, Lowered
 
 from jaxpp.plan.builder import Constant
+from jaxpp.runtime.compiler_options import compile_lowered
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import put, put_at
@@ -111,7 +112,8 @@ class Programs:
                     wanted[text].append(job)
                 else:
                     wanted[text] = [job]
-                    waiting[pool.submit(lowered.compile)] = text, chosen
+                    platform = job.place.devices[0].platform
+                    waiting[pool.submit(compile_lowered, lowered, platform, lean=job.program.lean)] = text, chosen
             for done in as_completed(waiting):
                 text, chosen = waiting[done]
                 made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
@@ -163,10 +165,10 @@ def _text(job: PlacedProgram, given: Shardings, lowered: Lowered) -> Hashable:
 
     They may be called otherwise. A function on the host is known to a text by a number alone, so a program that calls one is
     like no other. (What stands for it is not the program, which its own executable would then keep alive.) To a text a key is
-    an array of integers, so the types of arguments and results are compared too.
+    an array of integers, so the types of arguments and results are compared too. A text does not say how it is to be compiled.
     """
     text = lowered.as_text()
     unnamed = _MODULE.sub("module", text, count=1)
     same = object() if "callback" in text else hashlib.sha256(unnamed.encode()).digest()
     types = tuple(leaf.dtype for leaf in jax.tree.leaves((lowered.in_avals, lowered.out_info)))
-    return same, types, *job[1:], given
+    return same, types, job.program.lean, *job[1:], given

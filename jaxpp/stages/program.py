@@ -76,6 +76,7 @@ class Program:
         avals: shape and dtype of each argument, as one replica has it.
         spans: whether the function sees all replicas at once: what each has of its own comes with one more axis, the first.
         name: what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``.
+        lean: whether it is compiled to hold little at once, rather than to run independent operations side by side.
     """
 
     function: Callable[..., list[jax.Array]]
@@ -84,6 +85,7 @@ class Program:
     avals: tuple[jax.ShapeDtypeStruct, ...]
     spans: bool = False
     name: str = "program"
+    lean: bool = False
 
     @cached_property
     def results(self) -> list[jax.ShapeDtypeStruct]:
