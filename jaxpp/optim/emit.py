@@ -10,6 +10,7 @@ from jax.extend.core import Var
 from jaxpp.optim.update import Update, UpdateInputs, UpdatePart, UpdateResults, flat
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
+from jaxpp.stages.fingerprint import Known
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
@@ -113,13 +114,20 @@ class _Writer:
             vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
             return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
+        numbers = {name: k for k, name in enumerate(names_in)}
+        places = (
+            tuple((numbers[name], at) for name, at in held),
+            tuple(order[var] for var in returned),
+            tuple(tuple(order[var] for var in group) for group in packs.values()),
+        )
+        known = Known(function, run.does and (run.does, len(results), *places))  # all that the function reads
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
-        made = Program(function, *refs, shapes_of(shapes[name] for name in names_in), name=called)
+        made = Program(known, *refs, shapes_of(shapes[name] for name in names_in), name=called)
         program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
         self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))
