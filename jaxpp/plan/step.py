@@ -141,8 +141,8 @@ class Step:
     def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Aval]]]:
         """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
 
-        A stage with small gradients adds those of every microbatch to zeros, so that each of its backwards is compiled once. A stage
-        with large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
+        A stage with small gradients adds those of every microbatch to zeros, so that each of its backwards is compiled once. A
+        stage with large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
 
         An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
         """

@@ -1,7 +1,7 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
-A program is known by its object, and what was compiled for it is let go with it. Programs that are lowered to the same text (equal
-stages on one device, an update at another batch shape) share what is compiled.
+A pipeline knows a program by its object, and forgets it with its last plan. Programs that do the same (equal stages on one device,
+an update at another batch shape, a pipeline built again) share what is compiled: see ``runtime.compiled_before``.
 """
 
 import hashlib
@@ -91,8 +91,8 @@ class Programs:
             ThreadPoolExecutor(os.cpu_count()) as pool,
             progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar,
         ):
-            waiting: dict[Future[Compiled], tuple[Hashable, Shardings]] = {}
-            wanted: dict[Hashable, list[PlacedProgram]] = {}
+            waiting: dict[Future[Compiled], tuple[tuple[Hashable, ...], Shardings]] = {}
+            wanted: dict[tuple[Hashable, ...], list[PlacedProgram]] = {}
             for job, chosen in fresh.values():
                 lowered = _lower(job, chosen)
                 text = _text(job, chosen, lowered, settled)

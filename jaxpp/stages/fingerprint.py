@@ -1,11 +1,11 @@
 """What equations do, as a value: equal fingerprints, equal programs.
 
 Problem: to see that a program was compiled before, one can trace and lower it and compare the text, which takes most of the time
-that is left when nothing is compiled. Idea: the equations of a graph are traced already; what is compiled of them is decided by
-them. Mechanism: ``fingerprint`` numbers the variables in order and digests each equation with its parameters. A parameter that is
-no plain value stands for itself, as JAX's own caches take it (a mesh, a kind of key). What cannot be compared is refused with
-None, and is then lowered and compared as text: a Python function, an effect, a large array. Which derivative rules a function has is left out: its
-derivatives have been taken.
+that is left when nothing is compiled. Idea: the equations of a graph are traced already, and they decide what is compiled.
+Mechanism: ``fingerprint`` numbers the variables in order and digests each equation with its parameters. A parameter that is no
+plain value stands for itself, as it does in JAX's own caches (a mesh, a kind of key). What cannot be compared has no fingerprint,
+and is lowered and compared as text: Python functions, effects, large arrays. The rules of custom derivatives are left out, because
+what is compiled has been differentiated already.
 """
 
 import enum
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -45,7 +46,7 @@ class Known:
         return self.run(*args, **options)
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """Something of which it cannot be said whether another is the same."""
 
 
@@ -66,7 +67,7 @@ def fingerprint(
             found.define(var)
             found.value(value)
         found.body(eqns, inputs, outputs)
-    except _Unknown:
+    except _UnknownError:
         return None
     return found.finish()
 
@@ -97,7 +98,7 @@ class _Digest:
 
     def _equation(self, eqn: JaxprEqn) -> None:
         if eqn.effects:
-            raise _Unknown
+            raise _UnknownError
         self._words.append(eqn.primitive.name)
         self._other(context_of(eqn))
         for atom in eqn.invars:
@@ -109,7 +110,7 @@ class _Digest:
         if rule is not None:  # its derivative has been taken, or nobody wants it
             self.value(rule)
         elif kind_of(eqn) in CUSTOM_RULES:
-            raise _Unknown
+            raise _UnknownError
         else:
             self.value(eqn.params)
 
@@ -121,7 +122,7 @@ class _Digest:
         elif atom in self._numbers:
             self._words.append(str(self._numbers[atom]))
         else:
-            raise _Unknown
+            raise _UnknownError
 
     def value(self, value: Any) -> None:
         """A parameter, a literal or a constant."""
@@ -150,16 +151,16 @@ class _Digest:
             self._other(value)
 
     def _array(self, value: Any) -> None:
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or value.nbytes > _LARGE or isinstance(value, jax.core.Tracer):
-            raise _Unknown
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended) or value.nbytes > _LARGE:
+            raise _UnknownError
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise _Unknown
+            raise _UnknownError
         self._words += [str(value.dtype), str(value.shape), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
 
     def _other(self, value: Any) -> None:
         if callable(value) and not isinstance(value, enum.Enum):
-            raise _Unknown
+            raise _UnknownError
         try:
             self._words.append(f"#{self._others.setdefault(value, len(self._others))}")
         except TypeError:  # it cannot be hashed
-            raise _Unknown from None
+            raise _UnknownError from None
