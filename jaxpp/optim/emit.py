@@ -12,6 +12,7 @@ from jaxpp.optim.update import Update, UpdateInputs, UpdatePart, UpdateResults, 
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.fingerprint import Known
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.packing import Pack
@@ -158,6 +159,13 @@ class _Writer:
             vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
             return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
+        numbers = {name: k for k, name in enumerate(names_in)}
+        places = (
+            tuple((numbers[name], at) for name, at in held),
+            tuple(order[var] for var in returned),
+            tuple(tuple(order[var] for var in group) for group in packs.values()),
+        )
+        known = Known(function, run.does and (run.does, len(results), *places))  # all that the function reads
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
@@ -165,7 +173,7 @@ class _Writer:
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
         avals = shapes_of(shapes[name] for name in names_in)
-        made = Program(function, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
+        made = Program(known, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
         program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
         self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))

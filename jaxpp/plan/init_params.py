@@ -11,6 +11,7 @@ from jax.extend.core import Var
 
 from jaxpp.errors import InitError
 from jaxpp.plan.builder import CALLER, Builder, Name
+from jaxpp.stages.fingerprint import Known, fingerprint
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import Atom, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
@@ -51,11 +52,12 @@ def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
     return graph, trees[-1].unflatten(shapes)
 
 
-def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Sequence[Atom]) -> Callable[..., list[Array]]:
+def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Sequence[Atom]) -> Known:
     """A piece as a function of ``inputs``, its constants put in."""
     constants = {var: graph.constants[var] for var in piece.inputs if var in graph.constants}
     run = graph.function(piece.eqns, [*inputs, *constants], atoms)
-    return lambda *args: run(*args, *constants.values())
+    does = fingerprint([graph.eqns[i] for i in piece.eqns], inputs, atoms, constants)
+    return Known(lambda *args: run(*args, *constants.values()), does)
 
 
 def lower_init(graph: Graph, given: Sequence[Name], made: Sequence[Name], what: str = "init") -> Builder:

@@ -18,7 +18,8 @@ from jax.sharding import Sharding
 from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, Name
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.slot_lifetimes import SlotNumbers, last_uses
-from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
+from jaxpp.runtime.compile import PlacedProgram, Programs
+from jaxpp.runtime.compiled_before import Executable
 from jaxpp.runtime.place import Place, Submesh
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups

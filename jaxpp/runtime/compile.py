@@ -1,7 +1,7 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
-A program is known by its object, and what was compiled for it is let go with it. Programs that are lowered to the same text (equal
-stages on one device, an update at another batch shape) share what is compiled.
+A pipeline knows a program by its object, and forgets it with its last plan. Programs that do the same (equal stages on one device,
+an update at another batch shape, a pipeline built again) share what is compiled: see ``runtime.compiled_before``.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from jax.stages import Compiled, Lowered
 
 from jaxpp.plan.builder import Constant
+from jaxpp.runtime.compiled_before import BEFORE, Executable, settings
 from jaxpp.runtime.compiler_options import compile_lowered
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
@@ -48,19 +49,6 @@ class PlacedProgram(NamedTuple):
     def free_inputs(self) -> list[int]:
         """The arguments whose sharding the compiler chose when it made them."""
         return [k for k, ref in enumerate(self.program.inputs) if self.place.is_free(ref)]
-
-
-@dataclass(frozen=True, eq=False)
-class Executable:
-    """What was compiled; shared by the programs that are the same.
-
-    Attributes:
-        call: the compiled program.
-        name: what it is called in a trace: by the name of the first program that is the same.
-    """
-
-    call: Compiled
-    name: str
 
 
 class Programs:
@@ -95,18 +83,24 @@ class Programs:
                 fresh[program, place, donated, chosen] = job, chosen
         if not fresh:
             return
+        BEFORE.follow_jax()
+        settled = settings()
+        fresh = {key: found for key, found in fresh.items() if not self._found_before(*found, settled)}
+        if not fresh:
+            return
         with (
             ThreadPoolExecutor(os.cpu_count()) as pool,
             progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar,
         ):
-            waiting: dict[Future[Compiled], tuple[Hashable, Shardings]] = {}
-            wanted: dict[Hashable, list[PlacedProgram]] = {}
+            waiting: dict[Future[Compiled], tuple[tuple[Hashable, ...], Shardings]] = {}
+            wanted: dict[tuple[Hashable, ...], list[PlacedProgram]] = {}
             for job, chosen in fresh.values():
                 lowered = _lower(job, chosen)
-                text = _text(job, chosen, lowered)
-                known = self._same.get(text)
+                text = _text(job, chosen, lowered, settled)
+                known = self._same.get(text) or BEFORE.get(text)
                 if known is not None:
-                    self._keep(job, chosen, known)
+                    self._same[text] = known
+                    self._keep(job, chosen, known, settled)
                     bar.update()
                 elif text in wanted:
                     wanted[text].append(job)
@@ -117,13 +111,28 @@ class Programs:
             for done in as_completed(waiting):
                 text, chosen = waiting[done]
                 made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
+                if isinstance(text[0], bytes):
+                    BEFORE.add(text, made)
                 for job in wanted[text]:
-                    self._keep(job, chosen, made)
+                    self._keep(job, chosen, made, settled)
                     bar.update()
 
-    def _keep(self, job: PlacedProgram, given: Shardings, executable: Executable) -> None:
+    def _found_before(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
+        """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
+        name = _does(job, given, settled)
+        known = None if name is None else BEFORE.get(name)
+        if known is None:
+            return False
+        self._same[name] = known
+        self._keep(job, given, known, settled)
+        return True
+
+    def _keep(self, job: PlacedProgram, given: Shardings, executable: Executable, settled: Hashable) -> None:
         program, place, donated = job
         self._compiled.setdefault(program, {})[place, donated, given] = executable
+        name = _does(job, given, settled)
+        if name is not None:
+            BEFORE.add(name, executable)
 
     def get(self, job: PlacedProgram, given: Shardings = ()) -> Executable:
         """The compiled program, for arguments sharded so."""
@@ -149,7 +158,7 @@ class Programs:
     @property
     def num_compiled(self) -> int:
         """How many different ones were compiled; ``len`` counts each program by itself."""
-        return len(self._same)
+        return len({id(made) for made in list(self._same.values())})
 
 
 def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
@@ -160,7 +169,13 @@ def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
     return place.jit(program, donated).lower(*avals)
 
 
-def _text(job: PlacedProgram, given: Shardings, lowered: Lowered) -> Hashable:
+def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:
+    """What a program does and where, without lowering it; None if that cannot be said."""
+    does = job.program.does
+    return None if does is None else (does, *job[1:], given, settled)
+
+
+def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hashable) -> tuple[Hashable, ...]:
     """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
 
     They may be called otherwise. A function on the host is known to a text by a number alone, so a program that calls one is
@@ -171,4 +186,4 @@ def _text(job: PlacedProgram, given: Shardings, lowered: Lowered) -> Hashable:
     unnamed = _MODULE.sub("module", text, count=1)
     same = object() if "callback" in text else hashlib.sha256(unnamed.encode()).digest()
     types = tuple(leaf.dtype for leaf in jax.tree.leaves((lowered.in_avals, lowered.out_info)))
-    return same, types, job.program.lean, *job[1:], given
+    return same, types, job.program.lean, *job[1:], given, settled

@@ -10,7 +10,7 @@ Tables of kinds that belong to one decision stand where that decision is made (`
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,7 @@ __all__ = [
     "calls_host",
     "checkpoint_like",
     "concatenated_rows",
+    "context_of",
     "describe",
     "equations_of",
     "function_of",
@@ -249,6 +250,11 @@ def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> JaxprEqn:
 def kind_of(eqn: JaxprEqn) -> str:
     """What an equation does: the name of its primitive, the same in all versions of JAX."""
     return _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
+
+
+def context_of(eqn: JaxprEqn) -> Hashable:
+    """The settings under which an equation was traced, as far as they decide how it is compiled."""
+    return getattr(eqn, "ctx", None)
 
 
 def module_path(eqn: JaxprEqn) -> str:

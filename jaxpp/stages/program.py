@@ -6,11 +6,13 @@ A name (``Ref``) says what a value is for the stage that holds it; the plan turn
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+
+from jaxpp.stages.fingerprint import Known
 
 __all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role"]
 
@@ -91,6 +93,12 @@ class Program:
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each result."""
         return jax.eval_shape(self.function, *self.avals)
+
+    @property
+    def does(self) -> Hashable:
+        """Equal for programs that do the same, whatever they are called; None if that takes a trace to see."""
+        does = self.function.does if isinstance(self.function, Known) else None
+        return None if does is None else (does, self.inputs, self.outputs, self.avals, self.spans, self.lean)
 
     @property
     def donated(self) -> tuple[int, ...]:

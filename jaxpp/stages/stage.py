@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from jaxpp.stages.graph import Piece
 from jaxpp.stages.jaxpr import calls_host, shapes_of
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.packing import Pack, packed, packs_of
+from jaxpp.stages.packing import Pack, packs_of
 from jaxpp.stages.program import Backward, Program, Ref, Role
 from jaxpp.stages.remat.checkpoint_loops import checkpoint_loops
 from jaxpp.stages.remat.least import Least, reuse_maximum
@@ -105,7 +105,7 @@ class StageBuilder:
         return StageCode(
             index=stage,
             statics=programs.statics(),
-            forward=packed(programs.forward(), (), programs.small) if self.train else programs.forward(),
+            forward=programs.forward(programs.small if self.train else ()),
             backward={kind: found for kind, found in backward.items() if found is not None},
             packs=packs,
             residuals=shapes_of(programs.residuals),

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.fingerprint import Known, fingerprint
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, aval_of, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -58,6 +59,9 @@ class StagePrograms:
         self.stage = stage
         self.rows = rows
         graph = traced.graph
+        does = fingerprint(graph.eqns, [*graph.inputs, *graph.constants], graph.outputs)
+        names = traced.inputs, traced.results, traced.returned, traced.seeds
+        self.does = does and (does, names, stage, rows, num_constants, remat, scaled_by, pack_below)
         self.refs: dict[Var, Ref] = dict(zip(graph.inputs, traced.inputs, strict=True))
         self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
         self.new_constants = tuple(graph.constants.values())
@@ -140,8 +144,8 @@ class StagePrograms:
         function = self.traced.graph.function(piece.eqns, piece.inputs, piece.outputs)
         return self._called("statics", self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs]))
 
-    def forward(self) -> Program:
-        """Runs one microbatch's forward."""
+    def forward(self, packs: Sequence[Pack]) -> Program:
+        """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
         piece = self._piece(_FORWARD)
         results = list(zip(self.traced.results, self.forward_atoms, strict=True))
         run = self.traced.graph.function(piece.eqns, piece.inputs, [*self.forward_atoms, *self.residuals])
@@ -151,7 +155,8 @@ class StagePrograms:
         for k, ref in totals:
             outputs[k] = ref
         avals = [_average_like(aval_of(results[k][1])) for k, _ in added]
-        return self._called("forward", self._accumulating(run, piece.inputs, outputs, added, avals, []))
+        program = self._accumulating(run, piece.inputs, outputs, added, avals, [])
+        return self._called("forward", packed(program, (), packs) if packs else program, packs)
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -168,10 +173,12 @@ class StagePrograms:
         lean = kind == "W" and bool(self.halves.input.eqns)  # else W is all of B
         first, then = (replace(program, lean=lean) for program in (first, then))
         first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
-        return Backward(self._called(f"{_NAMES[kind]}_first", first), self._called(_NAMES[kind], then))
+        return Backward(self._called(f"{_NAMES[kind]}_first", first, packs), self._called(_NAMES[kind], then, packs))
 
-    def _called(self, name: str, program: Program) -> Program:
-        return replace(program, name=f"stage_{self.stage}_{name}")
+    def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
+        """A program by its name. What it does follows from its name, from the packs, and from what this object was made of."""
+        does = self.does and (self.does, name, tuple(packs))
+        return replace(program, name=f"stage_{self.stage}_{name}", function=Known(program.function, does))
 
     def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
         graph, traced = self.traced.graph, self.traced
