@@ -10,6 +10,7 @@ from jax.extend.core import Var
 from jaxpp.optim.update import Update, UpdateInputs, UpdatePart, UpdateResults, flat
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Piece, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
@@ -19,6 +20,9 @@ __all__ = ["add_update"]
 
 _NEW = 1
 """Marks the name of a parameter or optimizer leaf as the one after the update."""
+
+_LARGE = 1 << 27
+"""Bytes of arguments above which an update holds little at once, rather than update all leaves side by side."""
 
 
 def add_update(
@@ -119,7 +123,8 @@ class _Writer:
         shapes = {name: self.packed.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
-        made = Program(function, *refs, shapes_of(shapes[name] for name in names_in), name=called)
+        avals = shapes_of(shapes[name] for name in names_in)
+        made = Program(function, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
         program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
         self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))

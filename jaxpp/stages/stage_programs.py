@@ -165,8 +165,9 @@ class StagePrograms:
         sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
         residuals = self.small if kind == "B" else (*self.small, *self.small_kept)
         writes = (*self.small_kept, *sums) if kind == "I" else sums
-        lean = kind == "W" and bool(self.halves.input.eqns)  # products that do not wait for each other: see compiler_options.py
-        first, then = packed(replace(first, lean=lean), residuals, writes), packed(replace(then, lean=lean), (*residuals, *sums), writes)
+        lean = kind == "W" and bool(self.halves.input.eqns)  # else W is all of B
+        first, then = (replace(program, lean=lean) for program in (first, then))
+        first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
         return Backward(self._called(f"{_NAMES[kind]}_first", first), self._called(_NAMES[kind], then))
 
     def _called(self, name: str, program: Program) -> Program:
