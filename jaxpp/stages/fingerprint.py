@@ -99,7 +99,7 @@ class _Digest:
     def _equation(self, eqn: JaxprEqn) -> None:
         if eqn.effects:
             raise _UnknownError
-        self._words.append(eqn.primitive.name)
+        self._other(eqn.primitive)  # not its name: the cell that defines one may be run again
         self._other(context_of(eqn))
         for atom in eqn.invars:
             self._atom(atom)
@@ -142,6 +142,7 @@ class _Digest:
             for item in value:
                 self.value(item)
         elif isinstance(value, dict):
+            self._words.append(str(len(value)))
             for name in sorted(value, key=repr):
                 self._words.append(repr(name))
                 self.value(value[name])
