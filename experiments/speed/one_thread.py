@@ -1,0 +1,78 @@
+"""Do two cores show pipelining? Stages that are one thread wide, under several schedules and on one device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jaxpp
+from experiments.plain import Runner, plain_step
+from experiments.speed.problems import one_thread
+
+__all__ = ["OneThread", "ideal", "measure_one_thread"]
+
+
+@dataclass(frozen=True)
+class OneThread:
+    """Stages that are one thread wide.
+
+    Attributes:
+        stages: one on each device.
+        microbatches: parts of the batch.
+        seconds: the median step of each schedule, and of the plain one.
+        faster: how many times as fast as ``naive`` each is: the median of the rounds' ratios.
+        quartiles: of these ratios.
+        ideal: what ``faster`` would be for 1f1b if nothing but the bubble cost anything.
+    """
+
+    stages: int
+    microbatches: int
+    seconds: dict[str, float]
+    faster: dict[str, float]
+    quartiles: dict[str, tuple[float, float]]
+    ideal: float
+
+
+def ideal(num_microbatches: int, num_ranks: int) -> float:
+    """``naive`` over ``1f1b`` if all stages are equal and only the bubble costs anything: m p / (m + p - 1).
+
+    Example:
+        >>> round(ideal(16, 2), 2)
+        1.88
+    """
+    return num_microbatches * num_ranks / (num_microbatches + num_ranks - 1)
+
+
+def measure_one_thread(num_stages: int, num_microbatches: int, num_steps: int, rounds: int, bar: Any) -> OneThread:
+    """Time naive, 1f1b and the plain step in interleaved rounds.
+
+    Args:
+        num_stages: one on each device.
+        num_microbatches: parts of the batch.
+        num_steps: matrix products in the forward of a stage.
+        rounds: interleaved rounds.
+        bar: counts the rounds.
+    """
+    problem, optimizer = one_thread(num_stages, num_steps, width=32, batch=8 * num_microbatches), optax.sgd(1e-6)
+    batch, key = jax.tree.map(jax.numpy.asarray, problem.batch), jax.random.key(0)
+    counts, runners = {"num_stages": num_stages, "num_microbatches": num_microbatches}, {}
+    for name in ("naive", "1f1b"):
+        pipe = jaxpp.Pipeline(problem.loss_fn, optimizer, schedule=name, **counts)
+        runners[name] = Runner(lambda state, pipe=pipe: pipe.step(state, batch), pipe.init(problem.init, key, batch))
+    step, params = plain_step(problem.loss_fn, optimizer, num_microbatches), jax.jit(problem.init)(key)
+    runners["plain"] = Runner(lambda state: step(state, batch), (params, optimizer.init(params)))
+    rows = []
+    for _ in range(rounds):
+        rows.append({name: runner.time(1, 1)[0] / 1e6 for name, runner in runners.items()})
+        bar.update()
+    ratios = {name: np.quantile([row["naive"] / row[name] for row in rows], (0.25, 0.5, 0.75)) for name in runners}
+    return OneThread(
+        stages=num_stages,
+        microbatches=num_microbatches,
+        seconds={name: float(np.median([row[name] for row in rows])) for name in runners},
+        faster={name: float(found[1]) for name, found in ratios.items()},
+        quartiles={name: (float(found[0]), float(found[2])) for name, found in ratios.items()},
+        ideal=ideal(num_microbatches, num_stages),
+    )
