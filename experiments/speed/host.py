@@ -18,6 +18,7 @@ import optax
 
 import jaxpp
 from experiments.problems import Problem, mlp
+from experiments.speed.steps import optimizer
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.options import Options
 from jaxpp.plan.plan import Instruction, Plan
@@ -37,8 +38,8 @@ class HostRow:
     Attributes:
         what: the kind.
         count: how many there are in a step; 0 for what is no instruction.
-        each: microseconds of one; the median.
-        total: microseconds of a step.
+        each: microseconds of one, on average over a step.
+        total: microseconds of a step; the median.
     """
 
     what: str
@@ -118,7 +119,7 @@ def split_host_time(problem: Problem, schedule: Schedule, steps: int) -> tuple[H
     """
     batch = jax.tree.map(jax.numpy.asarray, problem.batch)
     counts = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
-    pipe = jaxpp.Pipeline(problem.loss_fn, optax.adam(1e-3), schedule=schedule, **counts)
+    pipe = jaxpp.Pipeline(problem.loss_fn, optimizer(), schedule=schedule, **counts)
     state = pipe.init(problem.init, jax.random.key(0), batch)
     engine, whole, watched = pipe.engine, [], []
     plan, _ = engine.plan("update", batch, None)
@@ -131,15 +132,16 @@ def split_host_time(problem: Problem, schedule: Schedule, steps: int) -> tuple[H
         watch = _Watch()
         leaves = jax.block_until_ready(engine.run("update", leaves, batch, None, observer=watch)).state
         watched.append(watch.times)
-    medians = 1e6 * np.median(np.array(watched[20:]), axis=0)
-    kinds: defaultdict[str, list[float]] = defaultdict(list)
-    for instruction, taken in zip(plan.instructions, medians, strict=True):
-        kinds[_kind(instruction)].append(float(taken))
-    call = 1e6 * float(np.median(whole[20:]))
-    rows = [HostRow(kind, len(found), float(np.median(found)), sum(found)) for kind, found in kinds.items()]
+    times = 1e6 * np.array(watched[20:])
+    kinds: defaultdict[str, list[int]] = defaultdict(list)
+    for number, instruction in enumerate(plan.instructions):
+        kinds[_kind(instruction)].append(number)
+    call, inside = 1e6 * float(np.median(whole[20:])), float(np.median(times.sum(axis=1)))
+    totals = {kind: float(np.median(times[:, numbers].sum(axis=1))) for kind, numbers in kinds.items()}
+    rows = [HostRow(kind, len(numbers), totals[kind] / len(numbers), totals[kind]) for kind, numbers in kinds.items()]
     count, loop = len(plan.instructions), _loop(plan, steps)
     rows.append(HostRow("the loop, in these", count, loop / count, loop))
-    rows.append(HostRow("around the instructions", 0, 0.0, call - float(medians.sum())))
+    rows.append(HostRow("around the instructions", 0, 0.0, call - inside))
     return (*rows, HostRow("pipe.step", count, call / count, call))
 
 
@@ -180,7 +182,7 @@ def grow(num_stages: int, num_microbatches: int, schedule: str, steps: int) -> G
     problem = mlp(_WIDTH, max(_DEPTH, num_stages), num_microbatches)
     batch = jax.tree.map(jax.numpy.asarray, problem.batch)
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    pipe = jaxpp.Pipeline(problem.loss_fn, optax.sgd(1e-3), schedule=schedule, **counts)
+    pipe = jaxpp.Pipeline(problem.loss_fn, optax.sgd(1e-6), schedule=schedule, **counts)
     state = pipe.init(problem.init, jax.random.key(0), batch)
     plan, _ = pipe.engine.plan("update", batch, None)
     walls, cpus = [], []

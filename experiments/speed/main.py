@@ -11,7 +11,7 @@ from typing import Any
 
 import jaxpp
 from experiments.devices import ensure_devices
-from experiments.options import ConfigError, Flag, check_figure, check_names, check_numbers, figure_file
+from experiments.options import Flag, check_figure, check_names, check_numbers, figure_file
 from experiments.results import Findings, command, noted
 from experiments.speed.figure import speed_figure
 from experiments.speed.host import GrowthRow, HostRow, Lowering, grow, lowering, split_host_time
@@ -84,8 +84,6 @@ class Config:
         check_names("problems", self.problems, PROBLEMS, none=False)
         check_names("schedules", self.schedules, jaxpp.schedule.SCHEDULES, none=False)
         check_numbers(self, zero=("width", "depth", "batch", "length", "ranks"))
-        if not self.microbatches:
-            raise ConfigError("--microbatches: there is none. Fix: pass for example 8.")
         check_figure(self)
 
     @property

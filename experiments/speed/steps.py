@@ -20,7 +20,7 @@ from experiments.plain import PLAIN, Runner, plain_steps
 from experiments.problems import Problem
 from jaxpp.schedule import Schedule
 
-__all__ = ["Compiling", "StepRow", "measure_steps", "prepare"]
+__all__ = ["Compiling", "StepRow", "measure_steps", "optimizer", "prepare"]
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 """The event that JAX records for each program that XLA compiles."""
@@ -61,6 +61,10 @@ class StepRow:
         plain_kind: which of ``experiments.plain.PLAIN`` that is.
         ratio: pipelined / plain, the median of the rounds' ratios.
         quartiles: of these ratios.
+        loop: the median of the faster plain step that splits its batch, as the pipeline does: ``scan`` or ``unrolled``.
+        loop_kind: which of the two.
+        loop_ratio: pipelined / loop, the median of the rounds' ratios.
+        loop_quartiles: of these ratios.
         instructions: of the plan: programs and sends.
         host: microseconds of host time an instruction: the time until ``pipe.step`` returns.
         peak: MiB of the fullest device, as forecast.
@@ -78,6 +82,10 @@ class StepRow:
     plain_kind: str
     ratio: float
     quartiles: tuple[float, float]
+    loop: float
+    loop_kind: str
+    loop_ratio: float
+    loop_quartiles: tuple[float, float]
     instructions: int
     host: float
     peak: float
@@ -109,7 +117,7 @@ class _Pipelined:
         begun = time.perf_counter()
         counts = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
         with _counted() as compiled:
-            self.pipe = jaxpp.Pipeline(problem.loss_fn, _optimizer(), schedule=schedule, **counts)
+            self.pipe = jaxpp.Pipeline(problem.loss_fn, optimizer(), schedule=schedule, **counts)
             state = self.pipe.init(problem.init, KEY(0), batch)
             self.runner = Runner(lambda state: self.pipe.step(state, batch), state)
         self.seconds, self.programs = time.perf_counter() - begun, len(compiled)
@@ -122,11 +130,11 @@ class _Plain:
 
     def __init__(self, kind: str, problem: Problem, batch: Any, num_microbatches: int):
         begun = time.perf_counter()
-        optimizer = _optimizer()
-        step = plain_steps(problem.loss_fn, optimizer, num_microbatches)[kind]
+        same = optimizer()
+        step = plain_steps(problem.loss_fn, same, num_microbatches)[kind]
         with _counted() as compiled:
             params = jax.jit(lambda key: problem.init(key))(KEY(0))  # noqa: PLW0108  (another function: each kind compiles its own)
-            state = params, optimizer.init(params)
+            state = params, same.init(params)
             shapes = jax.eval_shape(lambda: state)
             self.runner = Runner(lambda state: step(state, batch), state)
         self.seconds, self.programs = time.perf_counter() - begun, len(compiled)
@@ -137,9 +145,9 @@ class _Plain:
             self.peak = (found.argument_size_in_bytes + found.temp_size_in_bytes + new) / _MIB
 
 
-def _optimizer() -> optax.GradientTransformation:
-    """The optimizer of both sides: two moments of each parameter, and a count."""
-    return optax.adam(1e-3)
+def optimizer() -> optax.GradientTransformation:
+    """The optimizer of both sides: two moments of each parameter, and a count. It learns so little that no gradient becomes 0."""
+    return optax.adam(1e-6)
 
 
 def prepare() -> None:
@@ -177,14 +185,15 @@ def measure_steps(
     pipes = {schedules[0].name: first}
     pipes |= {schedule.name: _Pipelined(problem, batch, schedule) for schedule in schedules[1:]}
     times = _times({name: each.runner for name, each in {**plain, **pipes}.items()}, rounds, seconds, bar)
-    kind = min(PLAIN, key=lambda kind: float(np.median(times[kind][:, 0])))
+    medians = {kind: float(np.median(times[kind][:, 0])) for kind in PLAIN}
+    kind, loop = (min(kinds, key=medians.__getitem__) for kinds in (PLAIN, ("scan", "unrolled")))
     best, shapes = plain[kind], jax.eval_shape(problem.init, KEY(0))
     for schedule in schedules:
         made, compiling = pipes[schedule.name], None
         if made is first:
             compiling = Compiling(first.seconds, first.programs, again, best.seconds, best.programs)
-        taken, alone = times[schedule.name], times[kind][:, 0]
-        low, middle, high = (float(x) for x in np.quantile(taken[:, 0] / alone, (0.25, 0.5, 0.75)))
+        taken = times[schedule.name]
+        (ratio, quartiles), (loop_ratio, loop_quartiles) = (_ratio(taken, times[each]) for each in (kind, loop))
         peaks = [peak / _MIB for peak in made.pipe.forecast(shapes, batch).peaks.values()]
         yield StepRow(
             problem=name,
@@ -192,10 +201,14 @@ def measure_steps(
             microbatches=count,
             stages=schedule.num_stages,
             seconds=float(np.median(taken[:, 0])) / 1e6,
-            plain=float(np.median(alone)) / 1e6,
+            plain=medians[kind] / 1e6,
             plain_kind=kind,
-            ratio=middle,
-            quartiles=(low, high),
+            ratio=ratio,
+            quartiles=quartiles,
+            loop=medians[loop] / 1e6,
+            loop_kind=loop,
+            loop_ratio=loop_ratio,
+            loop_quartiles=loop_quartiles,
             instructions=made.instructions,
             host=float(np.median(taken[:, 1])) / made.instructions,
             peak=max(peaks),
@@ -203,6 +216,12 @@ def measure_steps(
             plain_peak=best.peak,
             compiling=compiling,
         )
+
+
+def _ratio(taken: np.ndarray, plain: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """The median of the rounds' ratios, and their quartiles."""
+    low, middle, high = (float(x) for x in np.quantile(taken[:, 0] / plain[:, 0], (0.25, 0.5, 0.75)))
+    return middle, (low, high)
 
 
 def _times(runners: Mapping[str, Runner], rounds: int, seconds: float, bar: Any) -> dict[str, np.ndarray]:
