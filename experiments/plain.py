@@ -66,7 +66,7 @@ def plain_steps(
         optimizer: any.
         num_microbatches: parts of the batch, for ``scan`` and ``unrolled``.
     """
-    counts = {"scan": num_microbatches, "unrolled": num_microbatches, "whole": 1}
+    counts: dict[PlainKind, int] = {"scan": num_microbatches, "unrolled": num_microbatches, "whole": 1}
     return {kind: plain_step(loss_fn, optimizer, counts[kind], scan=kind == "scan") for kind in PLAIN}
 
 

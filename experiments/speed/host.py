@@ -118,7 +118,7 @@ def split_host_time(problem: Problem, schedule: Schedule, steps: int) -> tuple[H
         and the whole call.
     """
     batch = jax.tree.map(jax.numpy.asarray, problem.batch)
-    counts = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
+    counts: dict[str, Any] = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
     pipe = jaxpp.Pipeline(problem.loss_fn, optimizer(), schedule=schedule, **counts)
     state = pipe.init(problem.init, jax.random.key(0), batch)
     engine, whole, watched = pipe.engine, [], []
@@ -181,7 +181,7 @@ def grow(num_stages: int, num_microbatches: int, schedule: str, steps: int) -> G
     """
     problem = mlp(_WIDTH, max(_DEPTH, num_stages), num_microbatches)
     batch = jax.tree.map(jax.numpy.asarray, problem.batch)
-    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    counts: dict[str, Any] = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     pipe = jaxpp.Pipeline(problem.loss_fn, optax.sgd(1e-6), schedule=schedule, **counts)
     state = pipe.init(problem.init, jax.random.key(0), batch)
     plan, _ = pipe.engine.plan("update", batch, None)

@@ -12,6 +12,7 @@ from typing import Any
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.options import Flag, check_figure, check_names, check_numbers, figure_file
+from experiments.plain import PLAIN, PlainKind
 from experiments.results import Findings, command, noted
 from experiments.speed.figure import speed_figure
 from experiments.speed.host import GrowthRow, HostRow, Lowering, grow, lowering, split_host_time
@@ -38,6 +39,7 @@ class Config:
         problems: tiny, mlp2k, gpt-small, resnet; the first of them is also what the part host looks at.
         schedules: order of the actions; the first schedule of each problem is the one whose compile time is measured.
         microbatches: parts of the batch; several numbers are measured one after the other.
+        plain: plain steps to compare with: scan, unrolled, whole. An unrolled loop takes long to compile if the model is large.
         rounds: interleaved rounds.
         seconds: how long a kind of step is timed in a round; one step at least.
         width: features of a layer.
@@ -61,6 +63,7 @@ class Config:
     problems: tuple[str, ...] = ("tiny", "mlp2k")
     schedules: tuple[str, ...] = SCHEDULES
     microbatches: tuple[int, ...] = (8,)
+    plain: tuple[PlainKind, ...] = PLAIN
     rounds: int = 5
     seconds: float = 0.1
     width: int = 0
@@ -71,7 +74,7 @@ class Config:
     host_steps: int = 30
     growth: tuple[tuple[int, int], ...] = ((2, 4), (4, 16), (8, 64), (16, 128))
     lowering: tuple[tuple[int, int], ...] = ((8, 64), (8, 256))
-    thread_steps: int = 8192
+    thread_steps: int = 16384
     thread_rounds: int = 9
     thread_microbatches: int = 16
     markdown: Flag = False
@@ -82,6 +85,7 @@ class Config:
     def __post_init__(self):
         check_names("parts", self.parts, PARTS, none=False)
         check_names("problems", self.problems, PROBLEMS, none=False)
+        check_names("plain", self.plain, PLAIN, none=False)
         check_names("schedules", self.schedules, jaxpp.schedule.SCHEDULES, none=False)
         check_numbers(self, zero=("width", "depth", "batch", "length", "ranks"))
         check_figure(self)
@@ -162,7 +166,7 @@ def _steps(config: Config, plans: dict[tuple[str, int], list[Schedule]]) -> Sequ
             bar.set_description(f"{name}, {count} microbatches")
             with noted(f"This was the problem {name}."):
                 problem = PROBLEMS[name][0](sizes_of(name, count, config.sizes))
-                rows += measure_steps(name, problem, schedules, config.rounds, config.seconds, bar)
+                rows += measure_steps(name, problem, schedules, config.plain, config.rounds, config.seconds, bar)
     return rows
 
 

@@ -1,5 +1,6 @@
 """Do two cores show pipelining? Stages that are one thread wide, under several schedules and on one device."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class OneThread:
         stages: one on each device.
         microbatches: parts of the batch.
         seconds: the median step of each schedule, and of the plain one.
+        cores: how many cores each keeps busy: the process's CPU time over the step; the median.
         faster: how many times as fast as ``naive`` each is: the median of the rounds' ratios.
         quartiles: of these ratios.
         ideal: what ``faster`` would be for 1f1b if nothing but the bubble cost anything.
@@ -30,6 +32,7 @@ class OneThread:
     stages: int
     microbatches: int
     seconds: dict[str, float]
+    cores: dict[str, float]
     faster: dict[str, float]
     quartiles: dict[str, tuple[float, float]]
     ideal: float
@@ -57,21 +60,31 @@ def measure_one_thread(num_stages: int, num_microbatches: int, num_steps: int, r
     """
     problem, optimizer = one_thread(num_stages, num_steps, width=32, batch=8 * num_microbatches), optax.sgd(1e-6)
     batch, key = jax.tree.map(jax.numpy.asarray, problem.batch), jax.random.key(0)
-    counts, runners = {"num_stages": num_stages, "num_microbatches": num_microbatches}, {}
+    counts: dict[str, Any] = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    runners: dict[str, Runner] = {}
     for name in ("naive", "1f1b"):
         pipe = jaxpp.Pipeline(problem.loss_fn, optimizer, schedule=name, **counts)
         runners[name] = Runner(lambda state, pipe=pipe: pipe.step(state, batch), pipe.init(problem.init, key, batch))
     step, params = plain_step(problem.loss_fn, optimizer, num_microbatches), jax.jit(problem.init)(key)
     runners["plain"] = Runner(lambda state: step(state, batch), (params, optimizer.init(params)))
-    rows = []
+    rows: list[dict[str, float]] = []
+    busy: list[dict[str, float]] = []
+    for runner in runners.values():
+        runner.time(1)
     for _ in range(rounds):
-        rows.append({name: runner.time(1, 1)[0] / 1e6 for name, runner in runners.items()})
+        rows.append({})
+        busy.append({})
+        for name, runner in runners.items():
+            begun = time.process_time()
+            rows[-1][name] = runner.time(1)[0] / 1e6
+            busy[-1][name] = (time.process_time() - begun) / rows[-1][name]
         bar.update()
     ratios = {name: np.quantile([row["naive"] / row[name] for row in rows], (0.25, 0.5, 0.75)) for name in runners}
     return OneThread(
         stages=num_stages,
         microbatches=num_microbatches,
         seconds={name: float(np.median([row[name] for row in rows])) for name in runners},
+        cores={name: float(np.median([row[name] for row in busy])) for name in runners},
         faster={name: float(found[1]) for name, found in ratios.items()},
         quartiles={name: (float(found[0]), float(found[2])) for name, found in ratios.items()},
         ideal=ideal(num_microbatches, num_stages),

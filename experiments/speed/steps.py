@@ -16,7 +16,7 @@ import optax
 from jax.monitoring import register_event_duration_secs_listener, unregister_event_duration_listener
 
 import jaxpp
-from experiments.plain import PLAIN, Runner, plain_steps
+from experiments.plain import PlainKind, Runner, plain_steps
 from experiments.problems import Problem
 from jaxpp.schedule import Schedule
 
@@ -99,7 +99,7 @@ def _counted() -> Iterator[list[float]]:
     """The seconds of each program that XLA compiles in the block."""
     found: list[float] = []
 
-    def note(event: str, seconds: float, **_: Any) -> None:
+    def note(event: str, seconds: float, **_: str | int) -> None:
         if event == _COMPILED:
             found.append(seconds)
 
@@ -115,7 +115,7 @@ class _Pipelined:
 
     def __init__(self, problem: Problem, batch: Any, schedule: Schedule):
         begun = time.perf_counter()
-        counts = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
+        counts: dict[str, Any] = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
         with _counted() as compiled:
             self.pipe = jaxpp.Pipeline(problem.loss_fn, optimizer(), schedule=schedule, **counts)
             state = self.pipe.init(problem.init, KEY(0), batch)
@@ -128,7 +128,7 @@ class _Pipelined:
 class _Plain:
     """A plain step, compiled and after its first run."""
 
-    def __init__(self, kind: str, problem: Problem, batch: Any, num_microbatches: int):
+    def __init__(self, kind: PlainKind, problem: Problem, batch: Any, num_microbatches: int):
         begun = time.perf_counter()
         same = optimizer()
         step = plain_steps(problem.loss_fn, same, num_microbatches)[kind]
@@ -163,7 +163,7 @@ def prepare() -> None:
 
 
 def measure_steps(
-    name: str, problem: Problem, schedules: Sequence[Schedule], rounds: int, seconds: float, bar: Any
+    name: str, problem: Problem, schedules: Sequence[Schedule], kinds: Sequence[PlainKind], rounds: int, seconds: float, bar: Any
 ) -> Iterator[StepRow]:
     """Compile and time one problem under all schedules, next to all plain steps.
 
@@ -171,6 +171,7 @@ def measure_steps(
         name: of the problem.
         problem: the model and its batch.
         schedules: with equal numbers of microbatches.
+        kinds: of plain steps.
         rounds: interleaved rounds.
         seconds: how long a kind of step is timed in a round; one step at least.
         bar: counts the rounds.
@@ -181,12 +182,13 @@ def measure_steps(
     batch, count = jax.tree.map(jax.numpy.asarray, problem.batch), schedules[0].num_microbatches
     first = _Pipelined(problem, batch, schedules[0])
     again = _Pipelined(problem, batch, schedules[0]).seconds
-    plain = {kind: _Plain(kind, problem, batch, count) for kind in PLAIN}
+    plain = {kind: _Plain(kind, problem, batch, count) for kind in kinds}
     pipes = {schedules[0].name: first}
     pipes |= {schedule.name: _Pipelined(problem, batch, schedule) for schedule in schedules[1:]}
     times = _times({name: each.runner for name, each in {**plain, **pipes}.items()}, rounds, seconds, bar)
-    medians = {kind: float(np.median(times[kind][:, 0])) for kind in PLAIN}
-    kind, loop = (min(kinds, key=medians.__getitem__) for kinds in (PLAIN, ("scan", "unrolled")))
+    medians = {kind: float(np.median(times[kind][:, 0])) for kind in kinds}
+    loops = [kind for kind in kinds if kind != "whole"] or kinds
+    kind, loop = (min(some, key=medians.__getitem__) for some in (kinds, loops))
     best, shapes = plain[kind], jax.eval_shape(problem.init, KEY(0))
     for schedule in schedules:
         made, compiling = pipes[schedule.name], None
@@ -233,6 +235,6 @@ def _times(runners: Mapping[str, Runner], rounds: int, seconds: float, bar: Any)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     for number in range(rounds):
         for name in list(runners)[:: 1 - 2 * (number % 2)]:
-            found[name].append(runners[name].time(steps[name], max(1, min(20, steps[name] // 2))))
+            found[name].append(runners[name].time(steps[name], min(20, steps[name] // 2)))
         bar.update()
     return {name: np.array(rows) for name, rows in found.items()}
