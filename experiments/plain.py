@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,11 @@ import optax
 
 from jaxpp.types import Batch, LossFn, Tree
 
-__all__ = ["Runner", "plain_step"]
+__all__ = ["PLAIN", "PlainKind", "Runner", "plain_step", "plain_steps"]
+
+PlainKind = Literal["scan", "unrolled", "whole"]
+PLAIN: tuple[PlainKind, ...] = ("scan", "unrolled", "whole")
+"""How a plain step takes its batch: microbatches in a ``lax.scan``, in an unrolled loop, or the whole batch at once."""
 
 
 def plain_step(
@@ -46,6 +51,23 @@ def plain_step(
         return (optax.apply_updates(params, updates), opt_state), (loss, optax.tree.norm(grads))
 
     return jax.jit(step, donate_argnums=0)
+
+
+def plain_steps(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, num_microbatches: int
+) -> dict[PlainKind, Callable[..., tuple[Tree, tuple[jax.Array, jax.Array]]]]:
+    """The plain step of each kind, so that a pipeline can be compared with the fastest of them.
+
+    The whole batch at once is what a user without a pipeline writes first. It needs the most memory, and a loss that is no mean
+    over examples (one with batch normalisation, say) has another value there.
+
+    Args:
+        loss_fn: as for ``plain_step``.
+        optimizer: any.
+        num_microbatches: parts of the batch, for ``scan`` and ``unrolled``.
+    """
+    counts: dict[PlainKind, int] = {"scan": num_microbatches, "unrolled": num_microbatches, "whole": 1}
+    return {kind: plain_step(loss_fn, optimizer, counts[kind], scan=kind == "scan") for kind in PLAIN}
 
 
 class Runner:

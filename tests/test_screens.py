@@ -17,8 +17,8 @@ import optax
 import pytest
 
 import jaxpp
-from experiments.overhead.main import Config, main
 from experiments.results import report
+from experiments.speed.main import Config, main
 from jaxpp.runtime.progress import progress
 
 ROOT = pathlib.Path(jaxpp.__file__).parents[1]
@@ -140,17 +140,16 @@ def test_without_a_file_of_results_nothing_but_the_summary_is_printed(capsys):
     assert capsys.readouterr().out == "a table\nfigures: out/table.png\n"
 
 
-def test_the_overhead_is_four_lines_and_a_line_of_json_in_the_file(monkeypatch, capsys, tmp_path):
+def test_an_experiment_prints_its_tables_and_a_line_of_json_in_the_file(monkeypatch, capsys, tmp_path):
     path = tmp_path / "results.jsonl"
-    sizes = "--width 8 --depth 3 --batch 4 --stages 2 --microbatches 2 --rounds 1 --steps 1 --warm-up 1"
-    monkeypatch.setattr("sys.argv", f"overhead {sizes} --json {path}".split())
+    monkeypatch.setattr("sys.argv", f"speed --parts lowering --lowering 2 2 --no-figure --json {path}".split())
     main()
     captured = capsys.readouterr()
     *lines, last = captured.out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["pipelined step", "plain step", "ratio", "host per action"]
+    assert lines[0].startswith("Lowering a schedule")
     assert last == f"all numbers: {path}"
     assert captured.err == ""
     found = json.loads(path.read_text())
-    assert found["config"]["width"] == 8
+    assert found["config"]["parts"] == ["lowering"]
     assert found["versions"]["jax"] == jax.__version__
     assert Config().json is None

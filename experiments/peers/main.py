@@ -18,7 +18,7 @@ __all__ = ["Config", "Result", "main", "run", "summary"]
 
 @dataclass(frozen=True)
 class Config:
-    """The MLP of ``experiments.overhead`` and how torch runs it.
+    """The problem ``tiny`` of ``experiments.speed`` and how torch runs it.
 
     Attributes:
         width: features of each hidden layer, and of the input.

@@ -1,1 +1,0 @@
-"""What does the Python scheduler cost?"""

@@ -1,5 +1,0 @@
-"""``python -m experiments.overhead``."""
-
-from experiments.overhead.main import main
-
-main()

@@ -1,0 +1,1 @@
+"""How fast is a pipelined step, and where does its time go?"""

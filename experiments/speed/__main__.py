@@ -1,0 +1,5 @@
+"""``python -m experiments.speed``."""
+
+from experiments.speed.main import main
+
+main()
