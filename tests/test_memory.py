@@ -246,7 +246,7 @@ def test_what_only_just_fits_is_found_by_compiling_it():
 
     options = {"num_stages": 4, "num_microbatches": 4, "devices": jax.devices()[:4]}
     real = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), remat="recompute", **options).forecast(shapes, batch)
-    room = 1.05 * max(real.peaks.values())
+    room = 1.02 * max(real.peaks.values())
     tight = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), **options).forecast(shapes, batch, hbm=room)
     assert [change.what for change in tight.changes] == ['remat="recompute"']
     assert tight.changes[0].peak == max(real.peaks.values())
