@@ -10,7 +10,7 @@ from jaxpp.schedule.draw.panel import Panel, new_figure
 
 __all__ = ["speed_figure"]
 
-_BAR, _NAIVE, _PALE, _RULE, _LOOP = "#0072B2", "#9DBFD6", "#666666", "#D55E00", "#E69F00"
+_BAR, _PALE, _RULE, _LOOP = "#0072B2", "#666666", "#D55E00", "#E69F00"
 _ROW, _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _TITLE = (
     0.34,
     6.0,
@@ -61,7 +61,7 @@ def _panel(figure: Any, rows: Sequence[StepRow], bottom: float) -> None:
     panel.title(f"{first.problem}, {first.microbatches} microbatches")
     panel.rectangles(
         [(0, row.ratio, k + 0.14, k + 0.86) for k, row in enumerate(rows)],
-        [_NAIVE if row.schedule == "naive" else _BAR for row in rows],
+        _BAR,
         "ratios",
     )
     thick = 1.6 / panel.points[0]  # of the lines, in units of x
