@@ -11,17 +11,13 @@ from functools import cached_property
 from jaxpp.plan.builder import Name
 from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 from jaxpp.types import Aval
 
-__all__ = ["ZEROED", "Step", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
-
-ZEROED = 1 << 24
-"""Bytes of a stage's sums up to which they are zeroed when a step begins."""
+__all__ = ["Step", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
 
 
 @dataclass(frozen=True)
@@ -141,14 +137,10 @@ class Step:
     def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Aval]]]:
         """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
 
-        A stage with small gradients adds those of every microbatch to zeros, so that each of its backwards is compiled once. A
-        stage with large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
-
         An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
         """
         begun: list[set[Ref]] = [set() for _ in range(self.num_stages)]
         late: list[set[Ref]] = [set(self.accumulators(stage)) for stage in range(self.num_stages)]
-        small = [sum(map(count_bytes, self.accumulators(stage).values())) <= ZEROED for stage in range(self.num_stages)]
         chosen = []
         for action in actions:
             stage, kind, microbatch = action
@@ -157,7 +149,7 @@ class Step:
                 chosen.append((action, code.forward))
             elif kind in code.backward:
                 backward = code.backward[kind]
-                fresh = not small[stage] and backward.made.isdisjoint(begun[stage])
+                fresh = backward.made.isdisjoint(begun[stage])
                 chosen.append((action, backward.first if fresh else backward.then))
                 begun[stage] |= backward.made
                 late[stage] -= backward.made if fresh else set()
