@@ -127,14 +127,16 @@ class _Digest:
     def value(self, value: Any) -> None:
         """A parameter, a literal or a constant."""
         self._words.append(type(value).__qualname__)
-        if isinstance(value, ClosedJaxpr):
-            for constant in value.consts:
+        if isinstance(value, Jaxpr):  # since JAX 0.11 a closed one is its own ``jaxpr``
+            for constant in getattr(value, "consts", ()):
                 self.value(constant)
-            self.value(value.jaxpr)
-        elif isinstance(value, Jaxpr):
             for var in value.constvars:
                 self.define(var)
             self.body(value.eqns, value.invars, value.outvars)
+        elif isinstance(value, ClosedJaxpr):
+            for constant in value.consts:
+                self.value(constant)
+            self.value(value.jaxpr)
         elif isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
             self._words.append(repr(value))
         elif isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
