@@ -75,7 +75,7 @@ class Config:
     growth: tuple[tuple[int, int], ...] = ((2, 4), (4, 16), (8, 64), (16, 128))
     lowering: tuple[tuple[int, int], ...] = ((8, 64), (8, 256))
     thread_steps: int = 32768
-    thread_rounds: int = 7
+    thread_rounds: int = 5
     thread_microbatches: int = 16
     markdown: Flag = False
     figure: Path = Path("experiments/speed/out/speed.png")
