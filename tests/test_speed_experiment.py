@@ -83,13 +83,12 @@ def test_a_larger_plan_has_more_instructions(result):
 
 def test_one_thread_wide_stages_are_compared_with_the_formula(result):
     one = result.one_thread
-    assert set(one.seconds) == {"naive", "1f1b", "plain"}
+    assert set(one.seconds) == {"naive", "1f1b", "gpipe", "plain"}
     assert one.faster["naive"] == 1
     for microbatches, ranks in ((4, 2), (16, 2), (16, 4)):
-        naive, interleaved = (
-            simulate(make(name, num_ranks=ranks, num_microbatches=microbatches)).makespan for name in ("naive", "1f1b")
-        )
-        assert ideal(microbatches, ranks) == pytest.approx(float(naive / interleaved))
+        sizes = {"num_ranks": ranks, "num_microbatches": microbatches}
+        naive, *others = (float(simulate(make(name, **sizes)).makespan) for name in ("naive", "1f1b", "gpipe"))
+        assert [naive / other for other in others] == pytest.approx([ideal(microbatches, ranks)] * 2)
     assert one.ideal == ideal(4, 2)
 
 

@@ -74,8 +74,8 @@ class Config:
     host_steps: int = 30
     growth: tuple[tuple[int, int], ...] = ((2, 4), (4, 16), (8, 64), (16, 128))
     lowering: tuple[tuple[int, int], ...] = ((8, 64), (8, 256))
-    thread_steps: int = 16384
-    thread_rounds: int = 9
+    thread_steps: int = 32768
+    thread_rounds: int = 5
     thread_microbatches: int = 16
     markdown: Flag = False
     figure: Path = Path("experiments/speed/out/speed.png")
@@ -134,7 +134,7 @@ def run(config: Config) -> Result:
     figure = figure_file("speed", config)
     parts, growing = set(config.parts), config.growth if "growth" in config.parts else ()
     plans = {pair: _schedules(config, *pair) for pair in config.pairs} if parts & {"steps", "host"} else {}
-    ranks = [sizes_of(name, count, config.sizes).ranks for name, count in config.pairs]
+    ranks = [sizes_of(name, count, config.sizes).ranks for name, count in plans]
     lowered = config.lowering if "lowering" in parts else ()
     ensure_devices(max([2, *ranks, *(pair[0] for pair in (*growing, *lowered))]))
     steps = tuple(_steps(config, plans)) if "steps" in parts else ()

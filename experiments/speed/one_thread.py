@@ -14,6 +14,8 @@ from experiments.speed.problems import one_thread
 
 __all__ = ["OneThread", "ideal", "measure_one_thread"]
 
+SCHEDULES = ("naive", "1f1b", "gpipe")
+
 
 @dataclass(frozen=True)
 class OneThread:
@@ -26,7 +28,7 @@ class OneThread:
         cores: how many cores each keeps busy: the process's CPU time over the step; the median.
         faster: how many times as fast as ``naive`` each is: the median of the rounds' ratios.
         quartiles: of these ratios.
-        ideal: what ``faster`` would be for 1f1b if nothing but the bubble cost anything.
+        ideal: what ``faster`` would be for 1f1b and gpipe if nothing but the bubble cost anything.
     """
 
     stages: int
@@ -39,7 +41,7 @@ class OneThread:
 
 
 def ideal(num_microbatches: int, num_ranks: int) -> float:
-    """``naive`` over ``1f1b`` if all stages are equal and only the bubble costs anything: m p / (m + p - 1).
+    """``naive`` over ``1f1b`` or ``gpipe`` if all stages are equal and only the bubble costs anything: m p / (m + p - 1).
 
     Example:
         >>> round(ideal(16, 2), 2)
@@ -49,7 +51,7 @@ def ideal(num_microbatches: int, num_ranks: int) -> float:
 
 
 def measure_one_thread(num_stages: int, num_microbatches: int, num_steps: int, rounds: int, bar: Any) -> OneThread:
-    """Time naive, 1f1b and the plain step in interleaved rounds.
+    """Time naive, 1f1b, gpipe and the plain step in interleaved rounds.
 
     Args:
         num_stages: one on each device.
@@ -58,11 +60,11 @@ def measure_one_thread(num_stages: int, num_microbatches: int, num_steps: int, r
         rounds: interleaved rounds.
         bar: counts the rounds.
     """
-    problem, optimizer = one_thread(num_stages, num_steps, width=32, batch=8 * num_microbatches), optax.sgd(1e-6)
+    problem, optimizer = one_thread(num_stages, num_steps, width=16, batch=4 * num_microbatches), optax.sgd(1e-6)
     batch, key = jax.tree.map(jax.numpy.asarray, problem.batch), jax.random.key(0)
     counts: dict[str, Any] = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     runners: dict[str, Runner] = {}
-    for name in ("naive", "1f1b"):
+    for name in SCHEDULES:
         pipe = jaxpp.Pipeline(problem.loss_fn, optimizer, schedule=name, **counts)
         runners[name] = Runner(lambda state, pipe=pipe: pipe.step(state, batch), pipe.init(problem.init, key, batch))
     step, params = plain_step(problem.loss_fn, optimizer, num_microbatches), jax.jit(problem.init)(key)

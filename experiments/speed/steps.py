@@ -99,9 +99,9 @@ def _counted() -> Iterator[list[float]]:
     """The seconds of each program that XLA compiles in the block."""
     found: list[float] = []
 
-    def note(event: str, seconds: float, **_: str | int) -> None:
+    def note(event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED:
-            found.append(seconds)
+            found.append(duration_secs)
 
     register_event_duration_secs_listener(note)
     try:

@@ -117,7 +117,7 @@ def _lowering_table(rows: Sequence[Lowering]) -> _Table:
 def _one_thread_table(one: OneThread) -> _Table:
     cells = [["step", "ms", "cores busy", "times as fast as naive", "quartiles", "m p / (m + p - 1)"]]
     for name, seconds in one.seconds.items():
-        formula = f"{one.ideal:.2f}" if name == "1f1b" else ""
+        formula = f"{one.ideal:.2f}" if name in ("1f1b", "gpipe") else ""
         cells.append(
             [name, f"{1e3 * seconds:.0f}", f"{one.cores[name]:.2f}", f"{one.faster[name]:.2f}", _span(one.quartiles[name]), formula]
         )
