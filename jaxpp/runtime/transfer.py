@@ -59,7 +59,7 @@ def sender(home: Home, source: Home | None = None) -> Callable[[Array], Sequence
         source: where every value that will be sent lives, if programs of a plan made it there; values that a caller gave are looked
             at one by one.
     """
-    put, copy, sources, plain = jax.device_put, *_direct_copy(home), type(jnp.zeros(()))
+    put, copy, sources, plain = jax.device_put, *_direct_copy(home), _plain_type()
 
     def send(value: Array) -> tuple[Array]:
         return (put(value, home),)
@@ -72,6 +72,12 @@ def sender(home: Home, source: Home | None = None) -> Callable[[Array], Sequence
     if source is not None and (source if isinstance(source, Sharding) else SingleDeviceSharding(source)) in sources:
         return copy
     return send_directly if sources else send
+
+
+@functools.cache
+def _plain_type() -> type:
+    """The class of arrays on devices; keys are of another."""
+    return type(jnp.zeros(()))
 
 
 @functools.cache
