@@ -20,7 +20,7 @@ from jaxpp.types import Aval
 
 __all__ = ["ZEROED", "Step", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
 
-ZEROED = 1 << 24
+ZEROED = 1 << 25
 """Bytes of a stage's sums up to which they are zeroed when a step begins."""
 
 
