@@ -187,3 +187,12 @@ def test_what_cannot_be_compared_has_no_fingerprint():
     assert _fingerprint(lambda x: jax.pure_callback(np.sin, host, x), _ONE) is None
     assert _fingerprint(lambda x: (jax.debug.print("{}", x), x)[1], _ONE) is None
     assert _fingerprint(lambda x: x + np.ones(1 << 15, "f4"), jnp.ones(1 << 15)) is None
+
+
+def test_programs_that_do_the_same_under_other_names_keep_their_names_in_a_trace():
+    for schedule, kind, name in (("1f1b", "B", "stage_0_backward"), ("zb-h1", "W", "stage_0_weight_grad")):
+        pipe = jaxpp.Pipeline(make()[1], optax.adam(0.1), num_stages=3, num_microbatches=2, schedule=schedule)
+        batch = jnp.linspace(-1, 1, 8).reshape(4, 2)
+        pipe.init(make()[2], jax.random.key(0), batch)
+        plan, _ = pipe.engine.plan("update", batch, None)
+        assert {line.about.program for line in plan.instructions if line.label.startswith(f"0{kind}")} == {name}

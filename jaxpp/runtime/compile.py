@@ -97,7 +97,7 @@ class Programs:
             for job, chosen in fresh.values():
                 lowered = _lower(job, chosen)
                 text = _text(job, chosen, lowered, settled)
-                known = self._same.get(text) or BEFORE.get(text)
+                known = self._same.get(text) or BEFORE.get((job.program.name, *text))
                 if known is not None:
                     self._same[text] = known
                     self._keep(job, chosen, known, settled)
@@ -112,7 +112,7 @@ class Programs:
                 text, chosen = waiting[done]
                 made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
                 if isinstance(text[0], bytes):
-                    BEFORE.add(text, made)
+                    BEFORE.add((made.name, *text), made)
                 for job in wanted[text]:
                     self._keep(job, chosen, made, settled)
                     bar.update()
@@ -170,9 +170,9 @@ def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
 
 
 def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:
-    """What a program does and where, without lowering it; None if that cannot be said."""
+    """What a program does and where, and its name in a trace, without lowering it; None if that cannot be said."""
     does = job.program.does
-    return None if does is None else (does, *job[1:], given, settled)
+    return None if does is None else (job.program.name, does, *job[1:], given, settled)
 
 
 def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hashable) -> tuple[Hashable, ...]:

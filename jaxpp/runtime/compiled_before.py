@@ -2,7 +2,8 @@
 
 JAX keeps its own compiled programs in this way, by the Python function; the functions of a pipeline are made anew with it. So
 programs are known here by what they do: by the text that they are lowered to, and, before they are lowered, by their equations
-(``stages.fingerprint``). The least recently used are forgotten, and all of them whenever ``jax.clear_caches`` is called.
+(``stages.fingerprint``); and by their names, which a trace shows. The least recently used are forgotten, and all of them whenever
+``jax.clear_caches`` is called.
 """
 
 from collections import OrderedDict
