@@ -6,7 +6,7 @@ A step is written in five passes by one ``Builder``:
 2. *begin*: one program a stage for what it does once (``plan.stage_setup``);
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
    those of model state that another stage keeps;
-4. *sums* (``plan.sum_gradients``): small gradients become leaves again, gradients of tied parameters go home and are summed, and
+4. *sums* (``plan.sum_gradients``): small gradients become leaves where one is read, tied ones go home and are summed, and
    gradients, loss and aux are summed over the replicas, once;
 5. *reduce*: aux values that were held for the end of the step are reduced.
 

@@ -134,6 +134,12 @@ class Step:
         return tuple(leaf for leaf in range(len(self.params)) if any(loss.params[leaf] in loss.carries for loss in losses))
 
     @cached_property
+    def away(self) -> tuple[tuple[int, Ref], ...]:
+        """The gradients that a stage sums for parameters of another, and that stage."""
+        sums = [(stage, ref) for stage in range(self.num_stages) for ref in self.accumulators(stage)]
+        return tuple((s, ref) for s, ref in sums if ref.role == Role.GRAD and ref.index >= 0 and self.owner[ref.index] != s)
+
+    @cached_property
     def packed(self) -> frozenset[Ref]:
         """The gradients that are summed as parts of vectors."""
         return frozenset(ref for code in self.cuts[0].stages for pack in code.packs for ref in pack.members)

@@ -38,9 +38,7 @@ def _stays_packed(step: Step, stage: int) -> bool:
 
 def _coming_home(step: Step, home: int) -> list[tuple[int, Ref]]:
     """The gradients that other stages sum for the parameters of a stage, and these stages."""
-    others = [stage for stage in range(step.num_stages) if stage != home]
-    found = [(stage, ref) for stage in others for ref in step.accumulators(stage)]
-    return [(s, ref) for s, ref in found if ref.role == Role.GRAD and ref.index >= 0 and step.owner[ref.index] == home]
+    return [(stage, ref) for stage, ref in step.away if step.owner[ref.index] == home]
 
 
 def add_unpacking(builder: Builder, step: Step) -> None:
@@ -106,8 +104,10 @@ def _sum(builder: Builder, step: Step, stage: int, groups: list[list[Name]]) -> 
 
 def add_replica_sums(builder: Builder, step: Step, stage: int) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    leaves = set(step.trained if step.trains else ()).difference(packed_sums(step))
-    grads = [Ref(Role.GRAD, leaf) for leaf in sorted(leaves) if step.owner[leaf] == stage]
+    leaves = step.trained if step.trains else ()
+    grads = [Ref(Role.GRAD, leaf) for leaf in leaves if step.owner[leaf] == stage]
+    if _stays_packed(step, stage):
+        grads = [ref for ref in grads if ref not in step.packed]
     own = [ref for ref in grads if (Role.GRAD, ref.index) in step.own]
     _mean_of_own(builder, step, stage, own)
     found = [(ref, step.params[ref.index]) for ref in grads if ref not in own]
