@@ -18,7 +18,7 @@ from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.stage_table import Stages, tabulate
-from jaxpp.state import States, states_of
+from jaxpp.state_leaves import States, states_of
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import BankRunner, Runner, with_set
 from jaxpp.types import Array, Batch, Key, Tree

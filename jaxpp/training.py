@@ -9,7 +9,7 @@ import optax
 
 from jaxpp.compiled import Compiled, compile_step
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.init_arguments import are_swapped, read_given, swapped
+from jaxpp.engine.init_arguments import Given, are_swapped, read_given, swapped
 from jaxpp.errors import StateError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
@@ -20,7 +20,8 @@ from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages
-from jaxpp.state import Metrics, State, check_kept
+from jaxpp.state import Metrics, State
+from jaxpp.state_leaves import check_kept, steps_of
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import with_set
 from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree
@@ -143,18 +144,47 @@ class Training:
             InitError: ``init_fn`` cannot be traced.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
-        refuse_tracers("pipe.init(...)", init_or_params, args)
-        given = read_given(init_or_params, args)
-        check_alive("pipe.init", (init_or_params, args))
-        try:
-            found = self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0))
-        except Exception as error:
-            if not given.makes and are_swapped(self._options, given, lambda variables: with_set(self._bank, variables)):
-                raise swapped(given) from error
-            raise
+        given, found = self._open_given("init", init_or_params, args)
         self._kept = None  # there may be no room for two
         self._kept = state = found.states.wrap(found.first_leaves(given))
         return state
+
+    def abstract_state(self, init_or_shapes: Any, *args: Any) -> State:
+        """The shapes of the state, each with the sharding of its owner: what a checkpoint is restored to. No array is made.
+
+        It does what ``init`` does up to the first array: the loss is cut, the stages are placed, the step is compiled. Then Orbax
+        restores every leaf straight to its owner, at any number of stages and with any schedule, and training goes on::
+
+            target = pipe.abstract_state(init_fn, key, batch)
+            state = orbax.checkpoint.StandardCheckpointer().restore(path, target)
+            state, metrics = pipe.step(state, batch, key)
+
+        Leaves that the pipeline holds as slices of unequal size, or as several on one device, come to pinned host memory; the
+        first step brings the slices to their owners.
+
+        Args:
+            init_or_shapes: as for ``init``; instead of parameters their shapes will do, ``jax.eval_shape(init_fn, key)``.
+            *args: as for ``init``.
+
+        Returns:
+            a ``State`` whose leaves are ``jax.ShapeDtypeStruct``s with shardings; ``step`` is 0.
+
+        Raises:
+            JaxppError: as ``init``.
+        """
+        return self._open_given("abstract_state", init_or_shapes, args)[1].states.abstract
+
+    def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[Given, Compiled]:
+        """What the method ``where`` was given, and the pipeline cut and compiled for it."""
+        refuse_tracers(f"pipe.{where}(...)", init_or_params, args)
+        given = read_given(where, init_or_params, args)
+        check_alive(f"pipe.{where}", (init_or_params, args))
+        try:
+            return given, self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0))
+        except Exception as error:
+            if not given.makes and are_swapped(self._options, given, lambda variables: with_set(self._bank, variables)):
+                raise swapped(where, given) from error
+            raise
 
     def step(
         self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None, donate: bool = True
@@ -191,19 +221,21 @@ class Training:
         """
         found = self._opened("step")
         refuse_tracers("pipe.step(state, batch, key)", batch, key)
-        leaves = found.states.unwrap(state, consumed=donate)
+        leaves, num_steps = found.states.unwrap(state, consumed=donate), steps_of(state)
         found.detector.look()  # before anything is consumed: a warning may be an error
         self._kept = state
         with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
             try:
                 outcome = found.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
-                if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state)):  # not the copies of one elsewhere
+                if any(
+                    getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)
+                ):  # not the copies of one elsewhere
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
                 raise
-            self._kept = new = found.states.wrap(outcome.state)
+            self._kept = new = found.states.wrap(outcome.state, num_steps + 1)
         found.detector.add(outcome.squares)
-        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite)
+        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1)
 
     def evaluate(
         self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: TaskNames = None
@@ -229,7 +261,7 @@ class Training:
         with self._whole("evaluate", state, batch, key, task) as (engine, leaves):
             chosen = self._opened("evaluate").runner.loss(loss_fn)
             outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
-        return Metrics(loss=outcome.loss, aux=outcome.aux)
+        return Metrics(loss=outcome.loss, aux=outcome.aux, step=steps_of(state))
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.

@@ -26,7 +26,8 @@ from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint
-from jaxpp.state import State, states_of
+from jaxpp.state import State
+from jaxpp.state_leaves import states_of
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 __all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
@@ -257,19 +258,19 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
             leaves, finite = scaling.unscale(jax.tree.leaves(grads), scale)
             grads, scale = jax.tree.structure(grads).unflatten(leaves), scaling.adjust(scale, finite)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-        new = State(optax.apply_updates(state.params, updates), opt_state, model_state)
+        new = State(optax.apply_updates(state.params, updates), opt_state, model_state, step=None)  # pyright: ignore[reportArgumentType]
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state._replace(loss_scale=()))
         return new._replace(loss_scale=tree.unflatten(scale))
 
-    state, after = (states_of(engine).wrap(given) for given in (leaves, stepped))
+    state, after = (states_of(engine).wrap(given, step=None) for given in (leaves, stepped))
     grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     grads, whole, model_state, loss = gather((grads, State(*state), model_state, found.loss))
     if _own(engine):
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
-        made = [update(grad, State(params, opt, *whole[2:]), model_state, loss) for grad, params, opt in rows]
-        parts = [_together([getattr(one, part) for one in made]) for part in ("params", "opt_state")]
-        wanted = State(*parts, *made[0][2:])
+        made = [update(grad, whole._replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
+        parts = {part: _together([getattr(one, part) for one in made]) for part in ("params", "opt_state")}
+        wanted = made[0]._replace(**parts)
     else:
         wanted = update(grads, whole, model_state, loss)
     compare("", State(*after), wanted)

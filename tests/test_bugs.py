@@ -73,7 +73,7 @@ def test_one_array_in_two_places_of_a_state_is_given_two_buffers():
     state = pipe.init(twins, X)
     zeros = jnp.zeros((6, 6))
     state, _ = pipe.step(state._replace(params={**state.params, "b": zeros, "c": zeros}), X)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
 
 
 @pytest.mark.parametrize("microbatches", [2, 3])
@@ -164,10 +164,10 @@ def test_an_update_that_combines_leaves_runs_on_a_model_axis_with_two_stages_a_r
     mesh = jax.make_mesh((2, 1, 2), ("pipe", "data", "model"), devices=jax.devices()[:4])
     pipe = pipeline(loss, optimizer, 4, 2, schedule="looped-bfs", mesh=mesh, shardings={"fc/*": "column", "proj/*": "row"})
     state = pipe.init(params, X)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, tuple(state))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.held)
     for _ in range(2):
         state, _ = pipe.step(state, X)
-    assert jax.tree.map(lambda leaf: leaf.sharding, tuple(state)) == shardings
+    assert jax.tree.map(lambda leaf: leaf.sharding, state.held) == shardings
     pipe.verify(state, X)
 
 

@@ -47,7 +47,7 @@ def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     batch, engine = jax.tree.map(np.asarray, case.batch), pipe.engine
     lowered = engine.lower("update", batch, case.key)
     liveness = step_liveness(engine, lowered, homes_of(lowered, batch, case.key))
-    own = engine.copy(engine.leaves(state))
+    own = engine.copy(engine.leaves(state.held))
     own = engine.run("update", own, batch, case.key).state
     jax.block_until_ready(own)
     gc.collect()
@@ -75,7 +75,7 @@ def test_what_waits_in_host_memory_is_not_on_the_device():
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name, monkeypatch):
     case, pipe, state = ready(name)
-    own = pipe.engine.copy(pipe.engine.leaves(state))
+    own = pipe.engine.copy(pipe.engine.leaves(state.held))
     ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     devices = ledger.liveness.devices
     assert [(s.device, s.when) for s in ledger.samples if s.when in ("begins", "ends")] == [
@@ -83,7 +83,7 @@ def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so
     ]
     for sample in ledger.samples:
         assert sample.kinds == tuple(ledger.liveness.levels[sample.device][sample.moment]), sample
-        assert sample.elsewhere >= sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.devices() == {sample.device})
+        assert sample.elsewhere >= sum(leaf.nbytes for leaf in jax.tree.leaves(state.held) if leaf.devices() == {sample.device})
     forecast = pipe.forecast(jax.eval_shape(lambda: case.params), case.batch, case.key)
     for device, sample in ledger.peaks.items():
         measured = sum(sample.kinds) + sample.temporaries
@@ -209,7 +209,7 @@ def test_a_size_that_is_none_is_refused(wrong):
 
 def test_where_a_backend_counts_for_itself_the_difference_is_explained():
     case, pipe, state = ready("mlp gpipe")
-    own = pipe.engine.copy(pipe.engine.leaves(state))
+    own = pipe.engine.copy(pipe.engine.leaves(state.held))
     ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     device, sample = next(iter(ledger.peaks.items()))
     mine = sample.total + sample.temporaries
@@ -219,7 +219,7 @@ def test_where_a_backend_counts_for_itself_the_difference_is_explained():
 
 def test_what_the_caller_holds_is_not_counted_as_the_steps():
     case, pipe, state = ready("mlp gpipe")
-    own = pipe.engine.copy(pipe.engine.leaves(state))
+    own = pipe.engine.copy(pipe.engine.leaves(state.held))
     ledger, _ = sample_step(pipe.engine, own, case.batch, case.key)
     begins = ledger.samples[0]
     assert begins.by_kind["batch"] < case.batch["x"].nbytes

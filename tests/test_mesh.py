@@ -172,7 +172,7 @@ def test_activations_go_from_sub_mesh_to_sub_mesh_without_the_host():
             (source,), (target,) = instruction.inputs, instruction.outputs
             seen.append((slots[source].sharding, slots[target].sharding))
 
-    leaves = pipe.engine.leaves(state)
+    leaves = pipe.engine.leaves(state.held)
     pipe.engine.run("grads", leaves, case.batch, case.key, observer=observer)
     assert len(seen) == len(sent)
     for source, target in seen:  # the same parts on as many other devices: each goes straight to its like

@@ -163,7 +163,7 @@ def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stag
 def test_the_ledger_counts_model_state():
     pipe = pipeline(3, 2)
     state = pipe.init(init, jax.random.key(0), BATCH)
-    ledger, _ = sample_step(pipe.engine, pipe.engine.leaves(state), BATCH, None)
+    ledger, _ = sample_step(pipe.engine, pipe.engine.leaves(state.held), BATCH, None)
     begins = [sample for sample in ledger.samples if sample.moment == 0]
     assert sum(sample.by_kind["model state"] for sample in begins) == 3 * 2 * 8 * 4
     for sample in ledger.samples:

@@ -46,7 +46,7 @@ def test_b1_the_whole_model_is_never_on_one_device_nor_on_the_host(monkeypatch):
     monkeypatch.setattr(np, "asarray", lambda *args, real=np.asarray, **kw: from_host.append(args) or real(*args, **kw))
     before = {id(array) for array in jax.live_arrays()}
     state = pipe.init(case.init, jax.random.key(0), case.batch)
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(state.held))
     for device in {stage.device for stage in pipe.stages}:
         here = [a for a in jax.live_arrays() if id(a) not in before and a.devices() == {device}]
         assert sum(array.nbytes for array in here) < 0.4 * total
@@ -165,7 +165,7 @@ def test_a_step_reuses_the_buffers_of_its_state_unless_told_to_keep_them():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     kept, _ = pipe.step(state, case.batch, donate=False)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
     used, _ = pipe.step(state, case.batch)
     assert bits(kept) == bits(used)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
@@ -198,7 +198,7 @@ def test_an_exception_while_a_stage_runs_names_the_action():
             raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck") as error:
-        pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=broken)
+        pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, None, observer=broken)
     assert error.value.args == ("out of luck",)
     assert error.value.__notes__ == ["jaxpp: raised while dispatching 1F1"]
     pipe.step(state, case.batch)

@@ -95,7 +95,7 @@ def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, schedule=schedule, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    outcome = pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
+    outcome = pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, None, observer=watch)
     kept = {id(leaf) for leaf in jax.tree.leaves(outcome)}
     jax.block_until_ready(outcome.grads)
     gc.collect()
@@ -120,7 +120,7 @@ def test_a_residual_is_let_go_at_its_backward_not_at_the_end_of_the_step(schedul
         over.append(instruction.label.replace(last, "F") if instruction.label[:2] in {f"0{last}", f"1{last}"} else "none")
 
     made["none"] = []
-    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=observer)
+    pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, None, observer=observer)
     assert checked >= {f"{stage}F{i}" for stage in (0, 1) for i in range(4)}
 
 
@@ -146,7 +146,7 @@ def test_a11_residuals_stay_on_the_device_of_their_stage():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, case.key, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, case.key, observer=watch)
     for label, _, devices in watch.made:
         assert devices == {pipe.stages[int(label[0])].device}
 
@@ -166,7 +166,7 @@ def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeyp
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     moved.clear()
     watch = Watch()
-    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, None, observer=watch)
     boundary = [size for label, size in watch.sends if re.match(r"send \d+[FB]\d+ ", label)]
     assert len(boundary) == 2 * (p - 1) * m
     assert sum(boundary) == 2 * (p - 1) * batch_size * width * 4
@@ -182,7 +182,7 @@ def test_labels_are_sent_to_the_last_stage_only():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, None, observer=watch)
     feeds = [label for label, _ in watch.sends if label.startswith("send batch")]
     assert feeds == ["send batch 0 to stage 0", "send batch 1 to stage 3"]
 
@@ -222,7 +222,7 @@ def test_a_tied_parameter_is_sent_once_and_its_gradient_comes_back_once():
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    pipe.engine.run("update", pipe.engine.leaves(state), case.batch, case.key, observer=watch)
+    pipe.engine.run("update", pipe.engine.leaves(state.held), case.batch, case.key, observer=watch)
     assert [label for label, _ in watch.sends if "embed/embedding" in label] == [
         "send embed/embedding to stage 2",
         "send grad of embed/embedding to stage 0",
@@ -239,7 +239,7 @@ def test_stages_on_one_device_send_nothing_to_one_another():
     alone = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True, devices=jax.devices()[:1])
     state = alone.init(case.init, jax.random.key(0), case.batch)
     watch = Watch()
-    alone.engine.run("update", pipe.engine.leaves(state), case.batch, None, observer=watch, donate=False)
+    alone.engine.run("update", pipe.engine.leaves(state.held), case.batch, None, observer=watch, donate=False)
     assert all(label.startswith("send batch") for label, _ in watch.sends)
     alone.verify(state, case.batch)
 

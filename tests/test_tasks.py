@@ -283,7 +283,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
             assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST_MEMORY}
-        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {jax.devices()[0].default_memory().kind}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.held)} == {jax.devices()[0].default_memory().kind}
 
 
 @pytest.mark.parametrize(("options", "loads"), [({}, 1), ({"data_parallel": 2}, 2)])
@@ -371,7 +371,7 @@ def test_a_task_that_cannot_be_is_refused_before_anything_moves(task, lines):
     for line in lines:
         assert line in str(error.value)
     assert bank.host_store.traffic == moved
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
 
 
 def test_what_is_no_bank_is_refused():
@@ -444,7 +444,7 @@ def test_a_set_that_is_in_use_elsewhere_is_refused_before_the_state_is_consumed(
     pipe, state = opened(bank)
     with bank.use("t0"), pytest.raises(jaxpp.errors.BankError, match="in use"):
         pipe.step(state, DATA, jax.random.key(0), task="t0")
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
     state, _ = pipe.step(state, DATA, jax.random.key(0), task="t0")
     with bank.use("t0") as task:  # by hand, between steps of the pipeline
         same_bits(task.params, bank.params("t0"))
@@ -461,7 +461,7 @@ def test_a_write_back_that_fails_does_not_cost_the_state(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("jaxpp.tasks.host_store.to_host", no_room)
         state, metrics = pipe.step(state, DATA, jax.random.key(1), task="t0")
-    assert np.isfinite(metrics.loss) and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert np.isfinite(metrics.loss) and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
     with pytest.raises(jaxpp.errors.BankError, match="'t0'"):
         pipe.step(state, DATA, jax.random.key(2), task="t1")  # told before anything is consumed
     same_bits((bank.params("t0"), bank.opt_state("t0")), before)

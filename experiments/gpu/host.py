@@ -66,7 +66,7 @@ def _instructions(job: Job, schedule: str) -> Iterator[Row]:
     state = it.init(pipe)
     plan, _ = pipe.engine.plan("update", it.batch, it.key)
     count, times = len(plan.instructions), 10 * job.sizes.steps
-    watch, leaves = _Stopwatch(), pipe.engine.copy(pipe.engine.leaves(state))
+    watch, leaves = _Stopwatch(), pipe.engine.copy(pipe.engine.leaves(state.held))
     for k in range(times + 3):
         watch.found.update({name: [] for name in watch.found} if k == 3 else {})  # the first steps find cold caches
         watch.begin()

@@ -41,7 +41,7 @@ def _watcher(job: Job, batch: Any, key: Any, pipe: jaxpp.Pipeline, state: jaxpp.
     """Interleaved steps whose results are polled (``Watch``) and steps that run alone."""
     engine = pipe.engine
     plan, _ = engine.plan("update", batch, key, watched=True)
-    held = {"leaves": engine.copy(engine.leaves(state))}
+    held = {"leaves": engine.copy(engine.leaves(state.held))}
 
     def step(*, watched: bool) -> float:
         begun, watch = time.perf_counter(), Watch(plan) if watched else None

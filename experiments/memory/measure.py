@@ -78,7 +78,7 @@ def measure(
     Returns:
         one holding a device, in the order of the ranks.
     """
-    ledger, leaves = sample_step(pipe.engine, pipe.engine.leaves(state), batch, key)
+    ledger, leaves = sample_step(pipe.engine, pipe.engine.leaves(state.held), batch, key)
     highest = _highest(pipe, leaves, batch, key)
     stages_per_rank = pipe.schedule.num_stages // pipe.schedule.num_ranks
     holdings = []

@@ -216,7 +216,7 @@ def bytes_sent(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, key: jax.Ar
             arrived = slots[instruction.outputs[0]]
             found[_KINDS.get(line.inputs[0].ref.role, "scalars")] += sum(s.data.nbytes for s in arrived.addressable_shards)
 
-    engine.run("update", pipe.engine.leaves(state), batch, key, donate=False, observer=look)
+    engine.run("update", pipe.engine.leaves(state.held), batch, key, donate=False, observer=look)
     return Sent(**found)
 
 

@@ -57,8 +57,8 @@ class Given(NamedTuple):
             raise
 
 
-def read_given(init_or_params: Tree, args: Sequence[Tree]) -> Given:
-    """The arguments of ``init`` by their meaning.
+def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:
+    """The arguments of ``init``, or of another method ``where`` that takes the same, by their meaning.
 
     Raises:
         ArgumentError: too few or too many, or in another order.
@@ -68,13 +68,13 @@ def read_given(init_or_params: Tree, args: Sequence[Tree]) -> Given:
     got = ", ".join(kinds)
     if len(everything) == 2:
         if not {_FUNCTION, _KEY}.isdisjoint(kinds):
-            raise _wrong_init(got)
+            raise _wrong_init(where, got)
         return Given(*everything)
     if len(everything) != 3:
-        raise _wrong_init(got)
+        raise _wrong_init(where, got)
     made, key, batch = everything
     if not callable(made) or not _may_be_key(key) or kinds[2] in (_FUNCTION, _KEY):
-        raise _wrong_init(got)
+        raise _wrong_init(where, got)
     return Given(made, batch, key)
 
 
@@ -98,10 +98,10 @@ def are_swapped(options: Options, given: Given, joined: Callable[[tuple[Tree, ..
     return False
 
 
-def swapped(given: Given) -> ArgumentError:
+def swapped(where: str, given: Given) -> ArgumentError:
     """The error for a batch where the parameters should be."""
     return _wrong_init(
-        f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}: the loss takes them the other way round"
+        where, f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}: the loss takes them the other way round"
     )
 
 
@@ -114,9 +114,9 @@ def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
     if not options.has_state:
         return (made,)
     if not isinstance(made, tuple) or len(made) != 2:
-        raise _wrong_init(f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")
+        raise _wrong_init("init", f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")
     if made[1] is None:
-        raise _wrong_init("None as the model state, with has_state=True; an empty one is {}")
+        raise _wrong_init("init", "None as the model state, with has_state=True; an empty one is {}")
     return made
 
 
@@ -140,11 +140,11 @@ def _may_be_key(value: Tree) -> bool:
     return value.shape == () if typed else value.dtype == jnp.uint32 and len(value.shape) == 1
 
 
-def _wrong_init(got: str) -> ArgumentError:
+def _wrong_init(where: str, got: str) -> ArgumentError:
     return ArgumentError(
-        "pipe.init",
-        "init takes a function, a key and a batch, or parameters and a batch, in this order",
+        f"pipe.{where}",
+        f"{where} takes a function, a key and a batch, or parameters and a batch, in this order",
         got,
-        "call pipe.init(init_fn, jax.random.key(0), batch) or pipe.init(params, batch), with has_state=True a pair "
+        f"call pipe.{where}(init_fn, jax.random.key(0), batch) or pipe.{where}(params, batch), with has_state=True a pair "
         "(params, model_state)",
     )

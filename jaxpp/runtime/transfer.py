@@ -33,6 +33,7 @@ __all__ = [
     "concatenated_at",
     "gather",
     "join_slices",
+    "joined_home",
     "put",
     "put_at",
     "sender",
@@ -196,12 +197,38 @@ def check_alive(where: str, tree: Tree) -> None:
 
 def join_slices(node: Slices) -> Array | Slices:
     """Slices of equal size on different devices as one array sharded over these, sharing their buffers; others as they are."""
-    devices = [device for part in node.parts for device in part.devices()]
-    if len(set(node.sizes)) > 1 or len(set(devices)) < len(devices) or len(devices) > len(node.parts):
+    devices = [part.sharding.device_set for part in node.parts]
+    sharding = _over_stages(node.sizes, [next(iter(each)) if len(each) == 1 else None for each in devices])
+    if sharding is None:
         return node
-    sharding = NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
     shape = (sum(node.sizes), *node.parts[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, list(node.parts))
+
+
+def joined_home(home: Home | Slices) -> Sharding:
+    """Where a whole leaf is restored to: the sharding of its owner.
+
+    For slices (of homes) it is the sharding that ``join_slices`` gives, and where that gives none pinned host memory, from which a
+    step brings each slice to its owner: a whole leaf may be larger than a device.
+    """
+    if not isinstance(home, Slices):
+        return home if isinstance(home, Sharding) else SingleDeviceSharding(home)
+    sharding = _over_stages(home.sizes, [None if isinstance(part, NamedSharding) else _device_of(part) for part in home.parts])
+    first = home.parts[0]
+    device = sorted(first.device_set, key=lambda device: device.id)[0] if isinstance(first, Sharding) else first
+    return SingleDeviceSharding(device, memory_kind=HOST_MEMORY) if sharding is None else sharding
+
+
+def _over_stages(sizes: Sequence[int], devices: Sequence[Device | None]) -> NamedSharding | None:
+    """The sharding of slices of equal size on different devices; None for other slices."""
+    if None in devices or len(set(sizes)) > 1 or len(set(devices)) < len(devices):
+        return None
+    return NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
+
+
+def _device_of(home: Home) -> Device | None:
+    """The device of a home that is one device."""
+    return next(iter(home.device_set)) if isinstance(home, SingleDeviceSharding) else home
 
 
 def split_slices(leaf: Array) -> list[Array]:

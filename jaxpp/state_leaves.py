@@ -1,0 +1,189 @@
+"""From the flat leaves that a pipeline steps to the state that the user holds, and back."""
+
+import operator
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.tracing import avals_of
+from jaxpp.errors import StateError
+from jaxpp.errors.checks import refuse_tracers
+from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.transfer import join_slices, joined_home, put, split_slices, to_homes
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
+from jaxpp.state import State
+from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
+
+__all__ = ["States", "check_kept", "states_of", "steps_of"]
+
+
+class States:
+    """Makes states of a pipeline's flat leaves, and takes them apart again; ``trees`` has the structure of each part as held."""
+
+    def __init__(self, trees: Sequence[Tree], shapes: Leaves[Aval], homes: Leaves[Home]):
+        self._trees, self._groups, self._homes = tuple(trees), shapes, homes.flat()
+        self._shapes = shapes.flat()
+        self._sliced = any(isinstance(node, Slices) for node in self._nodes(self._shapes))
+        self._last: list[weakref.ref[Array]] = []
+
+    def _fill(self, leaves: Sequence[Leaf]) -> tuple[Tree, ...]:
+        supply = iter(leaves)
+        return tuple(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees)
+
+    def _nodes(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves, those that are slices of one together."""
+        return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
+
+    def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
+        """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
+        leaves = groups.flat()
+        held = self._fill(leaves)
+        if self._sliced:
+            held = joined(held, join_slices)
+            leaves = jax.tree.leaves(held)
+        self._last = list(map(weakref.ref, leaves))
+        return State(*held, step=step)  # pyright: ignore[reportArgumentType]
+
+    @cached_property
+    def abstract(self) -> State:
+        """The shape of each leaf, with the sharding of its owner; see ``joined_home`` for what is held as slices."""
+        tree = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
+        pairs = zip(map(whole_shape, self._nodes(self._shapes)), self._nodes(self._homes), strict=True)
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=joined_home(home)) for aval, home in pairs]
+        return State(*tree.unflatten(leaves))
+
+    def unwrap(self, state: State, where: str = "step", *, consumed: bool = False) -> Leaves[Array]:
+        """The leaves of what the user passed to the method ``where`` as a state, each on its owner.
+
+        With ``consumed`` their buffers will be taken over. If some arrays of the state live elsewhere, all leaves are then copies:
+        a step consumes all of a state, or nothing.
+
+        Raises:
+            ArgumentError: it is traced.
+            StateError: it is consumed, or its leaves are not those of this pipeline.
+        """
+        held = jax.tree.leaves(state.held) if isinstance(state, State) else []
+        mine = len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
+        if mine and not any(leaf.is_deleted() for leaf in held):
+            return self._groups.fill(self._split(state) if self._sliced else held)
+        refuse_tracers(f"pipe.{where}(state, batch, key)", held if isinstance(state, State) else state)
+        _check_state(state, self.abstract)
+        leaves = self._split(state)
+        placed, seen = to_homes(leaves, self._homes), set()
+        own = {buffer for leaf in held for buffer in _buffers(leaf)}
+        stays = [not own.isdisjoint(_buffers(leaf)) for leaf in placed]
+        copy = consumed and any(isinstance(leaf, jax.Array) and not here for leaf, here in zip(leaves, stays, strict=True))
+        for k, leaf in enumerate(placed):
+            buffers = _buffers(leaf)
+            if (copy and stays[k]) or not seen.isdisjoint(buffers):  # one array in two places has a buffer for each to give up
+                placed[k] = put(leaf, self._homes[k])
+            seen.update(buffers)
+        return self._groups.fill(placed)
+
+    def _split(self, state: State) -> list[Leaf]:
+        """The leaves of a state, stacked ones as slices."""
+        pairs = zip(jax.tree.leaves(state.held, is_leaf=is_slices), self._nodes(self._shapes), strict=True)
+        return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+
+
+def states_of(engine: Engine, *, own: bool = True) -> States:
+    """What makes the states of an engine's steps; unless the states hold what each replica has of its ``own``, a bank holds it."""
+    placed, scaling = engine.placed, engine.options.loss_scale
+    params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
+    opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
+    scale = jax.tree.structure(() if scaling is None else scaling.example)
+    if own:
+        return States((params, opt_state, model_state, scale), placed.shapes, placed.homes)
+    trees = params.children()[0], opt_state.children()[0], model_state, scale
+    return States(trees, placed.shapes.shared, placed.homes.shared)
+
+
+def steps_of(state: State) -> int:
+    """How many steps led to a state: the number, which may come from a file as an array.
+
+    Raises:
+        StateError: it is no whole number.
+    """
+    step: Any = state.step
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    try:
+        return operator.index(np.asarray(step).item())
+    except (TypeError, ValueError) as error:
+        fix = "give the number of steps that were taken, state._replace(step=0) for example"
+        raise StateError("state.step", "the number of a step is a whole number", repr(step)[:80], fix) from error
+
+
+def check_kept(state: State | None) -> State:
+    """The state that a pipeline keeps; a StateError if there is none, or if it was consumed."""
+    if state is None:
+        rule = "a pipeline keeps the newest state that init or step made"
+        got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
+        raise StateError("pipe.state", rule, got, "call state = pipe.init(...), or step with the state that was restored")
+    leaves = jax.tree.leaves(state.held)
+    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+        got = f"{gone} of {len(leaves)} leaves are gone: by an update that failed in part, or by the step of another pipeline"
+        fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
+        raise StateError("pipe.state", "a state that was consumed cannot be used again", got, fix)
+    return state
+
+
+def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
+    """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
+    if not isinstance(leaf, jax.Array):
+        return []
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    data = jax.block_until_ready(data)  # to ask for an address waits with Python's lock held, which a host callback may want
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
+
+
+def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
+    """The slices of a leaf that was made by ``join_slices``, or is whole."""
+    if isinstance(leaf, Slices):
+        if leaf.sizes == node.sizes:
+            return leaf.parts
+        leaf = assembled(leaf)
+    found = split_slices(leaf) if isinstance(leaf, jax.Array) else ()
+    if tuple(part.shape[0] for part in found) == node.sizes:
+        return found
+    return [leaf[a:b] for a, b in rows(node.sizes)]
+
+
+def _check_state(state: object, expected: State) -> None:
+    """Refuse a state that a step cannot start from; ``expected`` has the shapes of a state whose stacked leaves are whole."""
+    where, again = "state", "pass the state that init or step returned"
+    if not isinstance(state, State):
+        fix = f"{again}; a checkpoint comes back as one from checkpointer.restore(path, pipe.abstract_state(...))"
+        raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
+    shapes = State(*joined(state.held, whole_shape))
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    odd = [f"state{jax.tree_util.keystr(path)} is none" for path, leaf in leaves[:-1] if not hasattr(leaf, "dtype")]
+    if odd:
+        raise StateError(where, "the leaves of a state are arrays", odd, "restore it with its arrays, or convert with jnp.asarray")
+    if jax.tree.structure(shapes.held) != jax.tree.structure(expected.held):
+        rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"
+        raise StateError(where, rule, "other tree structures", again)
+    held = jax.tree.leaves(state.held)
+    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
+        rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
+        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
+        copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"
+        fix = f"go on with pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
+        raise StateError(where, rule, got, fix)
+    steps_of(state)
+    paths = [path for path, _ in leaves]
+    found, wanted = jax.tree.leaves(avals_of(shapes.held)), jax.tree.leaves(expected.held)
+    wrong = [
+        f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
+        for path, leaf, aval in zip(paths, found, wanted, strict=False)
+        if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
+    ]
+    if wrong:
+        raise StateError(where, "a state's leaves keep their shapes and types", wrong, again)
