@@ -1,12 +1,12 @@
 """Pipeline parallelism for any JAX/Flax model, from one Python process."""
 
 from jaxpp import observe, schedule
+from jaxpp.engine.state import Metrics, State
 from jaxpp.grad import value_and_grad
 from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cuts.uneven import UnevenStagesWarning
-from jaxpp.state import Metrics, State
 from jaxpp.tasks.bank import Bank
 
 __all__ = [

@@ -8,6 +8,7 @@ import optax
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import Given, variables_of
+from jaxpp.engine.state_leaves import States, states_of
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import CutError
 from jaxpp.observe.dead_stages import Detector
@@ -18,7 +19,6 @@ from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.stage_table import Stages, tabulate
-from jaxpp.state_leaves import States, states_of
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import BankRunner, Runner, with_set
 from jaxpp.types import Array, Batch, Key, Tree

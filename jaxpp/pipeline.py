@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpp.engine.engine import open_engine
 from jaxpp.engine.init_arguments import variables_of
+from jaxpp.engine.state import Metrics, State
 from jaxpp.engine.tracing import Tracing, same_shapes
 from jaxpp.errors.checks import check_optimizer
 from jaxpp.errors.tracebacks import entries
@@ -23,7 +24,6 @@ from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
 from jaxpp.stages.stage_table import Stages, bytes_in_words
-from jaxpp.state import Metrics, State
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
 from jaxpp.training import Training
@@ -190,7 +190,8 @@ class Pipeline(Training):
             f"Pipeline of {'stages by hand' if self._functions else getattr(self._options.loss_fn, '__name__', 'a loss')}",
             *self._options.described,
             *([] if self._bank is None else [f"  bank: {self._bank!r}"]),
-            "  init: not called yet" if found is None else f"  init: called, {_size(found.stages)}; print(pipe.stages)",
+            *(["  init: not called yet"] if found is None else [f"  stages: {_size(found.stages)}; print(pipe.stages)"]),
+            *([] if found is None else [f"  state: {_kept(self._kept)}"]),
         ]
         return "\n".join(lines)
 
@@ -305,3 +306,9 @@ class Pipeline(Training):
 def _size(stages: Stages) -> str:
     total, size = sum(stage.num_params for stage in stages), sum(stage.num_bytes for stage in stages)
     return f"{total:,} parameters in {bytes_in_words(size)}"
+
+
+def _kept(state: State | None) -> str:
+    if state is None:
+        return "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
+    return f"after {state.step} step{'s' if state.step != 1 else ''}; print(pipe.state)"

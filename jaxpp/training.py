@@ -10,6 +10,8 @@ import optax
 from jaxpp.compiled import Compiled, compile_step
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.init_arguments import Given, are_swapped, read_given, swapped
+from jaxpp.engine.state import Metrics, State
+from jaxpp.engine.state_leaves import check_kept, steps_of
 from jaxpp.errors import StateError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
@@ -20,8 +22,6 @@ from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages
-from jaxpp.state import Metrics, State
-from jaxpp.state_leaves import check_kept, steps_of
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import with_set
 from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree

@@ -16,6 +16,8 @@ from jaxtyping import Float
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
+from jaxpp.engine.state import State
+from jaxpp.engine.state_leaves import states_of
 from jaxpp.errors import ArgumentError, VerifyError
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
@@ -26,8 +28,6 @@ from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint
-from jaxpp.state import State
-from jaxpp.state_leaves import states_of
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 __all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]

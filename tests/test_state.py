@@ -40,7 +40,7 @@ def test_every_way_into_a_state_gives_the_users_trees(sliced):
     _, state = sliced
     params, opt_state, model_state, loss_scale, step = state
     wanted = shapes(LAYERS)
-    for found in (params, state.params, state[0], state[:1][0], state[-4], state._asdict()["params"], next(iter(state))):
+    for found in (params, state.params, state[0], state[:1][0], state[-5], state._asdict()["params"], next(iter(state))):
         assert shapes(found) == wanted
         np.testing.assert_array_equal(found["w"], params["w"])
     for found in (opt_state, state.opt_state, state[1], state[0:2][1], state._asdict()["opt_state"]):
@@ -142,7 +142,10 @@ def test_a_pipeline_and_a_bank_say_what_they_are():
         "Pipeline of loss_fn\n  schedule: zb-h1, 2 stages, 3 microbatches\n  devices: cpu:0, cpu:1\n  init: not called yet"
     )
     pipe.init(PARAMS, X)
-    assert repr(pipe).splitlines()[-1] == "  init: called, 72 parameters in 288 B; print(pipe.stages)"
+    lines = repr(pipe).splitlines()[-2:]
+    assert lines == ["  stages: 72 parameters in 288 B; print(pipe.stages)", "  state: after 0 steps; print(pipe.state)"]
+    del pipe.state
+    assert repr(pipe).splitlines()[-1].startswith("  state: none yet; pipe.init makes one")
     bank = jaxpp.Bank({"a": {"c": PARAMS["c"]}, "b": {"c": jnp.ones(3)}}, optax.adam(1e-2))
     assert repr(bank) == "Bank(2 sets of 40 B to 148 B each, 188 B on the host, 2 slots on cpu:0)"
     assert repr(jaxpp.Bank({}, optax.sgd(0.1))) == "Bank(0 sets, 0 B on the host, 2 slots on cpu:0)"

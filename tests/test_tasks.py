@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 import jaxpp
 from jaxpp.engine.engine import open_engine
+from jaxpp.engine.state import State
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
-from jaxpp.state import State
 from jaxpp.tasks import host_store
 from jaxpp.verify import compare
 

@@ -8,8 +8,9 @@ import jax
 from jax.core import Tracer
 from jaxtyping import Bool, Float
 
+from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.loops.stacked import assembled
+from jaxpp.stages.loops.stacked import assembled, is_slices
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import table_lines
@@ -144,21 +145,23 @@ def _title(state: State) -> str:
 
 
 def _cells(state: State) -> list[list[str]]:
-    rows = [["part", "leaves", "numbers", "bytes", "where"]]
+    rows = [["", "leaves", "numbers", "bytes", "where"]]
     for name, part in zip(State._fields, state.held, strict=False):
         if leaves := jax.tree.leaves(part):
-            sizes = [getattr(leaf, "size", 1) for leaf in leaves]
-            num_bytes = sum(count_bytes(leaf) for leaf in leaves if hasattr(leaf, "dtype"))
-            rows.append([name, str(len(leaves)), f"{sum(sizes):,}", bytes_in_words(num_bytes), _where(leaves)])
+            count = len(jax.tree.leaves(part, is_leaf=is_slices))
+            numbers, num_bytes = sum(getattr(leaf, "size", 1) for leaf in leaves), sum(map(count_bytes, leaves))
+            rows.append([name, str(count), f"{numbers:,}", bytes_in_words(num_bytes), _where(leaves)])
     return rows
 
 
 def _where(leaves: Sequence[Leaf]) -> str:
-    """The devices that hold these leaves."""
-    found: set[tuple[str, int]] = set()
+    """The devices that hold these leaves, or the host."""
+    found: set[tuple[int, str]] = set()
     for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        devices = () if isinstance(leaf, Tracer) or sharding is None else sharding.device_set
-        found |= {("host", -1)} if not devices else {(device.platform, device.id) for device in devices}
-    names = ["host" if number < 0 else f"{platform}:{number}" for platform, number in sorted(found, key=lambda each: each[1])]
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        if sharding is None or sharding.memory_kind == HOST_MEMORY:
+            found.add((-1, "host"))
+        else:
+            found |= {(device.id, f"{device.platform}:{device.id}") for device in sharding.device_set}
+    names = [name for _, name in sorted(found)]
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.state import State
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import StateError
 from jaxpp.errors.checks import refuse_tracers
@@ -18,7 +19,6 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.transfer import join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
-from jaxpp.state import State
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
 
 __all__ = ["States", "check_kept", "states_of", "steps_of"]
