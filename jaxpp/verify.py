@@ -296,6 +296,6 @@ def _size(array: np.ndarray) -> float:
 
 
 def _wide(leaf: Leaf) -> np.ndarray:
-    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    array = np.asarray(jax.device_get(data))
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    array = np.asarray(jax.device_get(jax.random.key_data(leaf) if is_key else leaf))
     return array if jnp.issubdtype(array.dtype, jnp.complexfloating) else array.astype(np.float64)

@@ -335,7 +335,7 @@ def test_one_buffer_under_two_names_is_given_up_once():
     mu = {**state.opt_state[0].mu, "b": again}
     state = state._replace(params={**state.params, "b": array}, opt_state=(state.opt_state[0]._replace(mu=mu), state.opt_state[1]))
     new, _ = pipe.step(state, X)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new.held))
 
 
 CALLING = """
