@@ -382,28 +382,40 @@ def test_a_manifest_of_a_later_version_is_refused(tmp_path):
     refused(bank_of("cat"), tmp_path, manifest, "version 2; this jaxpp reads version 1")
 
 
+SGD = optax.sgd(0.1)
+LATE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""Where Orbax fails at one array, others come back to an event loop that it has closed; so these tests have sets of one array."""
+
+
+def one_array(seed, width=200):
+    return {"w": np.random.default_rng(seed).normal(size=(300, width)).astype("f")}
+
+
+@LATE
 def test_missing_and_torn_folders_are_refused_and_the_bank_is_as_before(tmp_path):
-    bank = bank_of("cat", "dog")
+    bank = jaxpp.Bank({"cat": one_array(0), "dog": one_array(1)}, SGD)
     manifest = bank.save(tmp_path)
-    change(bank, "cat")
+    change(bank, "cat"), change(bank, "dog")
     refused(bank, tmp_path / "elsewhere", manifest, r"'cat': set-cat-\w+ is not there\n.*'dog': set-dog")
     dog = tmp_path / folder_of(manifest, "dog")
     torn = dog.rename(tmp_path / f"{dog.name}.orbax-checkpoint-tmp")  # as a save leaves it that is killed half-way
     refused(bank, tmp_path, manifest, rf"'dog': {dog.name} is not there")
     torn.rename(dog)
-    for file in [file for file in dog.rglob("*") if file.is_file() and file.stat().st_size > 100 and "METADATA" not in file.name]:
+    for file in [file for file in dog.rglob("*") if file.is_file() and file.stat().st_size > 10_000]:
         file.write_bytes(file.read_bytes()[:50])
     refused(bank, tmp_path, manifest, rf"a set's folder is as it was saved\.\n  Got: 'dog', in .*{dog.name}: ")
 
 
+@LATE
 def test_a_folder_with_other_shapes_than_its_manifest_is_refused(tmp_path):
-    bank = bank_of("cat")
+    bank = jaxpp.Bank({"cat": one_array(0), "dog": one_array(1)}, SGD)
     manifest = bank.save(tmp_path)
-    folder = tmp_path / folder_of(manifest, "cat")
+    folder = tmp_path / folder_of(manifest, "dog")
     folder.rename(tmp_path / "x")
-    jaxpp.Bank({"cat": theta(0, 5)}, ADAM).save(tmp_path)
-    next(tmp_path.glob("set-cat-*")).rename(folder)
-    refused(bank, tmp_path, manifest, r"a set's folder is as it was saved\.\n  Got: '?cat")
+    jaxpp.Bank({"owl": one_array(1, 100)}, SGD).save(tmp_path)
+    next(tmp_path.glob("set-owl-*")).rename(folder)
+    change(bank, "cat")
+    refused(bank, tmp_path, manifest, r"a set's folder is as it was saved\.\n  Got: 'dog'")
 
 
 def test_a_save_that_fails_in_the_middle_says_what_is_written_and_the_next_one_writes_the_rest(tmp_path, monkeypatch):
@@ -458,8 +470,9 @@ def test_an_interrupt_comes_out_as_it_is_and_leaves_no_half(tmp_path, monkeypatc
     assert folders(tmp_path) == set() and len(bank.save(tmp_path)["sets"]) == 1
 
 
+@LATE
 def test_a_file_that_may_not_grow_is_an_error_that_says_so(tmp_path):
-    bank = jaxpp.Bank({"cat": {"w": np.random.default_rng(0).normal(size=(300, 300)).astype("f")}}, ADAM)
+    bank = jaxpp.Bank({"cat": one_array(0)}, SGD)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -470,7 +483,7 @@ def test_a_file_that_may_not_grow_is_an_error_that_says_so(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not folders(tmp_path)
-    again = jaxpp.Bank({}, ADAM)
+    again = jaxpp.Bank({}, SGD)
     again.restore(tmp_path, bank.save(tmp_path))
     assert bits(again) == bits(bank)
 
@@ -680,6 +693,42 @@ def test_a_pipeline_goes_on_with_a_bank_that_was_taken_back(tmp_path):
         found.append((bits(bank), [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(state.params))]))
         bank.restore(tmp_path, manifest)
     assert found[0] == found[1]
+
+
+def test_a_set_that_a_step_could_not_give_back_is_said_before_anything_is_saved(tmp_path, monkeypatch):
+    bank = jaxpp.Bank({f"t{k}": a_set(k) for k in range(2)}, ADAM)
+    pipe, state, batch = opened(bank)
+
+    def no_room(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room on the host")
+
+    monkeypatch.setattr(host_store, "to_host", no_room)
+    pipe.step(state, batch, jax.random.key(0), task="t1")  # whose new state must not be lost
+    monkeypatch.undo()
+    with pytest.raises(
+        BankError, match=r"(?s)set 't1': a write-back that fails leaves the set as it was before.*no room on the host"
+    ):
+        bank.save(tmp_path / "sets")
+    assert not (tmp_path / "sets").exists()
+    assert len(bank.save(tmp_path / "sets")["sets"]) == 2
+
+
+def test_an_interrupt_while_sets_are_replaced_comes_after_the_last_of_them(tmp_path, monkeypatch):
+    bank = bank_of("cat", "dog")
+    manifest, before = bank.save(tmp_path), bits(bank)
+    change(bank, "cat"), change(bank, "dog")
+    drop = host_store.HostStore._drop
+
+    def interrupted(self, name):
+        signal.raise_signal(signal.SIGINT)
+        drop(self, name)
+
+    monkeypatch.setattr(host_store.HostStore, "_drop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bank.restore(tmp_path, manifest)
+    monkeypatch.undo()
+    assert bits(bank) == before
+    assert bank.save(tmp_path) == manifest
 
 
 def test_nothing_is_written_to_standard_error(tmp_path):
