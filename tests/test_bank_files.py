@@ -558,6 +558,27 @@ def test_prune_keeps_what_the_bank_saved_last_because_its_checkpoint_may_not_be_
     assert bank.save(tmp_path) == newest
 
 
+def test_prune_keeps_what_the_last_manifest_names_after_a_save_that_failed(tmp_path, monkeypatch):
+    bank = bank_of("cat", "dog", "owl")
+    bank.save(tmp_path)
+    bank.remove("owl")
+    named = {folder for _, folder, _ in bank.save(tmp_path)["sets"]}
+    assert len(bank.prune(tmp_path, [])) == 1
+    change(bank, "cat"), change(bank, "dog")
+    save = ocp.Checkpointer.save
+
+    def failing(self, path, *args, **options):
+        if "dog" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, path, *args, **options)
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", failing)
+    with pytest.raises(BankError, match="1 of the 2 sets that changed are saved, 'dog' is not"):
+        bank.save(tmp_path)
+    assert bank.prune(tmp_path, []) == ()
+    assert named < folders(tmp_path) and len(folders(tmp_path)) == 3
+
+
 def test_prune_wants_a_list_of_manifests(tmp_path):
     bank = bank_of("cat")
     manifest = bank.save(tmp_path)
@@ -588,7 +609,8 @@ def test_jaxpp_does_not_import_orbax():
 
 def test_a_bank_says_how_much_changed_since_it_was_saved(tmp_path):
     bank = bank_of("cat", "dog", "owl")
-    assert "saved" not in repr(bank) + str(bank)
+    bank.prune(tmp_path, [])
+    assert "save" not in repr(bank) + str(bank)
     bank.save(tmp_path)
     assert repr(bank).endswith("all saved)") and str(bank).endswith("\nall saved") and "all saved" in bank._repr_html_()
     change(bank, "cat")

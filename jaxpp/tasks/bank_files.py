@@ -50,6 +50,22 @@ class _Version(NamedTuple):
     version: object
 
 
+class _Directory(NamedTuple):
+    """What a bank knows of a directory: the folder of each set, and those named last, whose checkpoint may not be complete yet."""
+
+    sets: dict[Hashable, _Version]
+    named: set[str]
+
+    def named_anew(self, names: Iterable[Hashable]) -> dict[Hashable, str]:
+        """The folder of each of these sets, which are now all that a manifest names."""
+        found = {name: self.sets[name] for name in names}
+        self.sets.clear()
+        self.sets.update(found)
+        self.named.clear()
+        self.named.update(item.folder for item in found.values())
+        return {name: item.folder for name, item in found.items()}
+
+
 @entries
 class BankFiles:
     """Saves the sets of a bank and restores them; ``Bank`` is the rest.
@@ -63,7 +79,7 @@ class BankFiles:
     def __init__(self, optimizer: optax.GradientTransformation, host_store: HostStore, home: SingleDeviceSharding):
         self.optimizer, self.host_store, self._home = optimizer, host_store, home
         self._layouts: dict[Hashable, SetLayout] = {}
-        self._saved: dict[str, dict[Hashable, _Version]] = {}  # by directory; the last one used is last
+        self._saved: dict[str, _Directory] = {}  # the last one used is last
 
     def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
         """Write the sets that changed since they were saved in this directory, or restored from it, each to a folder of its own.
@@ -106,8 +122,8 @@ class BankFiles:
         self.host_store.wait()
         copies = {name: self.host_store.held(name) for name in self._layouts}
         folders = self._folders(where, path, make=True)
-        saved = self._saved_in(path)
-        changed = [name for name, copy in copies.items() if not _is_saved(saved.get(name), copy.version, folders)]
+        there = self._directory(path)
+        changed = [name for name, copy in copies.items() if not _is_saved(there.sets.get(name), copy.version, folders)]
         for name in changed:
             _check_paths(where, name, self._layouts[name])
         writer = contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler()))
@@ -116,8 +132,8 @@ class BankFiles:
                 folder = _folder_name(name)
                 done = f"{count} of the {len(changed)} sets that changed are saved, {name!r} is not"
                 _write_set(where, ocp, orbax, path / folder, self._tree_of(name, copies[name].leaves), done)
-                saved[name] = _Version(folder, copies[name].version)
-        return write_manifest({name: saved[name].folder for name in copies}, self._layouts)
+                there.sets[name] = _Version(folder, copies[name].version)
+        return write_manifest(there.named_anew(copies), self._layouts)
 
     def restore(self, directory: str | os.PathLike[str], manifest: Json) -> None:
         """Give every set the parameters and the optimizer state that a manifest names, bit for bit: all sets, or none.
@@ -161,8 +177,8 @@ class BankFiles:
             hold.begin()
             self.host_store.replace(copies)
             self._layouts |= layouts
-            self._saved_in(path).clear()
-            self._saved_in(path).update({name: _Version(item.folder, copies[name].version) for name, item in sets.items()})
+            self._directory(path).sets.update({name: _Version(item.folder, copies[name].version) for name, item in sets.items()})
+            self._directory(path).named_anew(sets)
 
     def prune(self, directory: str | os.PathLike[str], manifests: Iterable[Json]) -> tuple[str, ...]:
         """Delete the folders of sets that none of these manifests names; what else is in the directory stays.
@@ -185,7 +201,8 @@ class BankFiles:
         if isinstance(manifests, Mapping):
             raise BankError(where, "manifests are given as a list", "one manifest", "pass [manifest]")
         kept = {item.folder for manifest in manifests for item in read_manifest(where, manifest).values()}
-        kept |= {item.folder for item in self._saved_in(path).values()}
+        there = self._saved.get(str(path), _Directory({}, set()))
+        kept |= {*there.named, *(item.folder for item in there.sets.values())}
         gone = []
         for folder in sorted(self._folders(where, path)):
             found = _FOLDER.fullmatch(folder)
@@ -198,16 +215,17 @@ class BankFiles:
                 gone.append(folder)
         return tuple(gone)
 
-    def _saved_in(self, path: Any) -> dict[Hashable, _Version]:
-        """What is known to lie in a directory."""
-        found = self._saved[str(path)] = self._saved.pop(str(path), {})
+    def _directory(self, path: Any) -> _Directory:
+        """What is known of a directory."""
+        found = self._saved[str(path)] = self._saved.pop(str(path), _Directory({}, set()))
         return found
 
     def _saved_remark(self) -> list[str]:
         """How much changed since the last save or restore; nothing if there was none."""
-        if not self._saved:
+        found = [there.sets for there in self._saved.values() if there.named]
+        if not found:
             return []
-        saved, versions = next(reversed(self._saved.values())), self.host_store.versions
+        saved, versions = found[-1], self.host_store.versions
         changed = sum(name not in saved or saved[name].version is not version for name, version in versions.items())
         words = f"{changed} sets" if changed != 1 else "1 set"
         return [f"{words} changed since the last save" if changed else "all saved"]
