@@ -333,6 +333,14 @@ def test_plain_orbax_opens_the_folder_of_a_set(tmp_path):
     assert [np.asarray(x).tobytes() for x in jax.tree.leaves(found)] == [x.tobytes() for x in jax.tree.leaves(expected)]
 
 
+def test_a_key_that_plain_orbax_reads_can_be_used_at_once(tmp_path):
+    bank = bank_of("cat", optimizer=NOISY)
+    folder = tmp_path / folder_of(bank.save(tmp_path), "cat")
+    with ocp.StandardCheckpointer() as checkpointer:
+        key = checkpointer.restore(folder)["opt_state"][0]["rng_key"]
+    assert key == jax.random.key(3)  # which JAX refuses if one of them is in pinned memory
+
+
 def refused(bank, directory, manifest, message):
     """A restore that is refused leaves the bank as it was."""
     before = bits(bank)
@@ -369,7 +377,12 @@ def test_float64_is_not_made_float32_in_silence(tmp_path):
         again = jaxpp.Bank({}, optax.sgd(0.1))
         again.restore(tmp_path, manifest)
         assert bits(again) == bits(bank)
-    refused(jaxpp.Bank({}, optax.sgd(0.1)), tmp_path, manifest, "float64 needs jax_enable_x64")
+    refused(
+        jaxpp.Bank({}, optax.sgd(0.1)),
+        tmp_path,
+        manifest,
+        r"float64, and x64 is off\.\n  Fix: jax.config.update\(\"jax_enable_x64\", True\)",
+    )
 
 
 @pytest.mark.parametrize("manifest", [None, {}, [], {"jaxpp_bank": 1}, {"jaxpp_bank": 1, "forms": [], "sets": [["cat", "x", 0]]}])

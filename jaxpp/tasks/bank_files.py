@@ -261,6 +261,10 @@ class BankFiles:
 
     def _layouts_of(self, where: str, sets: Mapping[Hashable, SavedSet]) -> dict[Hashable, SetLayout]:
         """The layout of each set: the bank's own, or that of a set with the same tree, or a new one as the form says."""
+        double = {leaf.dtype for item in sets.values() for leaf in item.form.leaves} & {"float64", "complex128", "int64", "uint64"}
+        if double and jax.dtypes.result_type(float) != np.float64:
+            fix = 'jax.config.update("jax_enable_x64", True) first, as in the run that saved the bank'
+            raise BankError(where, "64-bit numbers are restored as such", f"{', '.join(sorted(double))}, and x64 is off", fix)
         likes = [(SetForm.of(layout), layout) for layout in dict.fromkeys(self._layouts.values())]
         made: dict[int, SetLayout | None] = {}
         compared: dict[tuple[int, SetLayout], list[str]] = {}
@@ -303,7 +307,7 @@ class BankFiles:
         homes = self.host_store.held(name).packing.homes if name in self._layouts else (self._home,) * len(leaves)
         copy = self.host_store.copied(leaves, homes)
         if wrong := layout.differences(*layout.fill(copy.packing.shapes)):
-            raise BankError(where, rule, [f"{name!r}: {line}" for line in wrong], f"{fix}; float64 needs jax_enable_x64")
+            raise BankError(where, rule, [f"{name!r}: {line}" for line in wrong], fix)
         return copy
 
 
