@@ -726,7 +726,9 @@ def test_a_pipeline_goes_on_with_a_bank_that_was_taken_back(tmp_path):
         for k in range(3):
             state, _ = pipe.step(state, batch, jax.random.key(k), task="t1")
         found.append((bits(bank), [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(state.params))]))
+        homes = bank.host_store.held("t1").packing.homes
         bank.restore(tmp_path, manifest)
+        assert bank.host_store.held("t1").packing.homes == homes  # packed for the pipeline, as before
     assert found[0] == found[1]
 
 

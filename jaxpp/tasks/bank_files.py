@@ -30,7 +30,6 @@ from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
-from jaxpp.runtime.transfer import to_device
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.manifest import Json, SavedSet, SetForm, encoded_name, layout_of, read_manifest, write_manifest
 from jaxpp.tasks.set_layout import SetLayout
@@ -255,9 +254,8 @@ class BankFiles:
 
     def _tree_of(self, name: Hashable, leaves: Sequence[Leaf]) -> dict[str, Tree]:
         """A set as Orbax saves it."""
-        found = [leaf if leaf.size else None for leaf in leaves]
-        found = [to_device([leaf], [self._home])[0] if leaf is not None and _is_key(leaf) else leaf for leaf in found]
-        return _as_saved(self._layouts[name], [leaf if leaf is None or _is_key(leaf) else np.asarray(leaf) for leaf in found])
+        found = [leaf if _is_key(leaf) else np.asarray(leaf) if leaf.size else None for leaf in leaves]
+        return _as_saved(self._layouts[name], found)
 
     def _layouts_of(self, where: str, sets: Mapping[Hashable, SavedSet]) -> dict[Hashable, SetLayout]:
         """The layout of each set: the bank's own, or that of a set with the same tree, or a new one as the form says."""
