@@ -27,9 +27,10 @@ from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
-from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tasks.bank_files import BankFiles
+from jaxpp.tasks.bank_table import bank_cells, bank_remarks, few_names, short_remarks
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.set_layout import SetLayout, check_params
 from jaxpp.tasks.subtree import bind_subtree, take
@@ -58,7 +59,7 @@ class ActiveTask:
 
 
 @entries
-class Bank:
+class Bank(BankFiles):
     """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
 
     All steps with sets of equal shapes are one compiled program: what ``use`` gives has the same shapes and the same placement
@@ -108,10 +109,8 @@ class Bank:
             raise BankError("Bank(device=...)", f"the device can reach {HOST_MEMORY} memory", got, "use another device or backend")
         if not callable(getattr(optimizer, "init", None)):
             raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
-        self.optimizer, self.host_store = optimizer, HostStore(slots)
-        self._home = SingleDeviceSharding(self.device)
+        super().__init__(optimizer, HostStore(slots), SingleDeviceSharding(self.device))
         self._init = jax.jit(optimizer.init, out_shardings=self._home)
-        self._layouts: dict[Hashable, SetLayout] = {}
         self._task: ActiveTask | None = None
         with _each("sets", sets) as bar:
             for name, params in bar:
@@ -270,39 +269,17 @@ class Bank:
         """
         self.host_store.wait()
 
-    def _cells(self) -> list[list[str]]:
-        sizes, store = self.host_store.sizes, self.host_store
-        here = {name for row in store.rows for name in (*store.resident(row), *store.in_use(row))}  # a row for each replica
-        groups: dict[int, list[Hashable]] = {}
-        for name in self:
-            groups.setdefault(sizes[name], []).append(name)
-        rows = [["tasks", "sets", "bytes a set", "on the host", "on the device"]]
-        for size, names in groups.items():
-            resident = _names([name for name in names if name in here])
-            rows.append([_names(names), str(len(names)), *map(bytes_in_words, (size, size * len(names))), resident or "none"])
-        return rows
-
-    def _remarks(self) -> list[str]:
-        traffic = self.host_store.traffic
-        moved = [f"{bytes_in_words(traffic.bytes_to_device)} to the device", f"{bytes_in_words(traffic.bytes_to_host)} to the host"]
-        hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {', '.join(moved)}"
-        return [f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self._slots()}", hits]
-
-    def _slots(self) -> str:
-        """How many slots there are, and on which devices: those of a pipeline once it has used a set, else the bank's own."""
-        slots, devices = self.host_store.slots, self.host_store.devices or [self.device]
-        return f"{slots} slot{'s' if slots > 1 else ''} on {'each of ' if len(devices) > 1 else ''}{_names(devices)}"
-
     def __str__(self) -> str:
-        return "\n".join([*table_lines(self._cells()), "", *fold_lines(self._remarks())])
+        return "\n".join([*table_lines(bank_cells(self.host_store)), "", *fold_lines(self._remarks())])
 
     def __repr__(self) -> str:
-        each = [bytes_in_words(size) for size in sorted(set(self.host_store.sizes.values()))]
-        sizes = f" of {' to '.join(dict.fromkeys((each[0], each[-1])))} each" if each else ""
-        return f"Bank({len(self)} sets{sizes}, {bytes_in_words(self.nbytes)} on the host, {self._slots()})"
+        return f"Bank({', '.join([*short_remarks(self.host_store, self.device), *self._saved_remark()])})"
 
     def _repr_html_(self) -> str:
-        return html_table(self._cells()) + html_remarks(self._remarks())
+        return html_table(bank_cells(self.host_store)) + html_remarks(self._remarks())
+
+    def _remarks(self) -> list[str]:
+        return [*bank_remarks(self.host_store, self.device), *self._saved_remark()]
 
     def layout(self, name: Hashable, where: str | None = None) -> SetLayout:
         """The trees of a set, and the shapes of its leaves; ``where`` is the user's own call, for the error.
@@ -318,7 +295,7 @@ class Bank:
                 rule, got = "a tuple is the name of one set; one set a replica is a list", repr(name)
                 raise BankError(where, rule, got, f"pass {list(name)!r}")
             near = difflib.get_close_matches(str(name), map(str, self._layouts))
-            got, fix = f"{name!r}; the bank has {_names(self.tasks) or 'no sets'}", f"bank.add({name!r}, params)"
+            got, fix = f"{name!r}; the bank has {few_names(self.tasks) or 'no sets'}", f"bank.add({name!r}, params)"
             fix = f"is it {' or '.join(near)}? If it is new, {fix}" if near else f"{fix} first"
             raise BankError(where, "a name is that of a set in the bank", got, fix)
         return self._layouts[name]
@@ -365,12 +342,6 @@ def _strong(leaf: Array) -> Array:
 def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
     """Whether a leaf is a ``jax.Array`` of this shape and dtype; a quick test that other arrays fail."""
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
-
-
-def _names(names: Sequence[Hashable]) -> str:
-    """A few names, and how many there are if that is not all."""
-    few = ", ".join(map(str, names[:4]))
-    return few if len(names) <= 4 else f"{few}, ... ({len(names)})"
 
 
 def _each(what: str, given: Mapping[Any, Tree]) -> tqdm:

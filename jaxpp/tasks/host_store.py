@@ -24,6 +24,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BankError
+from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, set_in_use, write_failed
@@ -73,6 +74,11 @@ class HostStore:
         return {name: copy.nbytes for name, copy in self._hosts.items()}
 
     @property
+    def versions(self) -> Mapping[Hashable, object]:
+        """What stands for the values of each set: another object after a change, the earlier object once a change is undone."""
+        return {name: copy.version for name, copy in self._hosts.items()}
+
+    @property
     def devices(self) -> list[Device]:
         """The devices on which copies wait, in their order."""
         copies = [leaf for cache in self._rows.values() for leaves in cache.copies.values() for leaf in leaves]
@@ -90,20 +96,23 @@ class HostStore:
         """Shape and dtype of each leaf of a set."""
         return self._known(name).packing.shapes
 
-    def stored(self, name: Hashable) -> tuple[Array, ...]:
-        """The arrays in pinned memory that are the host copy of a set: vectors of small leaves, then the others; waits for them.
+    def held(self, name: Hashable) -> HostCopy:
+        """The host copy of a set, which never changes (a change replaces it); waits for the set's write-back.
 
         If the write-back fails, this raises a BankError, and the next call gives what was there before.
         """
         self._known(name)
         while any(write.name == name for write in self._writes):
             self._finish()
-        return self._hosts[name].arrays
+        return self._hosts[name]
+
+    def stored(self, name: Hashable) -> tuple[Array, ...]:
+        """The arrays in pinned memory that are the host copy of a set: vectors of small leaves, then the others; waits for them."""
+        return self.held(name).arrays
 
     def read(self, name: Hashable) -> tuple[Leaf, ...]:
-        """The host copy of a set, an array for each leaf (small leaves are read-only views); waits as ``stored`` does."""
-        self.stored(name)
-        return self._hosts[name].leaves
+        """The host copy of a set, an array for each leaf (small leaves are read-only views); waits for them."""
+        return self.held(name).leaves
 
     def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> None:
         """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host.
@@ -115,13 +124,25 @@ class HostStore:
         self.check_idle(name, "be replaced")
         here = SingleDeviceSharding(jax.devices()[0])
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
+        self.replace({name: self.copied(leaves, homes)})
+
+    def copied(self, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> HostCopy:
+        """A host copy of leaves, beside the device sharding of each; waits until it is there. ``replace`` takes it in."""
         new = jax.block_until_ready(to_host([unaliased(leaf) for leaf in leaves], homes))
         shapes = shapes_of(new)
         if shapes not in self._packings:
             self._packings[shapes] = SetPacking(shapes, homes)
-        held = self._packings[shapes].at(homes).on_host(new)
-        self._drop(name)
-        self._hosts[name] = held
+        return self._packings[shapes].at(homes).on_host(new)
+
+    def replace(self, copies: Mapping[Hashable, HostCopy]) -> None:
+        """Take host copies in, in place of sets of these names, none of which is in use: all of them, or none."""
+        for name in copies:
+            self.check_idle(name, "be replaced")
+        with Hold() as hold:
+            hold.begin()
+            for name, copy in copies.items():
+                self._drop(name)
+                self._hosts[name] = copy
 
     def remove(self, name: Hashable) -> None:
         """Forget a set that is not in use."""
@@ -188,7 +209,7 @@ class HostStore:
             raise set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
         try:
             packing = old.packing.at([leaf.sharding for leaf in leaves])
-            new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))))
+            new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))), object())
         except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
             raise write_failed(name, error) from error
@@ -255,7 +276,8 @@ class HostStore:
             raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
         packing = self._hosts[name].packing.at(homes)
         if packing.groups != self._hosts[name].packing.groups:
-            self._hosts[name] = packing.on_host(self.read(name))
+            held = self.held(name)
+            self._hosts[name] = packing.on_host(held.leaves, held.version)
         host = self._hosts[name]
         arrays = self._with_room(name, lambda: to_device(host.arrays, packing.places))
         self._count(Traffic(loads=1, bytes_to_device=host.nbytes))

@@ -91,14 +91,14 @@ class SetPacking:
         found |= zip(self._alone, rest, strict=True)
         return tuple(found[k] for k in range(len(self.shapes)))
 
-    def on_host(self, leaves: Sequence[Leaf]) -> "HostCopy":
-        """The host copy of leaves that are on the host; waits until it is there."""
+    def on_host(self, leaves: Sequence[Leaf], version: object = None) -> "HostCopy":
+        """The host copy of leaves that are on the host; waits until it is there. Without a version, its values are new."""
         vectors = [
             np.concatenate([np.ravel(np.asarray(leaves[ref.index])).view(pack.dtype) for ref in pack.members])
             for pack in self._packs
         ]
         there = jax.block_until_ready(to_host(vectors, self.places[: len(vectors)]))
-        return HostCopy(self, (*there, *(leaves[k] for k in self._alone)))
+        return HostCopy(self, (*there, *(leaves[k] for k in self._alone)), object() if version is None else version)
 
     def views(self, arrays: Sequence[Array]) -> tuple[Leaf, ...]:
         """The leaves of arrays on the host: the small leaves as views of the vectors, which cannot be written to."""
@@ -130,10 +130,17 @@ class SetPacking:
 
 
 class HostCopy(NamedTuple):
-    """A host copy of a set: how it is packed, and the arrays that travel, in pinned memory."""
+    """A host copy of a set: how it is packed, and the arrays that travel, in pinned memory.
+
+    Attributes:
+        packing: as said.
+        arrays: as said.
+        version: an object that stands for the values: copies of one version, packed in whatever way, have the same values.
+    """
 
     packing: SetPacking
     arrays: tuple[Array, ...]
+    version: object
 
     @property
     def nbytes(self) -> int:
