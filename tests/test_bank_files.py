@@ -647,10 +647,14 @@ def numbers(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype("f")
 
 
-def opened(bank, **options):
+THETA = {"w0": numbers(0, WIDTH, WIDTH), "w1": numbers(1, WIDTH, WIDTH)}
+
+
+def opened(bank, *, restore=False, **options):
+    """A pipeline, its first state (or what a checkpoint is restored to), and a batch."""
     pipe = jaxpp.Pipeline(joint_loss, optax.adamw(1e-2), num_stages=2, num_microbatches=2, bank=bank, **options)
     batch = numbers(5, 8, WIDTH)
-    return pipe, pipe.init({"w0": numbers(0, WIDTH, WIDTH), "w1": numbers(1, WIDTH, WIDTH)}, batch), batch
+    return pipe, (pipe.abstract_state if restore else pipe.init)(THETA, batch), batch
 
 
 def a_set(seed):
@@ -691,14 +695,14 @@ def test_a_run_that_is_saved_and_resumed_in_one_step_of_a_manager_ends_with_the_
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
         manifest = manager.restore(manager.latest_step(), args=ocp.args.Composite(bank=ocp.args.JsonRestore())).bank
         bank.restore(tmp_path / "sets", manifest)
-        pipe, state, batch = opened(bank, **options)
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        pipe, target, batch = opened(bank, restore=True, **options)
         state = manager.restore(7, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))).state
         manifests = [
             manager.restore(step, args=ocp.args.Composite(bank=ocp.args.JsonRestore())).bank for step in manager.all_steps()
         ]
     assert manifest == manifests[1]
     assert not bank.prune(tmp_path / "sets", manifests)
+    assert state.step == 7
     state = run(pipe, state, batch, 7, 12)
     for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()

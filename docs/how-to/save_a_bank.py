@@ -51,13 +51,12 @@ def loss_of_task(params, task_params, batch):
 
 # %%
 def make_pipeline(bank):
-    pipe = jaxpp.Pipeline(loss_of_task, optax.adam(1e-2), num_stages=2, num_microbatches=4, bank=bank)
-    return pipe, pipe.init(params, batch)
+    return jaxpp.Pipeline(loss_of_task, optax.adam(1e-2), num_stages=2, num_microbatches=4, bank=bank)
 
 
-def train(pipe, state, steps):
-    for step in steps:
-        state, _ = pipe.step(state, batch, task=TASKS[step % 6])
+def train(pipe, state, until):
+    while state.step < until:
+        state, _ = pipe.step(state, batch, task=TASKS[state.step % 6])
     return state
 
 
@@ -72,19 +71,20 @@ def train(pipe, state, steps):
 folder = pathlib.Path(tempfile.mkdtemp())  # in a real run a directory that stays
 
 
-def save(manager, step, state, bank):
+def save(manager, state, bank):
     items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(folder / "sets"))}
-    manager.save(step, args=ocp.args.Composite(**items))
+    manager.save(state.step, args=ocp.args.Composite(**items))
 
 
 bank = jaxpp.Bank.make(init_set, dict(zip(TASKS, jax.random.split(key, 16), strict=True)), optax.adam(1e-2))
-pipe, state = make_pipeline(bank)
+pipe = make_pipeline(bank)
+state = pipe.init(params, batch)
 options = ocp.CheckpointManagerOptions(max_to_keep=2)
 with ocp.CheckpointManager(folder / "steps", options=options) as manager:
-    for start in (0, 4, 8):
-        state = train(pipe, state, range(start, start + 4))
-        save(manager, start + 4, state, bank)
-        print(f"step {start + 4}: {len(list((folder / 'sets').iterdir()))} folders")
+    for until in (4, 8, 12):
+        state = train(pipe, state, until=until)
+        save(manager, state, bank)
+        print(f"step {state.step}: {len(list((folder / 'sets').iterdir()))} folders")
 bank
 
 # %% [markdown]
@@ -94,7 +94,8 @@ bank
 # ## Resume
 #
 # In a new process, an empty bank takes all sets from the manifest: names, parameters and optimizer states. The bank comes first,
-# because a pipeline is cut at the shapes of its sets. Then the state is restored as without a bank.
+# because a pipeline is cut at the shapes of its sets. Then the state is restored as without a bank: `abstract_state` takes what
+# `init` takes and says where each leaf goes.
 
 # %%
 resumed_bank = jaxpp.Bank({}, optax.adam(1e-2))
@@ -102,16 +103,16 @@ with ocp.CheckpointManager(folder / "steps") as manager:
     step = manager.latest_step()
     manifest = manager.restore(step, args=ocp.args.Composite(bank=ocp.args.JsonRestore())).bank
     resumed_bank.restore(folder / "sets", manifest)
-    resumed_pipe, made = make_pipeline(resumed_bank)
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, made)
+    resumed_pipe = make_pipeline(resumed_bank)
+    target = resumed_pipe.abstract_state(params, batch)
     resumed_state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))).state
 
 # %% [markdown]
 # The resumed run ends with the same bits as the run that was not interrupted:
 
 # %%
-state = train(pipe, state, range(12, 20))
-resumed_state = train(resumed_pipe, resumed_state, range(step, 20))
+state = train(pipe, state, until=20)
+resumed_state = train(resumed_pipe, resumed_state, until=20)
 
 
 def everything(state, bank):
