@@ -181,11 +181,10 @@ def _check_state(state: object, expected: State) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(shapes._replace(step=None))
     if odd := [f"state{jax.tree_util.keystr(path)} is none" for path, leaf in leaves if not hasattr(leaf, "dtype")]:
         raise StateError(where, "the leaves of a state are arrays", odd, "restore it with its arrays, or convert with jnp.asarray")
-    if odd := [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
-        fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
-        got = f"{len(odd)} of {len(leaves)} leaves are shapes, state{odd[0]} for example"
-        raise StateError(where, "the leaves of a state are arrays", got, fix)
     held = jax.tree.leaves(state.held)
+    if empty := sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in held):
+        fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
+        raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
     if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
