@@ -164,20 +164,17 @@ def test_the_number_of_steps_may_come_as_an_array(sliced, step):
     assert repr(state._replace(step=step)).startswith("State after 4 steps\n")
 
 
-def test_a_checkpoint_of_another_model_or_of_an_older_state(sliced, tmp_path):
+def test_a_checkpoint_without_a_number_of_steps_opens_and_a_restored_state_is_asked_all_there_is(sliced, tmp_path):
     pipe, state, _ = sliced
     target = pipe.abstract_state(LAYERS, X)
     old = {name: part for name, part in state._asdict().items() if name != "step"}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "old", old)
-        checkpointer.save(tmp_path / "other", state._replace(params={**state.params, "out": jnp.ones((4, 3))}))
     with ocp.StandardCheckpointer() as checkpointer:
         with pytest.raises(ValueError, match="step:"):  # in Orbax's words
             checkpointer.restore(tmp_path / "old", target)
         parts = {name: part for name, part in target._asdict().items() if name != "step"}
         restored = jaxpp.State(**checkpointer.restore(tmp_path / "old", parts), step=1)
-        with pytest.raises(ValueError, match=r"Requested shape: \(4, 2\) is not compatible with the stored shape: \(4, 3\)"):
-            checkpointer.restore(tmp_path / "other", target)
     chex.assert_trees_all_equal(restored, state)
     pipe.verify(restored, X)
     chex.assert_trees_all_equal(pipe.evaluate(restored, X), pipe.evaluate(state, X))
