@@ -5,11 +5,15 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, SupportsIndex
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
+from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import assembled, is_slices
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
@@ -94,9 +98,9 @@ jax.tree_util.register_pytree_with_keys(State, _with_keys, lambda _, parts: Stat
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Metrics(Mapping[str, Tree]):
-    """What a step reports, as device scalars; reading one waits for it.
+    """What a step reports, as device scalars; reading one waits for it, and so does ``print(metrics)``.
 
     It is a mapping too: ``metrics.loss`` and ``metrics["loss"]`` are the same, and ``dict(metrics)`` has what there is: no ``aux``
     without ``has_aux``, no ``grad_norm`` from ``evaluate``, no ``finite`` without ``loss_scale``.
@@ -127,21 +131,59 @@ class Metrics(Mapping[str, Tree]):
             raise KeyError(f"{name!r}; these metrics are {', '.join(self)}")
         return getattr(self, name)
 
+    def __repr__(self) -> str:
+        """Numbers as numbers, arrays as their shapes."""
+        return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"
+
     def _has(self, name: str) -> bool:
         """Whether it is a metric that the step reports."""
         value = vars(self).get(name)  # a field, or None
         return value is not None and not (name == "aux" and isinstance(value, tuple) and not value)
 
 
+class _Shown:
+    """A leaf of metrics that prints its number, or its shape if it has several numbers or none yet."""
+
+    def __init__(self, leaf: Leaf):
+        self._leaf = leaf
+
+    def __repr__(self) -> str:
+        leaf = self._leaf
+        if not hasattr(leaf, "dtype"):
+            return repr(leaf)
+        number = _number(leaf)
+        return describe(leaf) if number is None else f"{number:.6g}" if isinstance(number, float) else str(number)
+
+
+def _number(leaf: Leaf) -> int | float | complex | None:
+    """The number that a leaf is; None for an array with axes, and for what has no value (here)."""
+    if isinstance(leaf, jax.Array):
+        known = not isinstance(leaf, Tracer) and leaf.is_fully_addressable and not leaf.is_deleted()
+        known = known and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    else:
+        known = isinstance(leaf, (int, np.generic, np.ndarray))
+    if not known or np.shape(leaf):
+        return None
+    number = np.asarray(leaf).item()
+    return number if isinstance(number, (int, float, complex)) else float(number)  # NumPy does not know bfloat16
+
+
 def _title(state: State) -> str:
     """What kind of state it is, and after how many steps."""
     leaves = jax.tree.leaves(state.held)
-    step = tuple.__getitem__(state, 4)
-    after = f"after {step} step{'s' if step != 1 else ''}" if isinstance(step, int) else "of a pipeline"
-    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
-        return f"State {after}, consumed by a later step ({gone} of {len(leaves)} leaves are gone): go on with pipe.state"
-    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    return f"State {after}" + ": shapes and shardings, no arrays" * abstract
+    step = _number(tuple.__getitem__(state, 4))
+    title = "State of a pipeline" if step is None else f"State after {step} step{'s' if step != 1 else ''}"
+    if gone := sum(_is_deleted(leaf) for leaf in leaves):
+        return f"{title}, consumed by a later step ({gone} of {len(leaves)} leaves are gone): go on with pipe.state"
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return f"{title}: traced, no arrays"
+    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    shardings = " and shardings" if any(leaf.sharding is not None for leaf in shapes) else ""
+    return f"{title}: shapes{shardings}, no arrays" if shapes else title
+
+
+def _is_deleted(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _cells(state: State) -> list[list[str]]:
@@ -155,13 +197,13 @@ def _cells(state: State) -> list[list[str]]:
 
 
 def _where(leaves: Sequence[Leaf]) -> str:
-    """The devices that hold these leaves, or the host."""
+    """The devices that hold these leaves, or the host; nothing for shapes without shardings, and for traced leaves."""
     found: set[tuple[int, str]] = set()
     for leaf in leaves:
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-        if sharding is None or sharding.memory_kind == HOST_MEMORY:
+        if isinstance(leaf, (np.ndarray, np.generic, int, float)) or getattr(sharding, "memory_kind", None) == HOST_MEMORY:
             found.add((-1, "host"))
-        else:
+        elif isinstance(sharding, Sharding):
             found |= {(device.id, f"{device.platform}:{device.id}") for device in sharding.device_set}
     names = [name for _, name in sorted(found)]
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"

@@ -13,15 +13,17 @@ import numpy as np
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.state import State
 from jaxpp.engine.tracing import avals_of
-from jaxpp.errors import StateError
+from jaxpp.errors import StateError, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.transfer import join_slices, joined_home, put, split_slices, to_homes
+from jaxpp.runtime.transfer import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
 
 __all__ = ["States", "check_kept", "states_of", "steps_of"]
+
+_RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
 class States:
@@ -51,9 +53,13 @@ class States:
         self._last = list(map(weakref.ref, leaves))
         return State(*held, step=step)  # pyright: ignore[reportArgumentType]
 
-    @cached_property
+    @property
     def abstract(self) -> State:
         """The shape of each leaf, with the sharding of its owner; see ``joined_home`` for what is held as slices."""
+        return jax.tree.map(lambda leaf: leaf, self._abstract)  # containers of its own: a caller may change them
+
+    @cached_property
+    def _abstract(self) -> State:
         tree = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
         pairs = zip(map(whole_shape, self._nodes(self._shapes)), self._nodes(self._homes), strict=True)
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=joined_home(home)) for aval, home in pairs]
@@ -74,7 +80,7 @@ class States:
         if mine and not any(leaf.is_deleted() for leaf in held):
             return self._groups.fill(self._split(state) if self._sliced else held)
         refuse_tracers(f"pipe.{where}(state, batch, key)", held if isinstance(state, State) else state)
-        _check_state(state, self.abstract)
+        _check_state(state, self._abstract)
         leaves = self._split(state)
         placed, seen = to_homes(leaves, self._homes), set()
         own = {buffer for leaf in held for buffer in _buffers(leaf)}
@@ -112,13 +118,16 @@ def steps_of(state: State) -> int:
         StateError: it is no whole number.
     """
     step: Any = state.step
-    if isinstance(step, int) and not isinstance(step, bool):
+    if type(step) is int and step >= 0:
         return step
     try:
-        return operator.index(np.asarray(step).item())
-    except (TypeError, ValueError) as error:
+        found = operator.index(np.asarray(step).item())
+    except (TypeError, ValueError):
+        found = -1
+    if found < 0 or isinstance(step, bool):
         fix = "give the number of steps that were taken, state._replace(step=0) for example"
-        raise StateError("state.step", "the number of a step is a whole number", repr(step)[:80], fix) from error
+        raise StateError("state.step", "the number of a step is a whole number, 0 or more", shown(step), fix)
+    return found
 
 
 def check_kept(state: State | None) -> State:
@@ -153,6 +162,8 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
     found = split_slices(leaf) if isinstance(leaf, jax.Array) else ()
     if tuple(part.shape[0] for part in found) == node.sizes:
         return found
+    if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
+        leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
     return [leaf[a:b] for a, b in rows(node.sizes)]
 
 
@@ -160,17 +171,20 @@ def _check_state(state: object, expected: State) -> None:
     """Refuse a state that a step cannot start from; ``expected`` has the shapes of a state whose stacked leaves are whole."""
     where, again = "state", "pass the state that init or step returned"
     if not isinstance(state, State):
-        fix = f"{again}; a checkpoint comes back as one from checkpointer.restore(path, pipe.abstract_state(...))"
+        fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
         raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
     shapes = State(*joined(state.held, whole_shape))
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    odd = [f"state{jax.tree_util.keystr(path)} is none" for path, leaf in leaves[:-1] if not hasattr(leaf, "dtype")]
-    if odd:
-        raise StateError(where, "the leaves of a state are arrays", odd, "restore it with its arrays, or convert with jnp.asarray")
-    if jax.tree.structure(shapes.held) != jax.tree.structure(expected.held):
+    parts = list(zip(State._fields, shapes.held, expected.held, strict=False))
+    if odd := [found for name, part, wanted in parts for found in _differences(part, wanted, f"state.{name}")]:
         rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"
-        raise StateError(where, rule, "other tree structures", again)
+        raise StateError(where, rule, odd, f"{again}, or restore a checkpoint to its shapes: {_RESTORE}")
+    leaves = jax.tree_util.tree_leaves_with_path(shapes._replace(step=None))
+    if odd := [f"state{jax.tree_util.keystr(path)} is none" for path, leaf in leaves if not hasattr(leaf, "dtype")]:
+        raise StateError(where, "the leaves of a state are arrays", odd, "restore it with its arrays, or convert with jnp.asarray")
     held = jax.tree.leaves(state.held)
+    if empty := sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in held):
+        fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
+        raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
     if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
@@ -182,8 +196,34 @@ def _check_state(state: object, expected: State) -> None:
     found, wanted = jax.tree.leaves(avals_of(shapes.held)), jax.tree.leaves(expected.held)
     wrong = [
         f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
-        for path, leaf, aval in zip(paths, found, wanted, strict=False)
+        for path, leaf, aval in zip(paths, found, wanted, strict=True)
         if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
     ]
     if wrong:
-        raise StateError(where, "a state's leaves keep their shapes and types", wrong, again)
+        fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
+        raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
+
+
+def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
+    """How two trees differ, from the top down: other containers, and children that only one of them has."""
+    (ours, mine), (theirs, yours) = map(_opened, (found, wanted))
+    if mine == yours:
+        pairs = zip(ours.items(), theirs.values(), strict=True)
+        return [line for (key, a), b in pairs if a is not found for line in _differences(a, b, path + key)]
+    if type(found) is not type(wanted) or ours.keys() == theirs.keys():
+        return [f"{path}: {_named(found)} instead of {_named(wanted)}"]
+    missing = [f"{path}{key} is missing" for key in theirs if key not in ours]
+    return missing + [f"{path}{key} is not of this pipeline" for key in ours if key not in theirs]
+
+
+def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
+    """The children of a node by their keys, and what is known of the node itself; a leaf is its own child."""
+    children, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
+    return {jax.tree_util.keystr(path): child for path, child in children}, node
+
+
+def _named(node: Tree) -> str:
+    """What a node of a tree is."""
+    if hasattr(node, "dtype"):
+        return describe(node)
+    return "none" if node is None else f"a {type(node).__name__} of {len(_opened(node)[0])}"

@@ -247,8 +247,17 @@ def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
 
 
 def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:
-    """The leaves, each on its device or with its sharding: as they are if they are there already; host arrays are copied."""
-    return jax.device_put(list(map(unaliased, leaves)), list(homes))
+    """The leaves, each on its device or with its sharding: as they are if they are there already.
+
+    NumPy arrays are copied, one after the other, so that the host never has a second copy of all of them.
+    """
+    ours = [_copied(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
+    return jax.device_put(ours, list(homes))
+
+
+def _copied(leaf: np.ndarray, home: Home) -> Array:
+    """A NumPy array on a device or with a sharding, sharing no memory with it, once it is there."""
+    return jax.block_until_ready(jax.device_put(np.array(leaf), home))
 
 
 def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> tuple[Array, ...]:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxpp.errors import StateError
 from jaxpp.types import Leaf, Params, Tree
 
 __all__ = [
@@ -69,7 +70,20 @@ def assembled(tree: Tree) -> Tree:
     """The user's tree: whole arrays instead of slices, put together on the host; the tree itself if it has none."""
     if not any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices))):
         return tree
-    return joined(tree, lambda node: np.concatenate([np.asarray(jax.device_get(part)) for part in node.parts]))
+    return joined(tree, _on_host)
+
+
+def _on_host(node: Slices) -> np.ndarray:
+    """The whole leaf, filled slice by slice."""
+    if gone := sum(getattr(part, "is_deleted", bool)() for part in node.parts):
+        rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
+        got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
+        fix = "go on with pipe.state, the newest, and save that; or call step(..., donate=False) to keep the old state"
+        raise StateError("state", rule, got, fix)
+    whole = np.empty((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
+    for part, (begin, end) in zip(node.parts, rows(node.sizes), strict=True):
+        whole[begin:end] = jax.device_get(part)
+    return whole
 
 
 def assembled_shapes(tree: Tree) -> Tree:
