@@ -7,6 +7,8 @@ of an exception that leaves them, as JAX does with its own. Frames of the user's
 JAX's option says how, for both: ``jax.config.update("jax_traceback_filtering", mode)``, or the environment variable
 ``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` leaves them in and marks them, which IPython and pytest
 understand; ``"auto"``, the default, is that under IPython, and takes them out elsewhere.
+
+Frames that are hidden lose their local variables. A notebook keeps the last traceback, which would keep arrays on the devices.
 """
 
 import builtins
@@ -42,8 +44,10 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             fold(error)
+            if _mode() != "off":
+                del args, kwargs  # this frame is hidden too, but runs
             raise
 
     return public
@@ -105,6 +109,9 @@ def fold(error: BaseException) -> None:
         hidden = _hidden([step.tb_frame for step in steps])
         if found is not error and not any(hidden):
             continue  # raised elsewhere
+        for step, hide in zip(steps, hidden, strict=True):
+            if hide:
+                _clear(step.tb_frame)
         if mode == "tracebackhide":
             for step, hide in zip(steps, hidden, strict=True):
                 if hide:
@@ -115,6 +122,13 @@ def fold(error: BaseException) -> None:
                 left = left if hide else types.TracebackType(left, step.tb_frame, step.tb_lasti, step.tb_lineno)
             found.__traceback__ = left
         waiting += [found.__cause__, found.__context__] if mode != "remove_frames" else []  # there JAX's cause has all frames
+
+
+def _clear(frame: types.FrameType) -> None:
+    """Let go of the local variables of a frame that has ended, unless its mark that hides it is among them."""
+    if "__tracebackhide__" not in frame.f_code.co_varnames:
+        with contextlib.suppress(RuntimeError):  # it runs
+            frame.clear()
 
 
 def _mode() -> str:
