@@ -119,9 +119,15 @@ def fold(error: BaseException) -> None:
         else:
             left: types.TracebackType | None = None
             for step, hide in zip(reversed(steps), reversed(hidden), strict=True):
-                left = left if hide else types.TracebackType(left, step.tb_frame, step.tb_lasti, step.tb_lineno)
+                left = left if hide else types.TracebackType(left, step.tb_frame, step.tb_lasti, _line(step))
             found.__traceback__ = left
         waiting += [found.__cause__, found.__context__] if mode != "remove_frames" else []  # there JAX's cause has all frames
+
+
+def _line(step: types.TracebackType) -> int:
+    """The line of a step of a traceback; Ctrl-C may come between two lines, in a bytecode that has none."""
+    line: int | None = step.tb_lineno
+    return step.tb_frame.f_code.co_firstlineno if line is None else line
 
 
 def _clear(frame: types.FrameType) -> None:

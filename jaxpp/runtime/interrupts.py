@@ -21,8 +21,8 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "
 _PATIENCE = 1.0
 """Seconds after which a second Ctrl-C is no longer a slip of the same finger."""
 
-_WAITED = "jaxpp: this waited until the step was complete: go on with state = pipe.state"
-_BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update, which may have changed a part of the state: go on from a checkpoint"
+_WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
+_BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -33,14 +33,17 @@ class Hold:
     Only the main thread runs handlers, so in other threads there is nothing to do. A second Ctrl-C more than a second after the
     first is not held back.
 
+    Args:
+        waited: a note for what a signal raises that was held back, unless the block raised.
+
     Attributes:
         begun: whether ``begin`` was called.
     """
 
-    __slots__ = ("_came", "_handlers", "begun")
+    __slots__ = ("_came", "_handlers", "_waited", "begun")
 
-    def __init__(self) -> None:
-        self.begun = False
+    def __init__(self, waited: str = _WAITED) -> None:
+        self._waited, self.begun = waited, False
         self._handlers: dict[int, _Handler] = {}
         self._came: dict[int, float] = {}
 
@@ -83,7 +86,7 @@ class Hold:
                 number, _ = self._came.popitem()
                 handler = signal.getsignal(number)  # one that was called before may have set another
                 if callable(handler):
-                    _call(handler, number, inspect.currentframe(), "" if kind else _WAITED)
+                    _call(handler, number, inspect.currentframe(), "" if kind else self._waited)
         finally:
             if self._handlers or self._came:  # a handler has raised while others wait
                 self.__exit__(kind)
