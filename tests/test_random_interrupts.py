@@ -25,7 +25,7 @@ from jaxpp.verify import oracle
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PARAMS = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6), "c": jnp.eye(6), "d": jnp.full((6, 2), 0.3)}
 LAYERS = {"w": jnp.stack([jnp.eye(4) * (0.5 + 0.1 * k) for k in range(5)])}
-NUM_STEPS = 40
+NUM_STEPS = 20
 BATCHES = [np.random.default_rng(k).normal(size=(8, 4)).astype("f") for k in range(NUM_STEPS)]
 KEYS = [jax.random.key(k) for k in range(NUM_STEPS)]
 
@@ -156,7 +156,7 @@ def interrupted(run, ctrl_c, num_interrupts, seed=0):
         pipe.init(run.params, BATCHES[0])
         while True:
             try:
-                ctrl_c(rng.uniform(0.1, 20))
+                ctrl_c(rng.uniform(0.1, 12))
                 train(run, pipe)
                 ctrl_c(None)
                 break
@@ -184,7 +184,7 @@ def test_after_a_thousand_times_ctrl_c_every_step_counts_once(name, seed, ctrl_c
 
 def interrupted_while_compiling(run, ctrl_c, num_interrupts, seed=0):
     """The same with shapes that are new, everything compiled anew each time, and interrupts during ``init`` and ``evaluate``."""
-    batches, rng, hits = [batch[: 8 - 2 * (k % 2)] for k, batch in enumerate(BATCHES[:6])], np.random.default_rng(seed), {}
+    batches, rng, hits = [batch[: 8 - 2 * (k % 2)] for k, batch in enumerate(BATCHES[:4])], np.random.default_rng(seed), {}
     pipe, bank = run.pipeline()
     pipe.init(run.params, batches[0])
     train(run, pipe, batches)
@@ -195,7 +195,7 @@ def interrupted_while_compiling(run, ctrl_c, num_interrupts, seed=0):
         (pipe, bank), during, again = run.pipeline(), "init", None
         while again is None:
             try:
-                ctrl_c(np.exp(rng.uniform(np.log(2), np.log(1000))))
+                ctrl_c(np.exp(rng.uniform(np.log(2), np.log(700))))
                 if during == "init":
                     pipe.init(run.params, batches[0])
                     during = "step"
