@@ -23,9 +23,6 @@ def loss_fn(params, x, key):
     h = jnp.tanh(h * jax.random.bernoulli(key, 0.8, h.shape) @ params["b"])
     return jnp.mean(jnp.tanh(h @ params["c"]) ** 2)
 
-def count(state):
-    return int(optax.tree.get(state.opt_state, "count"))
-
 def large():
     return sorted(leaf.shape for leaf in jax.live_arrays() if leaf.size > 32)
 
@@ -41,8 +38,8 @@ alone = large()
 """
 TRAIN = """
 state = pipe.state
-while (number := count(state)) < 300:
-    state, metrics = pipe.step(state, batches[number % 8], jax.random.fold_in(jax.random.key(0), number))
+while state.step < 300:
+    state, metrics = pipe.step(state, batches[state.step % 8], jax.random.fold_in(jax.random.key(0), state.step))
 metrics.loss
 """
 
@@ -81,9 +78,9 @@ def errors(messages):
 
 
 FURTHER = """
-number = count(pipe.state)
+number = pipe.state.step
 state, metrics = pipe.step(pipe.state, batches[number % 8], jax.random.fold_in(jax.random.key(0), number))
-print(count(state) == number + 1, large() == alone or large())
+print(state.step == number + 1 == int(optax.tree.get(state.opt_state, "count")), large() == alone or large())
 """
 CHECK = """
 jax.tree.map(np.testing.assert_array_equal, tuple(pipe.state), wanted)

@@ -114,10 +114,6 @@ def ctrl_c():
     signal.signal(signal.SIGINT, old)
 
 
-def count_of(state):
-    return int(optax.tree.get(state.opt_state, "count"))
-
-
 def everything(pipe, bank):
     """What the steps have made, on the host."""
     sets = {} if bank is None else {task: (bank.params(task), bank.opt_state(task)) for task in bank.tasks}
@@ -137,8 +133,9 @@ def plain(run, batches):
 def train(run, pipe, batches=BATCHES):
     """The loop that goes on wherever it was interrupted."""
     state = pipe.state
-    while (number := count_of(state)) < len(batches):
-        state = run.step(pipe, state, number, batches)
+    assert state.step == optax.tree.get(state.opt_state, "count")
+    while state.step < len(batches):
+        state = run.step(pipe, state, state.step, batches)
 
 
 def interrupted(run, ctrl_c, num_interrupts, seed=0):

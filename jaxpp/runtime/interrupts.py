@@ -6,12 +6,21 @@ where it can be found again, a signal only leaves a note; then its handler is ca
 but a device that never answers would hold signals back for ever: so Ctrl-C gets through if it is pressed again after a second.
 """
 
+import importlib
 import inspect
 import signal
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+# What Python's ``signal`` wraps. The wrapper looks for an enumerator of each handler, which raises and catches an exception: one
+# that a KeyboardInterrupt then had as its context, for the user to wonder about.
+try:
+    _plain: Any = importlib.import_module("_signal")
+except ImportError:
+    _plain = signal
 
 __all__ = ["Hold"]
 
@@ -56,10 +65,10 @@ class Hold:
             self.begun = True
             return
         for number in _SIGNALS:
-            handler = signal.getsignal(number)
+            handler = _plain.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler  # known before it is replaced
-                signal.signal(number, self._note)
+                _plain.signal(number, self._note)
         self.begun = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -72,7 +81,7 @@ class Hold:
         """Let a signal through that has come twice."""
         del self._came[number]
         handler = self._handlers[number]
-        signal.signal(number, handler)
+        _plain.signal(number, handler)
         for _ in range(2):  # a handler may raise at the second only
             _call(handler, number, frame, _BROKE_OFF)
 
@@ -80,11 +89,11 @@ class Hold:
         try:
             while self._handlers:
                 number, handler = next(iter(self._handlers.items()))
-                signal.signal(number, handler)
+                _plain.signal(number, handler)
                 del self._handlers[number]
             while self._came:
                 number, _ = self._came.popitem()
-                handler = signal.getsignal(number)  # one that was called before may have set another
+                handler = _plain.getsignal(number)  # one that was called before may have set another
                 if callable(handler):
                     _call(handler, number, inspect.currentframe(), "" if kind else self._waited)
         finally:
