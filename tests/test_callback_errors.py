@@ -90,10 +90,9 @@ def test_a_callback_of_the_loss_that_raises_at_any_microbatch_changes_nothing(ca
         check.left = None if raised > 20 else int(rng.integers(0, 6))
         try:
             pipe.step(state, X, donate=bool(rng.integers(2)))
-        except jax.errors.JaxRuntimeError as error:
+        except jax.errors.JaxRuntimeError:
             raised += 1
             assert pipe.state is state and state.step == optax.tree.get(state.opt_state, "count") == number
-            assert "consumed" not in "".join(error.__notes__)
     check.left = None
     assert raised > 3
     chex.assert_trees_all_equal(host(pipe.state), wanted)

@@ -125,10 +125,14 @@ def test_a_hold_in_another_thread_holds_nothing_and_changes_no_handler(calls):
 
 
 def test_a_hold_in_a_hold_gives_back_to_the_outer(calls):
-    with pytest.raises(KeyboardInterrupt), Hold() as hold:
-        hold.begin()
-        held(signal.SIGINT)
-        calls.append("after the inner")
+    def outer():
+        with Hold() as hold:
+            hold.begin()
+            held(signal.SIGINT)
+            calls.append("after the inner")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
     assert calls == ["after the inner"]
 
 

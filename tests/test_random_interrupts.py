@@ -67,8 +67,8 @@ class Run:
 
     def pipeline(self):
         """A pipeline, not yet initialised, and its bank."""
-        names = dict.fromkeys(("cat", "dog", "cow"), {"d": PARAMS["d"]})
-        bank = None if self.tasks == (None,) else jaxpp.Bank(names, optax.adam(1e-2))
+        sets = {name: {"d": PARAMS["d"]} for name in ("cat", "dog", "cow")}
+        bank = None if self.tasks == (None,) else jaxpp.Bank(sets, optax.adam(1e-2))
         options = {"num_stages": 2, "num_microbatches": 2, **self.options}
         return jaxpp.Pipeline(self.loss_fn, optimizer(), bank=bank, **options), bank
 

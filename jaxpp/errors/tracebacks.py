@@ -5,9 +5,9 @@ it push their own line off the screen. So the public functions and methods take 
 of an exception that leaves them, as JAX does with its own. Frames of the user's model stay, notes and causes too.
 
 JAX's option says how, for both: ``jax.config.update("jax_traceback_filtering", mode)``, or the environment variable
-``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` marks those that lead to a frame of the user's, which IPython and pytest
-understand, and takes out those behind the last such frame, for IPython shows the end of a traceback in any case. ``"auto"``, the
-default, is that under IPython, and takes all of them out elsewhere.
+``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` marks those that lead to a frame of the user's, which
+IPython and pytest understand, and takes out those behind the last such frame, for IPython shows the end of a traceback in any case.
+``"auto"``, the default, is that under IPython, and takes all of them out elsewhere.
 
 Frames that are hidden lose their local variables. A notebook keeps the last traceback, which would keep arrays on the devices.
 """

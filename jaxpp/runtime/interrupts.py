@@ -92,7 +92,7 @@ class Hold:
                 _plain.signal(number, handler)
                 del self._handlers[number]
             while self._came:
-                number, _ = self._came.popitem()
+                number = self._came.popitem()[0]
                 handler = _plain.getsignal(number)  # one that was called before may have set another
                 if callable(handler):
                     _call(handler, number, inspect.currentframe(), "" if kind else self._waited)
