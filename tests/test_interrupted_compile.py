@@ -84,22 +84,24 @@ def test_ctrl_c_in_python_s_own_locks_leaves_none_taken(ctrl_c):
     def busy():
         return [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
-    with InPools(-1) as counter:
-        pipeline().init(PARAMS, X)
-    jax.clear_caches()
-    with InPools(-1) as counter:
-        pipeline().init(PARAMS, X)
-    assert counter.seen > 100
-    hits = 0
-    for number in range(1, counter.seen, max(1, counter.seen // 40)):
+    pipe = pipeline()
+    pipe.init(PARAMS, X)
+    jobs = [line.placed for line in pipe.engine.lower("update", X, None).bound.lines if line.placed is not None][:3]
+
+    def interrupted(number):
+        """How many bytecodes ran there, and whether the compiling was interrupted."""
         jax.clear_caches()
-        pipe = pipeline()
         try:
-            with InPools(number):
-                pipe.init(PARAMS, X)
+            with InPools(number) as counter:
+                compiling.Programs().compile(jobs)
         except KeyboardInterrupt:
-            hits += 1
+            return counter.seen, True
+        return counter.seen, False
+
+    seen, hits = interrupted(-1)[0], 0
+    for number in range(1, seen, max(1, seen // 60)):
+        hits += interrupted(number)[1]
         for thread in busy():
-            thread.join(timeout=60)
-        assert not busy()
+            thread.join(timeout=20)
+        assert not busy(), number
     assert hits > 20
