@@ -1,4 +1,4 @@
-"""Ctrl-C while programs are compiled: it does not wait for the programs that nobody will use, and leaves no lock of Python's taken."""
+"""Ctrl-C while programs are compiled: it waits for no program that nobody will use, and leaves no lock of Python's taken."""
 
 import concurrent.futures
 import signal
