@@ -232,6 +232,8 @@ class Training:
                     getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)
                 ):  # not the copies of one elsewhere
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
+                elif not isinstance(error, Exception) and not hold.begun:
+                    error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                 raise
             self._kept = new = found.states.wrap(outcome.state, num_steps + 1)
         found.detector.add(outcome.squares)

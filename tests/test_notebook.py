@@ -1,8 +1,10 @@
 """What a notebook shows, asked of a real kernel: figures once and sharp, bars for people only, tables as HTML, no warnings."""
 
 import base64
+import gc
 import io
 import queue
+import warnings
 
 import pytest
 from jupyter_client.manager import start_new_kernel
@@ -38,6 +40,10 @@ class Notebook:
     def close(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        del self.client, self.manager
+        with warnings.catch_warnings():  # of sockets and loops that the client leaves open
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """The traceback of what leaves jaxpp ends at the user's own line; ``jax_traceback_filtering`` says how, as for JAX's frames."""
 
+import gc
 import inspect
 import pathlib
 import traceback
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -175,11 +177,12 @@ def test_every_frame_is_shown_where_jax_filters_none(started, filtering):
     assert len(ours(raised(USERS["the loss"], *started))) > 10
 
 
-def test_frames_are_marked_for_ipython_rather_than_taken_out(started, filtering):
+def test_frames_on_the_way_to_the_users_are_marked_for_ipython_rather_than_taken_out(started, filtering):
+    # IPython shows the end of a traceback even if it is marked, so what stands behind the user's last line is taken out.
     filtering("tracebackhide")
-    for call in (OURS["step"], USERS["the loss"], OURS["bank.use, left"]):
+    for call, marked in ((OURS["step"], False), (USERS["the loss"], True), (OURS["bank.use, left"], False)):
         error = raised(call, *started)
-        assert ours(error)
+        assert bool(ours(error)) is marked
         steps, shown = error.__traceback__, []
         while steps is not None:
             shown += [] if steps.tb_frame.f_locals.get("__tracebackhide__") else [steps.tb_frame.f_code.co_filename]
@@ -189,7 +192,24 @@ def test_frames_are_marked_for_ipython_rather_than_taken_out(started, filtering)
 
 def test_under_ipython_that_is_what_auto_means(started, monkeypatch):
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
-    assert ours(raised(OURS["make"], *started))
+    assert ours(raised(USERS["the loss"], *started))
+
+
+@pytest.mark.parametrize("mode", ["tracebackhide", "quiet_remove_frames"])
+def test_a_traceback_that_is_kept_keeps_no_arrays_by_the_variables_of_hidden_frames(started, filtering, mode):
+    # A notebook keeps the last traceback.
+    filtering(mode)
+    pipe, state, _ = started
+    batch = jnp.ones((8, 4))
+    alive = weakref.ref(batch)
+    try:
+        pipe.evaluate(state, batch, loss_fn=broken)
+    except KeyError as error:
+        kept = error
+    assert bool(ours(kept)) is (mode == "tracebackhide")
+    del batch
+    gc.collect()
+    assert alive() is None
 
 
 def test_an_exception_that_the_user_was_handling_keeps_its_frames(started):

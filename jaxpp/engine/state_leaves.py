@@ -187,9 +187,11 @@ def _check_state(state: object, expected: State) -> None:
         raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
     if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
-        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
+        number = steps_of(state)
+        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone), the state after {number} "
+        got += "step" if number == 1 else "steps"
         copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"
-        fix = f"go on with pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
+        fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
         raise StateError(where, rule, got, fix)
     steps_of(state)
     paths = [path for path, _ in leaves]

@@ -5,8 +5,11 @@ it push their own line off the screen. So the public functions and methods take 
 of an exception that leaves them, as JAX does with its own. Frames of the user's model stay, notes and causes too.
 
 JAX's option says how, for both: ``jax.config.update("jax_traceback_filtering", mode)``, or the environment variable
-``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` leaves them in and marks them, which IPython and pytest
-understand; ``"auto"``, the default, is that under IPython, and takes them out elsewhere.
+``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` marks those that lead to a frame of the user's, which
+IPython and pytest understand, and takes out those behind the last such frame, for IPython shows the end of a traceback in any case.
+``"auto"``, the default, is that under IPython, and takes all of them out elsewhere.
+
+Frames that are hidden lose their local variables. A notebook keeps the last traceback, which would keep arrays on the devices.
 """
 
 import builtins
@@ -42,7 +45,8 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            del args, kwargs  # of this frame, which runs and cannot be cleared
             fold(error)
             raise
 
@@ -105,16 +109,32 @@ def fold(error: BaseException) -> None:
         hidden = _hidden([step.tb_frame for step in steps])
         if found is not error and not any(hidden):
             continue  # raised elsewhere
-        if mode == "tracebackhide":
-            for step, hide in zip(steps, hidden, strict=True):
-                if hide:
-                    step.tb_frame.f_locals["__tracebackhide__"] = True
-        else:
-            left: types.TracebackType | None = None
-            for step, hide in zip(reversed(steps), reversed(hidden), strict=True):
-                left = left if hide else types.TracebackType(left, step.tb_frame, step.tb_lasti, step.tb_lineno)
-            found.__traceback__ = left
+        for step, hide in zip(steps, hidden, strict=True):
+            if hide:
+                _clear(step.tb_frame)
+        last = max((k for k, hide in enumerate(hidden) if not hide), default=-1)
+        left: types.TracebackType | None = None
+        for k, step in reversed(list(enumerate(steps))):
+            if hidden[k] and (mode != "tracebackhide" or k > last):
+                continue
+            if hidden[k]:
+                step.tb_frame.f_locals["__tracebackhide__"] = True
+            left = types.TracebackType(left, step.tb_frame, step.tb_lasti, _line(step))
+        found.__traceback__ = left
         waiting += [found.__cause__, found.__context__] if mode != "remove_frames" else []  # there JAX's cause has all frames
+
+
+def _line(step: types.TracebackType) -> int:
+    """The line of a step of a traceback; Ctrl-C may come between two lines, in a bytecode that has none."""
+    line: int | None = step.tb_lineno
+    return step.tb_frame.f_code.co_firstlineno if line is None else line
+
+
+def _clear(frame: types.FrameType) -> None:
+    """Let go of the local variables of a frame that has ended, unless its mark that hides it is among them."""
+    if "__tracebackhide__" not in frame.f_code.co_varnames:
+        with contextlib.suppress(RuntimeError):  # it runs
+            frame.clear()
 
 
 def _mode() -> str:

@@ -8,9 +8,10 @@ import hashlib
 import os
 import re
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import repeat
+from queue import SimpleQueue
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -22,6 +23,7 @@ from jax.stages import Compiled, Lowered
 from jaxpp.plan.builder import Constant
 from jaxpp.runtime.compiled_before import BEFORE, Executable, settings
 from jaxpp.runtime.compiler_options import compile_lowered
+from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import put, put_at
@@ -88,34 +90,35 @@ class Programs:
         fresh = {key: found for key, found in fresh.items() if not self._found_before(*found, settled)}
         if not fresh:
             return
-        with (
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-            progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar,
-        ):
-            waiting: dict[Future[Compiled], tuple[tuple[Hashable, ...], Shardings]] = {}
-            wanted: dict[tuple[Hashable, ...], list[PlacedProgram]] = {}
-            for job, chosen in fresh.values():
-                lowered = _lower(job, chosen)
-                text = _text(job, chosen, lowered, settled)
-                known = self._same.get(text) or BEFORE.get((job.program.name, *text))
-                if known is not None:
-                    self._same[text] = known
-                    self._keep(job, chosen, known, settled)
-                    bar.update()
-                elif text in wanted:
-                    wanted[text].append(job)
-                else:
-                    wanted[text] = [job]
-                    platform = job.place.devices[0].platform
-                    waiting[pool.submit(compile_lowered, lowered, platform, lean=job.program.lean)] = text, chosen
-            for done in as_completed(waiting):
-                text, chosen = waiting[done]
-                made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
-                if isinstance(text[0], bytes):
-                    BEFORE.add((made.name, *text), made)
-                for job in wanted[text]:
-                    self._keep(job, chosen, made, settled)
-                    bar.update()
+        pool, ready = ThreadPoolExecutor(os.cpu_count()), SimpleQueue[Future[Compiled]]()
+        waiting: dict[Future[Compiled], tuple[tuple[Hashable, ...], Shardings]] = {}
+        wanted: dict[tuple[Hashable, ...], list[PlacedProgram]] = {}
+        try:
+            with progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar:
+                for job, chosen in fresh.values():
+                    lowered = _lower(job, chosen)
+                    text = _text(job, chosen, lowered, settled)
+                    known = self._same.get(text) or BEFORE.get((job.program.name, *text))
+                    if known is not None:
+                        self._same[text] = known
+                        self._keep(job, chosen, known, settled)
+                        bar.update()
+                    elif text in wanted:
+                        wanted[text].append(job)
+                    else:
+                        wanted[text] = [job]
+                        waiting[_submit(pool, ready, job, lowered)] = text, chosen
+                for _ in range(len(waiting)):
+                    done = ready.get()
+                    text, chosen = waiting[done]
+                    made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
+                    if isinstance(text[0], bytes):
+                        BEFORE.add((made.name, *text), made)
+                    for job in wanted[text]:
+                        self._keep(job, chosen, made, settled)
+                        bar.update()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for what nobody will use
 
     def _found_before(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
@@ -159,6 +162,20 @@ class Programs:
     def num_compiled(self) -> int:
         """How many different ones were compiled; ``len`` counts each program by itself."""
         return len({id(made) for made in list(self._same.values())})
+
+
+def _submit(
+    pool: ThreadPoolExecutor, ready: SimpleQueue[Future[Compiled]], job: PlacedProgram, lowered: Lowered
+) -> Future[Compiled]:
+    """Have a program compiled; ``ready`` is given the future when that is done.
+
+    Python's pools are not made for interrupts: Ctrl-C could leave a lock taken for which the threads would wait for ever.
+    """
+    with Hold(waited="") as hold:
+        hold.begin()
+        future = pool.submit(compile_lowered, lowered, job.place.devices[0].platform, lean=job.program.lean)
+        future.add_done_callback(ready.put)
+        return future
 
 
 def _lower(job: PlacedProgram, given: Shardings) -> Lowered:

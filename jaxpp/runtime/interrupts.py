@@ -2,56 +2,110 @@
 
 Problem: Python runs a signal's handler between any two bytecodes of the main thread, so a ``KeyboardInterrupt`` may come after a
 program has taken over old parameters and before its results have a name. Idea: from the first such program until the new state is
-where it can be found again, a signal only leaves a note; then it is raised once more.
+where it can be found again, a signal only leaves a note; then its handler is called. An update is dispatched within milliseconds,
+but a device that never answers would hold signals back for ever: so Ctrl-C gets through if it is pressed again after a second.
 """
 
+import importlib
+import inspect
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+# What Python's ``signal`` wraps. The wrapper looks for an enumerator of each handler, which raises and catches an exception: one
+# that a KeyboardInterrupt then had as its context, for the user to wonder about.
+try:
+    _plain: Any = importlib.import_module("_signal")
+except ImportError:
+    _plain = signal
 
 __all__ = ["Hold"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
 
+_PATIENCE = 1.0
+"""Seconds after which a second Ctrl-C is no longer a slip of the same finger."""
+
+_WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
+_BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
+
+_Handler = Callable[[int, FrameType | None], object]
+
 
 class Hold:
     """Holds signals back from ``begin`` to the end of the ``with`` block, if there are Python handlers for them.
 
-    Only the main thread runs handlers, so in other threads there is nothing to do.
+    Only the main thread runs handlers, so in other threads there is nothing to do. A second Ctrl-C more than a second after the
+    first is not held back.
+
+    Args:
+        waited: a note for what a signal raises that was held back, unless the block raised.
+
+    Attributes:
+        begun: whether ``begin`` was called.
     """
 
-    __slots__ = ("_came", "_handlers")
+    __slots__ = ("_came", "_handlers", "_waited", "begun")
 
-    def __init__(self) -> None:
-        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-        self._came: set[int] = set()
+    def __init__(self, waited: str = _WAITED) -> None:
+        self._waited, self.begun = waited, False
+        self._handlers: dict[int, _Handler] = {}
+        self._came: dict[int, float] = {}
 
     def __enter__(self) -> "Hold":
         return self
 
     def begin(self) -> None:
-        """From now on signals wait."""
-        if threading.current_thread() is not threading.main_thread():
+        """From now on signals wait; a second call changes nothing."""
+        if self.begun or threading.current_thread() is not threading.main_thread():
+            self.begun = True
             return
         for number in _SIGNALS:
-            handler = signal.getsignal(number)
+            handler = _plain.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler  # known before it is replaced
-                signal.signal(number, self._note)
+                _plain.signal(number, self._note)
+        self.begun = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (a handler's arguments)
-        self._came.add(number)
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._came.get(number, now) > _PATIENCE:
+            self._break_off(number, frame)
+        self._came.setdefault(number, now)
 
-    def __exit__(self, *_: object) -> None:
+    def _break_off(self, number: int, frame: FrameType | None) -> None:
+        """Let a signal through that has come twice."""
+        del self._came[number]
+        handler = self._handlers[number]
+        _plain.signal(number, handler)
+        for _ in range(2):  # a handler may raise at the second only
+            _call(handler, number, frame, _BROKE_OFF)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             while self._handlers:
                 number, handler = next(iter(self._handlers.items()))
-                signal.signal(number, handler)
+                _plain.signal(number, handler)
                 del self._handlers[number]
             while self._came:
-                signal.raise_signal(self._came.pop())
+                number = self._came.popitem()[0]
+                handler = _plain.getsignal(number)  # one that was called before may have set another
+                if callable(handler):
+                    _call(handler, number, inspect.currentframe(), "" if kind else self._waited)
         finally:
             if self._handlers or self._came:  # a handler has raised while others wait
-                self.__exit__()
+                self.__exit__(kind)
+
+
+def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) -> None:
+    """Call a handler as Python does; what it raises is given the note."""
+    try:
+        handler(number, frame)
+    except BaseException as error:
+        if note:
+            error.add_note(note)
+        raise

@@ -61,8 +61,9 @@ class _NotebookBar(tqdm):
                 self._shown.update({}, raw=True)
             return True
         data = {"text/plain": str(self), "text/html": self._html()}
-        if self._shown is None:
-            self._shown = importlib.import_module("IPython.display").display(data, raw=True, display_id=True)
+        if self._shown is None:  # known before it is shown, so that Ctrl-C in between leaves no bar that nobody takes away
+            self._shown = importlib.import_module("IPython.display").DisplayHandle()
+            self._shown.display(data, raw=True)
         else:
             self._shown.update(data, raw=True)
         return True
