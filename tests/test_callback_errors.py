@@ -53,18 +53,23 @@ def in_a_checkpoint(check, x):
     return jax.checkpoint(lambda x: jnp.sin(shown(check, x)))(x)
 
 
-def backward_only(check, x):
+def backward_only(check, x, call=None):
     """A callback in the derivative rule, which tracing the loss alone does not see."""
 
     @jax.custom_vjp
     def same(x):
         return x
 
-    same.defvjp(lambda x: (x, None), lambda _, ct: (pure(check, ct),))
+    same.defvjp(lambda x: (x, None), lambda _, ct: ((call or pure)(check, ct),))
     return same(x)
 
 
-CALLS = [shown, pure, impure, in_a_branch, in_a_loop, in_a_checkpoint, backward_only]
+def shown_cotangent(check, x):
+    """A callback without results that reads a cotangent: `KeyError: Var`, for it was taken for a part of the forward."""
+    return backward_only(check, x, shown)
+
+
+CALLS = [shown, pure, impure, in_a_branch, in_a_loop, in_a_checkpoint, backward_only, shown_cotangent]
 
 
 def host(tree):

@@ -126,8 +126,8 @@ class StagePrograms:
         colors: list[str | None] = []
         for eqn in graph.eqns:
             outs = set(eqn.outvars)
-            if not outs.isdisjoint(backward):
-                colors.append(BACKWARD)
+            if not outs.isdisjoint(backward) or (eqn.effects and not backward.isdisjoint(variables(eqn.invars))):
+                colors.append(BACKWARD)  # a host callback may have no results
             elif not outs.isdisjoint(data) or eqn.effects:
                 colors.append(None if outs <= cheap and not eqn.effects else _FORWARD)
             else:
