@@ -20,7 +20,6 @@
 # %%
 import contextlib
 import io
-import itertools
 import logging
 import pathlib
 import resource
@@ -202,8 +201,9 @@ print(f"step {metrics.step}: loss {metrics.loss:.6f}")
 # that were done:
 
 # %%
-loader = map(batch_of, itertools.count())  # any iterator that gives the same batches in each run
-loader = itertools.islice(loader, state.step, None)
+loader = map(batch_of, range(1000))  # any iterator that gives the same batches in each run
+for _ in range(state.step):
+    next(loader)
 assert_same_bits(next(loader), batch_of(20))
 
 # %% [markdown]
@@ -262,11 +262,11 @@ assert resumed.step == 30 and not list(folder.glob("25*"))
 # %% [markdown]
 # ## What to look out for
 #
-# - `manager.save` follows `save_interval_steps`. `manager.save(..., force=True)` saves at any step, for instance
-#   `pipe.state` after [Ctrl-C](interrupt_and_go_on.ipynb).
+# - `manager.save` follows `save_interval_steps`. `manager.save(..., force=True)` saves at any step that is not saved yet, for
+#   instance `pipe.state` after [Ctrl-C](interrupt_and_go_on.py).
 # - Save a state before the next step, as above, because a step reuses the buffers of the state that it is given. When
 #   `manager.save` returns, the state is copied, and the next step may have it.
-# - With a bank, the state holds the shared parameters alone. [Save a bank](save_a_bank.ipynb) saves the sets of the tasks too.
+# - With a bank, the state holds the shared parameters alone. [Save a bank](save_a_bank.py) saves the sets of the tasks too.
 # - Data loaders such as grain have a position of their own that Orbax can save in the same checkpoint, with
 #   `ocp.args.Composite(state=..., data=...)`. That is faster than skipping batches if the run is long.
 # - A checkpoint opens only with an optimizer whose state has the same form. To begin anew with the parameters alone, restore
