@@ -109,7 +109,7 @@ class Site:
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
-            {"Guide": [f"guide/{name}.md" for name in ("train", "memory", "speed", "profile", "schedules", "mesh", "tasks")]},
+            {"Guide": [f"guide/{name}.md" for name in ("train", "save", "memory", "speed", "profile", "schedules", "mesh", "tasks")]},
             {"Course": ["course/index.md", *chapters]},
             {"How to": ["how-to/index.md", *recipes]},
             {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in references), "glossary.md"]},
