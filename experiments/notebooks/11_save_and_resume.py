@@ -128,7 +128,8 @@ for path, leaf in jax.tree.leaves_with_path(saved["params"]["params"])[:4]:
 # checkpoint would look the same with one stage or eight, and everything else in this chapter follows from that.
 #
 # On the disk a checkpoint is a folder, named after its step. Orbax puts the arrays of all leaves into a few files, with names that
-# say nothing, and describes in other files what is where.
+# say nothing, and describes in other files what is where. (`_sharding` notes on which device each leaf was. Orbax uses that only if
+# nobody says where the leaves shall go.)
 
 # %%
 for path in sorted((folder / "40").rglob("*")):
