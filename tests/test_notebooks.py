@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 COURSE = sorted((ROOT / "experiments" / "notebooks").glob("[0-9]*.py"))
 RECIPES = sorted((ROOT / "docs" / "how-to").glob("*.py"))
-LIBRARIES = {"jax", "flax", "optax", "numpy", "matplotlib", "sklearn", "jaxpp"}
+LIBRARIES = {"jax", "flax", "optax", "orbax", "numpy", "matplotlib", "sklearn", "jaxpp"}
 MOST_LINES = 15
 """Of code in a cell, not counting blank lines."""
 
@@ -26,6 +26,7 @@ WORDS = {
     7: ["tied embedding"],
     8: [r"theta\[t\]", "replica", "prefetch"],
     9: ["mesh", "collective", "all-reduce"],
+    11: ["checkpoint", "abstract state"],
 }
 """The words of the field, by the chapter that defines them."""
 

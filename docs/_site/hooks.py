@@ -105,11 +105,12 @@ class Site:
         chapters = [{numbered(uri, page.title): uri} for uri, page in self.listed("course")]
         recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
         experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
+        guides = ["train", "save", "memory", "speed", "profile", "schedules", "mesh", "tasks"]
         references = ["pipeline", "schedule", "observe", "errors"]
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
-            {"Guide": [f"guide/{name}.md" for name in ("train", "memory", "speed", "profile", "schedules", "mesh", "tasks")]},
+            {"Guide": [f"guide/{name}.md" for name in guides]},
             {"Course": ["course/index.md", *chapters]},
             {"How to": ["how-to/index.md", *recipes]},
             {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in references), "glossary.md"]},

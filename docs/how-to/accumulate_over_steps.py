@@ -54,7 +54,7 @@ for _ in range(3):
 
 # %% [markdown]
 # **Four calls over quarters of the batch**, in 4 microbatches of 32 examples each. `MultiSteps` keeps the running mean of the
-# gradients in the optimizer state. `mini_step` counts the calls since the last update.
+# gradients in the optimizer state. Its `gradient_step` counts updates, while `state.step` of jaxpp counts calls.
 
 # %%
 optimizer = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=4)
@@ -65,7 +65,8 @@ for _ in range(3):
     for quarter in quarters:
         other, metrics = by_parts.step(other, quarter)
     assert optimizer.has_updated(other.opt_state)
-print("calls:", 3 * 4, "updates:", other.opt_state.gradient_step)
+print("calls:", other.step, "updates:", other.opt_state.gradient_step)
+assert (other.step, other.opt_state.gradient_step, state.step) == (12, 3, 3)
 
 # %%
 for found, wanted in zip(jax.tree.leaves(other.params), jax.tree.leaves(state.params), strict=True):

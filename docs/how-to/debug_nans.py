@@ -90,13 +90,14 @@ assert "stage 0, microbatch 1" in message
 assert "unit_0" in message and "`div`" in message
 
 # %% [markdown]
-# The step that raised has changed nothing. The remedy in this model is to keep the divisor above zero, or to leave the empty
-# image out:
+# The step that raised has changed nothing, and is not counted. The remedy in this model is to keep the divisor above zero, or to
+# leave the empty image out:
 
 # %%
+assert pipe.state is state and state.step == 0
 state, metrics = pipe.step(state, good)
 jax.config.update("jax_debug_nans", False)
-print("loss:", metrics.loss)
+print("loss:", metrics.loss, "after step", metrics.step)
 assert jnp.isfinite(jax.device_get(metrics.loss))
 
 # %% [markdown]

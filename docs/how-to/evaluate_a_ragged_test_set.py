@@ -83,12 +83,15 @@ assert not np.isclose(np.mean(batch_losses), loss, rtol=1e-5)
 # %% [markdown]
 # ## Fewer examples than microbatches
 #
-# `evaluate` also takes fewer examples than there are microbatches; each microbatch then holds one example. A training step does
-# not, because a batch that small is usually a mistake:
+# `evaluate` also takes fewer examples than there are microbatches. It then makes fewer microbatches, of one example each, and the
+# mean is exact here too. A training step does not take so few, because a batch that small is usually a mistake:
 
 # %%
 three = {name: leaf[:3] for name, leaf in test.items()}
-print("examples that were evaluated:", pipe.evaluate(state, three).aux["examples"])
+metrics = pipe.evaluate(state, three)
+loss, wanted = loss_fn(jax.device_get(state.params), three)
+np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+assert metrics.aux["examples"] == 3 and metrics.aux["correct"] == wanted["correct"]
 try:
     pipe.step(state, three)
 except ValueError as error:

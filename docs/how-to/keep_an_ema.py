@@ -101,4 +101,6 @@ print("devices of the average:", *sorted({str(leaf.device) for leaf in jax.tree.
 # - Do not wrap the update in one `jax.jit` over the whole tree: the leaves live on different devices, and JAX refuses to mix
 #   them. A `jax.jit` around the function of one leaf, given to `jax.tree.map`, works.
 # - `optax.ema` is something else: it averages the *updates* inside an optimizer.
+# - To save the average with the state, give Orbax `{"state": state, "ema": ema}`, and restore to `{"state": target, "ema":
+#   target.params}`, where `target` is from `pipe.abstract_state`; see [Save and resume](save_and_resume.py).
 # - Alternatively, `pipe.step(..., donate=False)` keeps the whole old state alive, with its optimizer state.

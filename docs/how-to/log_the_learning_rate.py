@@ -56,31 +56,33 @@ init_params = jax.jit(model.init)(jax.random.key(0), batch["x"])
 state = pipe.init(init_params, batch)
 
 # %% [markdown]
-# After a step, the optimizer state holds the learning rate that this step used. The next step reuses the buffers of the state, so
-# the loop keeps a copy; `jnp.copy` does not wait for the device. Metrics are never reused and need no copy.
+# `metrics.step` is the number of the step, which the host counts: reading it does not wait. It is also in `state.step`, and is
+# saved and restored with the state. After a step, the optimizer state holds the learning rate that this step used. The next step
+# reuses the buffers of the state, so the loop keeps a copy; `jnp.copy` does not wait for the device. Metrics are never reused and
+# need no copy.
 
 # %%
 history = []
-for _ in range(60):
+while state.step < 60:
     state, metrics = pipe.step(state, batch)
     learning_rate = jnp.copy(state.opt_state.hyperparams["learning_rate"])
-    history.append((metrics.loss, metrics.grad_norm, learning_rate))
+    history.append((metrics.step, metrics.loss, metrics.grad_norm, learning_rate))
 
-loss, grad_norm, learning_rate = np.array(jax.device_get(history)).T
+steps, loss, grad_norm, learning_rate = np.array(jax.device_get(history)).T
 print(f"last step: loss {loss[-1]:.4f}, learning rate {learning_rate[-1]:.2e}")
 
 # %%
 curves = {"loss": loss, "norm of the gradient": grad_norm, "learning rate": learning_rate}
 fig, axes = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
 for ax, (name, values) in zip(axes, curves.items(), strict=True):
-    ax.plot(values)
+    ax.plot(steps, values)
     ax.set(title=name, xlabel="step")
 
 # %% [markdown]
 # The logged values are those of plain JAX: the schedule at each step, and the norm of the gradient on one device.
 
 # %%
-np.testing.assert_allclose(learning_rate, [schedule(k) for k in range(60)], rtol=1e-5)
+np.testing.assert_allclose(learning_rate, [schedule(step - 1) for step in steps], rtol=1e-5)
 grads = jax.grad(loss_fn)(init_params, batch)
 np.testing.assert_allclose(grad_norm[0], optax.tree.norm(grads), rtol=1e-5)
 
@@ -91,7 +93,7 @@ np.testing.assert_allclose(grad_norm[0], optax.tree.norm(grads), rtol=1e-5)
 #   them after each step, the host cannot prepare the next step while the devices work.
 # - `metrics.grad_norm` is the norm before the optimizer clips the gradient. Parameters that the optimizer freezes are left out,
 #   because their gradients are not computed.
-# - If the learning rate is a schedule of the step alone, `schedule(k)` on the host gives the same number, and
-#   `inject_hyperparams` is not needed.
+# - If the learning rate is a schedule of the step alone, `schedule(metrics.step - 1)` on the host gives the same number, and
+#   `inject_hyperparams` is not needed. (With `loss_scale`, steps that were skipped count in `metrics.step` and not in optax.)
 # - Inside an `optax.chain` the hyperparameters are at the position of the wrapped optimizer:
 #   `state.opt_state[1].hyperparams["learning_rate"]` if it is the second in the chain.

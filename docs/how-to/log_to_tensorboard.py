@@ -49,24 +49,24 @@ state = pipe.init(lambda key: model.init(key, batch["x"]), jax.random.key(0), ba
 
 # %% [markdown]
 # A step returns before the devices have finished it. To read a metric waits, so the loop writes the metrics of the step before
-# while the devices work on the present step.
+# while the devices work on the present step. `metrics.step` says which step they belong to, also after a run was resumed.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp())
 writer = SummaryWriter(folder)
 
 
-def log(step, metrics):
+def log(metrics):
     for name in ("loss", "grad_norm"):
-        writer.add_scalar(name, float(metrics[name]), step)
+        writer.add_scalar(name, float(metrics[name]), metrics.step)
 
 
 state, metrics = pipe.step(state, batch)
 losses = [metrics.loss]
-for step in range(1, 30):
+while state.step < 30:
     before = metrics
     state, metrics = pipe.step(state, batch)
-    log(step - 1, before)
+    log(before)
     losses.append(metrics.loss)
 
 # %% [markdown]
@@ -74,9 +74,9 @@ for step in range(1, 30):
 # folder show the result.
 
 # %%
-log(29, metrics)
+log(metrics)
 for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.params)):
-    writer.add_histogram(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, 29)
+    writer.add_histogram(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, state.step)
 writer.close()
 
 # %% [markdown]
@@ -91,6 +91,7 @@ while data:
     data = data[16 + size :]
 values = [value for event in events for value in event.summary.value]
 found = [value.simple_value for value in values if value.tag == "loss"]
+assert [event.step for event in events if any(value.tag == "loss" for value in event.summary.value)] == list(range(1, 31))
 np.testing.assert_allclose(found, losses, rtol=1e-6)
 print(*sorted({value.tag for value in values}), sep="\n")
 
@@ -103,9 +104,9 @@ print(*sorted({value.tag for value in values}), sep="\n")
 # import wandb
 #
 # run = wandb.init(project="digits", mode="offline", config={"num_stages": 2})
-# for step in range(30):
+# while state.step < 30:
 #     state, metrics = pipe.step(state, batch)
-#     run.log({"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)}, step=step)
+#     run.log({"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)}, step=metrics.step)
 # run.finish()
 # ```
 #
@@ -114,5 +115,6 @@ print(*sorted({value.tag for value in values}), sep="\n")
 # ## What to look out for
 #
 # - `float(metrics.loss)` right after `pipe.step` waits for the step. Log the step before, as above, or only every tenth step.
-# - `dict(metrics)` has whatever the step reports: `loss`, `grad_norm`, `aux` if the loss has aux, and `finite` with a loss scale.
+# - `dict(metrics)` has whatever the step reports: `loss`, `grad_norm`, `step`, `aux` if the loss has aux, and `finite` with a loss
+#   scale.
 # - With several hosts the same script runs on every host. Let one host write: `if jax.process_index() == 0`.

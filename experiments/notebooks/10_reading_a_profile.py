@@ -289,3 +289,5 @@ assert kept["recompute"] < kept["least"] < kept["keep"]
 # work in time. Only the cuts move work from one rank to another.
 #
 # </details>
+#
+# Next: [11. Save, resume, re-cut](11_save_and_resume.ipynb)
