@@ -1,0 +1,203 @@
+"""Checkpoints of a run: saved by Orbax beside the training, found again when the command is started again.
+
+A checkpoint is the state, as the user's own trees, and one file of JSON: the options that the run cannot change, and the losses up to
+that step. Orbax writes both into a temporary folder and renames the folder when all is on disk, so a checkpoint is whole or not there.
+The writing happens in threads, while the training goes on; what goes wrong there is known when the threads have ended, and ``look``
+asks for it after every step.
+"""
+
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import jaxpp
+from experiments.options import ConfigError, check_folder
+
+__all__ = ["CheckpointError", "Checkpoints", "History"]
+
+KEPT = 2  # checkpoints in the folder; the older ones are deleted when a newer one is whole
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be read, or could not be written, in one line: where, what happened, what is safe, what to do."""
+
+
+@dataclass
+class History:
+    """What a run has found so far, and a resumed run must know.
+
+    Attributes:
+        losses: the training loss of every step.
+        val_losses: pairs of the steps done and the loss on the held-out text.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    val_losses: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder.
+
+    Args:
+        folder: made if it is not there; what was being written in it when an earlier run was killed is deleted.
+        settings: what a resumed run may not change, by the names of the options.
+        go_on: whether the run goes on if a save fails; otherwise the failure is raised.
+
+    Attributes:
+        safe_step: the newest step that is whole on disk; None if there is none.
+
+    Raises:
+        ConfigError: the folder cannot be written, Orbax is not installed, or the run that was saved there had other settings.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, go_on: bool = False):
+        self._orbax = _orbax()
+        self._given, self._folder, self._settings, self._go_on = folder, folder.absolute(), dict(settings), go_on
+        self._saving: int | None = None
+        check_folder("--checkpoint", self._folder)
+        self._manager = self._open()
+        self.safe_step: int | None = self._manager.latest_step()
+        self.history = History() if self.safe_step is None else self._read()
+
+    def restore(self, target: jaxpp.State) -> jaxpp.State:
+        """The newest state, each leaf straight to its owner.
+
+        Args:
+            target: the shapes and shardings, from ``abstract_state``.
+        """
+        return self._restore("state", self._orbax.args.StandardRestore(target))
+
+    def look(self) -> None:
+        """See whether the save that was under way has ended, and how; waits for nothing.
+
+        Raises:
+            CheckpointError: it failed, and the run is to stop.
+        """
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self._end()
+
+    def save(self, state: jaxpp.State, history: History) -> None:
+        """Begin to save a state; the arrays have been copied when this returns, so the next step may consume them.
+
+        Args:
+            state: the state.
+            history: up to it.
+
+        Raises:
+            CheckpointError: this save, or the one before, failed, and the run is to stop.
+        """
+        if self._saving is not None:
+            self._end()
+        found = {"settings": self._settings, "losses": history.losses, "val_losses": history.val_losses}
+        save = self._orbax.args
+        self._saving = state.step
+        try:
+            self._manager.save(state.step, args=save.Composite(state=save.StandardSave(state), run=save.JsonSave(found)), force=True)
+        except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
+            self._failed(error)
+
+    def finish(self, state: jaxpp.State, history: History) -> None:
+        """Save the newest state unless it is saved, and wait until it is on disk.
+
+        Raises:
+            CheckpointError: it could not be saved, and the run is to stop.
+        """
+        go_on, self._go_on = self._go_on, True  # what failed before matters only if this fails too
+        if self._saving is not None:
+            self._end()
+        self._go_on = go_on
+        if self.safe_step != state.step:
+            self.save(state, history)
+            if self._saving is not None:
+                self._end()
+
+    def close(self) -> None:
+        """Wait for Orbax's threads; what fails here is said, not raised."""
+        self._go_on = True
+        if self._saving is not None:
+            self._end()
+        self._manager.close()
+
+    def _open(self) -> Any:
+        options = self._orbax.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
+        return self._orbax.CheckpointManager(self._folder, options=options)
+
+    def _end(self) -> None:
+        """Wait for the save under way, and see how it ended."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
+            self._failed(error)
+        else:
+            self.safe_step, self._saving = self._saving, None
+
+    def _failed(self, error: Exception) -> None:
+        """Find out what is on disk, make room, and say or raise what happened.
+
+        A manager that has failed to save no longer knows which steps are there, and leaves half a step behind; a new one reads the
+        folder and deletes what is not whole.
+        """
+        step, self._saving = self._saving, None
+        try:
+            self._manager = self._open()
+            self.safe_step = self._manager.latest_step()
+        except OSError:
+            self.safe_step = None
+        safe = "no step is safe there" if self.safe_step is None else f"step {self.safe_step} is safe there"
+        said = f"--checkpoint {self._given}: step {step} could not be saved ({_reason(error)}); {safe}."
+        if not self._go_on:
+            fix = "mend that and start the same command again, which goes on from the safe step; --on-save-error go-on trains on"
+            raise CheckpointError(f"{said} Fix: {fix}.") from error
+        tqdm.write(f"lm: {said} The run goes on.", file=sys.stderr)
+
+    def _read(self) -> History:
+        """What was saved beside the newest state, if it was the same run."""
+        found = self._restore("run", self._orbax.args.JsonRestore())
+        before = found["settings"]
+        if odd := [name for name, value in self._settings.items() if before.get(name) != value]:
+            was, now = (" ".join(_typed(name, values.get(name)) for name in odd) for values in (before, self._settings))
+            rule = f"the run that is saved there had {was}, and this command has {now}"
+            raise ConfigError(f"--checkpoint {self._given}: {rule}. Fix: pass {was} to resume it, or name another folder.")
+        return History(found["losses"], [(done, loss) for done, loss in found["val_losses"]])
+
+    def _restore(self, item: str, args: Any) -> Any:
+        step = self.safe_step
+        try:
+            return self._manager.restore(step, args=self._orbax.args.Composite(**{item: args}))[item]
+        except Exception as error:
+            fix = f"delete {self._given / str(step)}, to go on from an older step or from the start, or name another folder"
+            said = f"--checkpoint {self._given}: step {step} cannot be read ({_reason(error)}). Fix: {fix}."
+            raise CheckpointError(said) from error
+
+
+def _typed(name: str, value: Any) -> str:
+    """A setting as it is typed; a text is known by its digest."""
+    return f"the text of digest {value}" if name == "text" else f"--{name.replace('_', '-')} {value}"
+
+
+def _reason(error: Exception) -> str:
+    """What the operating system says, in a line; Orbax's writers put its code at the end of long sentences."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _orbax() -> Any:
+    """Orbax, whose log is silenced: what it reports of a failed save, in hundreds of lines, is said here in one."""
+    try:
+        found = importlib.import_module("orbax.checkpoint")
+    except ImportError:
+        fix = 'pip install "jaxpp[checkpoint]"'
+        raise ConfigError(f"--checkpoint: Orbax saves checkpoints, and is not installed. Fix: {fix}.") from None
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    return found
