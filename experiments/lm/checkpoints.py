@@ -100,7 +100,9 @@ class Checkpoints:
         save = self._orbax.args
         self._saving = state.step
         try:
-            self._manager.save(state.step, args=save.Composite(state=save.StandardSave(state), run=save.JsonSave(found)), force=True)
+            self._manager.save(
+                state.step, args=save.Composite(state=save.StandardSave(state), run=save.JsonSave(found)), force=True
+            )
         except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
             self._failed(error)
 

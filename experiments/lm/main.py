@@ -266,7 +266,9 @@ def check_interrupted(config: Config, checkpoints: Checkpoints, state: jaxpp.Sta
     if stop.number is None or state.step == config.steps:
         return
     name, folder = signal.Signals(stop.number).name, config.checkpoint
-    saved = f"saved in {folder}" if checkpoints.safe_step == state.step else f"not saved: step {checkpoints.safe_step} is, in {folder}"
+    saved = (
+        f"saved in {folder}" if checkpoints.safe_step == state.step else f"not saved: step {checkpoints.safe_step} is, in {folder}"
+    )
     again = "the same command goes on from there"
     raise Interrupted(f"{name} after step {state.step} of {config.steps}, which is {saved}; {again}", stop.number)
 
