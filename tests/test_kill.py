@@ -18,8 +18,8 @@ class Runs:
     """Starts ``tests/kill_run.py``; all runs share the programs that were compiled.
 
     Attributes:
-        saved: the bits of the state at each step that a run without kills saves, and at step 0.
-        seconds: how long a run without kills takes.
+        saved: the bits of the state at each step that a run without kills saves, and at the start (``None``).
+        seconds: how long a run without kills takes until it has a state, and from then to its end.
     """
 
     def __init__(self, folder: Path):
@@ -30,24 +30,35 @@ class Runs:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+        self.seconds = (0.0, 0.0)
         lines = self.start(folder / "told", "told")
         self.saved = {words[1]: words[2] for words in lines if words[0] in ("found", "saved", "done")}
-        began = time.perf_counter()
         assert self.start(folder / "quiet") == [lines[0], lines[-1]]
-        self.seconds = time.perf_counter() - began
 
-    def start(self, folder: Path, *words: str, after: float | None = None) -> list[list[str]]:
-        """Run; kill it ``after`` so many seconds, unless it has ended. What it printed, as words."""
+    def start(self, folder: Path, *words: str, kill: float | None = None, training: bool = False) -> list[list[str]]:
+        """Run, and see what it prints, as words.
+
+        Args:
+            folder: of the checkpoints.
+            words: further arguments.
+            kill: the moment at which the run is killed, unless it has ended: 0 is its start and 1 its end.
+            training: 0 is rather the moment at which it has a state, begun or restored, and trains.
+        """
         command = [sys.executable, "-m", "tests.kill_run", str(folder), str(STEPS), str(EVERY), *words]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        began = time.perf_counter()
         with subprocess.Popen(command, cwd=ROOT, env=self.environment, **options) as process:
+            first = process.stdout.readline() if kill is None or training else ""
+            ready = time.perf_counter() - began
             try:
-                out, errors = process.communicate(timeout=after)
+                out, errors = process.communicate(timeout=None if kill is None else kill * sum(self.seconds[training:]))
             except subprocess.TimeoutExpired:
                 process.kill()
                 out, errors = process.communicate()
-            assert process.returncode in ((0,) if after is None else (0, -signal.SIGKILL)), errors
-        return [line.split() for line in out.splitlines()]
+            assert process.returncode in ((0,) if kill is None else (0, -signal.SIGKILL)), errors
+        if kill is None:
+            self.seconds = ready, time.perf_counter() - began - ready
+        return [line.split() for line in (first + out).splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +67,27 @@ def runs(tmp_path_factory):
 
 
 def kill(runs: Runs, folder: Path, kills: int, seed: int) -> None:
-    """Kill runs at random moments until there were ``kills``; a run that ends in spite of that is compared, and begun anew."""
+    """Kill runs at random moments, every other one while it trains; a run that ends all the same is compared, and begun anew."""
     rng, done, newest = np.random.default_rng(seed), 0, 0
     place = folder / "0"
     while True:
-        last = done >= kills
-        lines = runs.start(place, after=None if last else rng.uniform(0, runs.seconds))
+        last = done == kills
+        lines = runs.start(place, kill=None if last else rng.uniform(), training=done % 2 == 1)
         for what, step, bits in lines:
             assert runs.saved[step] == bits, f"{what} {step}: not the bits of the run without kills, after {done} kills"
-        found = next((step for what, step, _ in lines if what == "found"), None)
-        if found is not None:  # every checkpoint that was found once is there until a newer one is
-            assert newest <= int(found.replace("None", "0"))
-            newest = int(found.replace("None", "0"))
+        for found in (0 if step == "None" else int(step) for what, step, _ in lines if what == "found"):
+            assert found >= newest, "a checkpoint that an earlier run has found is lost"
+            newest = found
         if lines and lines[-1][0] == "done":
-            left = sorted(path.name for path in place.iterdir())
-            assert left == sorted([str(STEPS), str(STEPS - EVERY)]), "what is left on disk after many kills"
+            left = sorted(int(path.name) for path in place.iterdir())  # no temporary folder, whose name is no number
+            expected = {STEPS, STEPS - EVERY, STEPS - 2 * EVERY}  # the last if a run was killed before it was deleted
+            assert left[-1] == STEPS and set(left) <= expected, "what is left on disk after many kills"
             if last:
                 return
             place, newest = folder / str(done), 0
         else:
             done += 1
-            print("kill", done, "found", found, "left", sorted(path.name for path in place.iterdir()) if place.exists() else None)
+            print("kill", done, "found", newest, "left", sorted(path.name for path in place.iterdir()) if place.exists() else None)
 
 
 def test_a_run_killed_six_times_ends_with_the_bits_of_one_that_was_not(runs, tmp_path):

@@ -1,9 +1,9 @@
 """Checkpoints of a run: saved by Orbax beside the training, found again when the command is started again.
 
-A checkpoint is the state, as the user's own trees, and one file of JSON: the options that the run cannot change, and the losses up to
-that step. Orbax writes both into a temporary folder and renames the folder when all is on disk, so a checkpoint is whole or not there.
-The writing happens in threads, while the training goes on; what goes wrong there is known when the threads have ended, and ``look``
-asks for it after every step.
+A checkpoint is the state, as the user's own trees, and one file of JSON: the options that the run cannot change, and the losses up
+to that step. Orbax writes both into a temporary folder and renames the folder when all is written, so a checkpoint is whole or not
+there. The writing happens in threads, while the training goes on. What fails there is raised by ``wait_until_finished``, once, and
+by nothing else; ``look`` asks for it after every step.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -28,6 +28,13 @@ KEPT = 2  # checkpoints in the folder; the older ones are deleted when a newer o
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be read, or could not be written, in one line: where, what happened, what is safe, what to do."""
+
+
+class Failure(NamedTuple):
+    """A save that failed: what to tell the user, and what was raised."""
+
+    said: str
+    error: Exception
 
 
 @dataclass
@@ -61,7 +68,8 @@ class Checkpoints:
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, go_on: bool = False):
         self._orbax = _orbax()
         self._given, self._folder, self._settings, self._go_on = folder, folder.absolute(), dict(settings), go_on
-        self._saving: int | None = None
+        self._saving: int | None = None  # the step that is being written
+        self._tried: int | None = None  # the newest step of which a save was begun
         check_folder("--checkpoint", self._folder)
         self._manager = self._open()
         self.safe_step: int | None = self._manager.latest_step()
@@ -82,7 +90,7 @@ class Checkpoints:
             CheckpointError: it failed, and the run is to stop.
         """
         if self._saving is not None and not self._manager.is_saving_in_progress():
-            self._end()
+            self._report(self._end())
 
     def save(self, state: jaxpp.State, history: History) -> None:
         """Begin to save a state; the arrays have been copied when this returns, so the next step may consume them.
@@ -94,71 +102,77 @@ class Checkpoints:
         Raises:
             CheckpointError: this save, or the one before, failed, and the run is to stop.
         """
-        if self._saving is not None:
-            self._end()
-        found = {"settings": self._settings, "losses": history.losses, "val_losses": history.val_losses}
-        save = self._orbax.args
-        self._saving = state.step
-        try:
-            self._manager.save(
-                state.step, args=save.Composite(state=save.StandardSave(state), run=save.JsonSave(found)), force=True
-            )
-        except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
-            self._failed(error)
+        self._report(self._end())
+        self._report(self._begin(state, history))
 
     def finish(self, state: jaxpp.State, history: History) -> None:
-        """Save the newest state unless it is saved, and wait until it is on disk.
+        """Save the newest state unless that was begun, and wait until it is on disk.
 
         Raises:
             CheckpointError: it could not be saved, and the run is to stop.
         """
-        go_on, self._go_on = self._go_on, True  # what failed before matters only if this fails too
-        if self._saving is not None:
-            self._end()
-        self._go_on = go_on
-        if self.safe_step != state.step:
-            self.save(state, history)
-            if self._saving is not None:
-                self._end()
+        failure = self._end()
+        if state.step not in (self.safe_step, self._tried):
+            self._say(failure)  # an older step matters only if the newest is not saved either
+            failure = self._begin(state, history) or self._end()
+        self._report(failure)
 
     def close(self) -> None:
         """Wait for Orbax's threads; what fails here is said, not raised."""
-        self._go_on = True
-        if self._saving is not None:
-            self._end()
+        self._say(self._end())
         self._manager.close()
 
     def _open(self) -> Any:
         options = self._orbax.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
         return self._orbax.CheckpointManager(self._folder, options=options)
 
-    def _end(self) -> None:
-        """Wait for the save under way, and see how it ended."""
+    def _begin(self, state: jaxpp.State, history: History) -> Failure | None:
+        """Begin to save, and see whether that failed at once."""
+        found = {"settings": self._settings, "losses": history.losses, "val_losses": history.val_losses}
+        args, self._saving, self._tried = self._orbax.args, state.step, state.step
+        both = args.Composite(state=args.StandardSave(state), run=args.JsonSave(found))
+        try:
+            self._manager.save(state.step, args=both, force=True)
+        except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
+            return self._failure(error)
+        return None
+
+    def _end(self) -> Failure | None:
+        """Wait for the save under way, if there is one, and see whether it failed."""
+        if self._saving is None:
+            return None
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
-            self._failed(error)
-        else:
-            self.safe_step, self._saving = self._saving, None
+            return self._failure(error)
+        self.safe_step, self._saving = self._saving, None
+        return None
 
-    def _failed(self, error: Exception) -> None:
-        """Find out what is on disk, make room, and say or raise what happened.
+    def _failure(self, error: Exception) -> Failure:
+        """Find out what is on disk, and delete what is half written.
 
-        A manager that has failed to save no longer knows which steps are there, and leaves half a step behind; a new one reads the
-        folder and deletes what is not whole.
+        A manager that has failed to save no longer knows which steps are there, and leaves half a step behind; a new manager reads
+        the folder.
         """
         step, self._saving = self._saving, None
         try:
+            self._manager.close()
             self._manager = self._open()
             self.safe_step = self._manager.latest_step()
-        except OSError:
+        except Exception:  # noqa: BLE001  (the folder itself is gone)
             self.safe_step = None
         safe = "no step is safe there" if self.safe_step is None else f"step {self.safe_step} is safe there"
-        said = f"--checkpoint {self._given}: step {step} could not be saved ({_reason(error)}); {safe}."
-        if not self._go_on:
-            fix = "mend that and start the same command again, which goes on from the safe step; --on-save-error go-on trains on"
-            raise CheckpointError(f"{said} Fix: {fix}.") from error
-        tqdm.write(f"lm: {said} The run goes on.", file=sys.stderr)
+        return Failure(f"--checkpoint {self._given}: step {step} could not be saved ({_reason(error)}); {safe}", error)
+
+    def _report(self, failure: Failure | None) -> None:
+        if failure is not None and not self._go_on:
+            fix = "mend that and start the same command again, or pass --on-save-error go-on to train without checkpoints"
+            raise CheckpointError(f"{failure.said}. Fix: {fix}.") from failure.error
+        self._say(failure)
+
+    def _say(self, failure: Failure | None) -> None:
+        if failure is not None:
+            tqdm.write(f"lm: {failure.said}", file=sys.stderr)
 
     def _read(self) -> History:
         """What was saved beside the newest state, if it was the same run."""

@@ -1,8 +1,8 @@
-"""Ctrl-C, and the SIGTERM of batch systems, as a request: the run ends after the step under way, so that it can save what it has.
+"""Ctrl-C, and the SIGTERM of batch systems, as a request: the run ends after the step under way, and saves what it has.
 
-A ``KeyboardInterrupt`` comes between any two lines, and the loss of the step under way is lost then. So the first signal only leaves
-a note, which the training loop reads after every step. From then on signals do what they did before: a second Ctrl-C ends the process
-at once, even if the disk hangs.
+A ``KeyboardInterrupt`` comes between any two lines, and the loss of the step under way is lost then. So the first signal only
+leaves a note, which the training loop reads after every step. From then on signals do what they did before: a second Ctrl-C ends
+the process at once, even if the disk hangs.
 """
 
 import os

@@ -265,12 +265,12 @@ def check_interrupted(config: Config, checkpoints: Checkpoints, state: jaxpp.Sta
     """
     if stop.number is None or state.step == config.steps:
         return
-    name, folder = signal.Signals(stop.number).name, config.checkpoint
-    saved = (
-        f"saved in {folder}" if checkpoints.safe_step == state.step else f"not saved: step {checkpoints.safe_step} is, in {folder}"
-    )
-    again = "the same command goes on from there"
-    raise Interrupted(f"{name} after step {state.step} of {config.steps}, which is {saved}; {again}", stop.number)
+    folder, safe = config.checkpoint, checkpoints.safe_step
+    saved = f"saved in {folder}; the same command goes on from there"
+    if safe != state.step:
+        saved = f"not saved: step {safe} is the newest in {folder}"
+    name = signal.Signals(stop.number).name
+    raise Interrupted(f"{name}: ended after step {state.step} of {config.steps}, which is {saved}", stop.number)
 
 
 def make_trainer(config: Config, loss_fn: Any) -> jaxpp.Pipeline | Plain:

@@ -41,8 +41,8 @@ class Plain:
         check_batch(batch, self._num_microbatches)
         params = jax.eval_shape(init_fn, key)
         home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
-        return jaxpp.State(*jax.tree.map(place, (params, jax.eval_shape(self._optimizer.init, params))))
+        trees = params, jax.eval_shape(self._optimizer.init, params)
+        return jaxpp.State(*jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), trees))
 
     def step(self, state: jaxpp.State, batch: Any, key: jax.Array) -> tuple[jaxpp.State, jaxpp.Metrics]:
         """One training step; the old state is consumed."""
