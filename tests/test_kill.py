@@ -45,20 +45,20 @@ class Runs:
             training: 0 is rather the moment at which it has a state, begun or restored, and trains.
         """
         command = [sys.executable, "-m", "tests.kill_run", str(folder), str(STEPS), str(EVERY), *words]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}  # a line is read, and no byte more
         began = time.perf_counter()
         with subprocess.Popen(command, cwd=ROOT, env=self.environment, **options) as process:
-            first = process.stdout.readline() if kill is None or training else ""
+            first = process.stdout.readline() if kill is None or training else b""
             ready = time.perf_counter() - began
             try:
                 out, errors = process.communicate(timeout=None if kill is None else kill * sum(self.seconds[training:]))
             except subprocess.TimeoutExpired:
                 process.kill()
                 out, errors = process.communicate()
-            assert process.returncode in ((0,) if kill is None else (0, -signal.SIGKILL)), errors
+            assert process.returncode in ((0,) if kill is None else (0, -signal.SIGKILL)), errors.decode()
         if kill is None:
             self.seconds = ready, time.perf_counter() - began - ready
-        return [line.split() for line in (first + out).splitlines()]
+        return [line.split() for line in (first + out).decode().splitlines()]
 
 
 @pytest.fixture(scope="module")

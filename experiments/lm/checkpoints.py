@@ -11,17 +11,19 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from tqdm import tqdm
 
 import jaxpp
 from experiments.options import ConfigError, check_folder
 
-__all__ = ["CheckpointError", "Checkpoints", "History"]
+__all__ = ["CheckpointError", "Checkpoints", "History", "Times"]
 
 KEPT = 2  # checkpoints in the folder; the older ones are deleted when a newer one is whole
 
@@ -35,6 +37,21 @@ class Failure(NamedTuple):
 
     said: str
     error: Exception
+
+
+@dataclass(frozen=True)
+class Times:
+    """What checkpoints cost, in seconds.
+
+    Attributes:
+        restore: until the state was on its devices, if there was one.
+        saves: how long the training waited for each save.
+        writes: from the beginning of each save until it was seen to be whole on disk; the run looks after every step.
+    """
+
+    restore: list[float] = field(default_factory=list)
+    saves: list[float] = field(default_factory=list)
+    writes: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -60,6 +77,8 @@ class Checkpoints:
 
     Attributes:
         safe_step: the newest step that is whole on disk; None if there is none.
+        history: of the run that was saved there; empty if there is none.
+        times: of what was saved and restored.
 
     Raises:
         ConfigError: the folder cannot be written, Orbax is not installed, or the run that was saved there had other settings.
@@ -70,6 +89,7 @@ class Checkpoints:
         self._given, self._folder, self._settings, self._go_on = folder, folder.absolute(), dict(settings), go_on
         self._saving: int | None = None  # the step that is being written
         self._tried: int | None = None  # the newest step of which a save was begun
+        self._began, self.times = 0.0, Times()
         check_folder("--checkpoint", self._folder)
         self._manager = self._open()
         self.safe_step: int | None = self._manager.latest_step()
@@ -81,7 +101,10 @@ class Checkpoints:
         Args:
             target: the shapes and shardings, from ``abstract_state``.
         """
-        return self._restore("state", self._orbax.args.StandardRestore(target))
+        began = time.perf_counter()
+        state = jax.block_until_ready(self._restore("state", self._orbax.args.StandardRestore(target)))
+        self.times.restore.append(time.perf_counter() - began)
+        return state
 
     def look(self) -> None:
         """See whether the save that was under way has ended, and how; waits for nothing.
@@ -102,8 +125,10 @@ class Checkpoints:
         Raises:
             CheckpointError: this save, or the one before, failed, and the run is to stop.
         """
+        began = time.perf_counter()
         self._report(self._end())
         self._report(self._begin(state, history))
+        self.times.saves.append(time.perf_counter() - began)
 
     def finish(self, state: jaxpp.State, history: History) -> None:
         """Save the newest state unless that was begun, and wait until it is on disk.
@@ -129,7 +154,7 @@ class Checkpoints:
     def _begin(self, state: jaxpp.State, history: History) -> Failure | None:
         """Begin to save, and see whether that failed at once."""
         found = {"settings": self._settings, "losses": history.losses, "val_losses": history.val_losses}
-        args, self._saving, self._tried = self._orbax.args, state.step, state.step
+        args, self._saving, self._tried, self._began = self._orbax.args, state.step, state.step, time.perf_counter()
         both = args.Composite(state=args.StandardSave(state), run=args.JsonSave(found))
         try:
             self._manager.save(state.step, args=both, force=True)
@@ -146,6 +171,7 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
             return self._failure(error)
         self.safe_step, self._saving = self._saving, None
+        self.times.writes.append(time.perf_counter() - self._began)
         return None
 
     def _failure(self, error: Exception) -> Failure:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.lm import text
-from experiments.lm.checkpoints import Checkpoints, History
+from experiments.lm.checkpoints import Checkpoints, History, Times
 from experiments.lm.interrupts import Interrupted, StopRequest
 from experiments.lm.meter import Meter
 from experiments.lm.plain import Plain
@@ -113,6 +113,7 @@ class Result(Findings):
         resumed_from: the step that this process began with, from a checkpoint; 0 if the run was not resumed. The losses before it
             came with the checkpoint, the times are of this process alone.
         safe_step: the step of the newest checkpoint; None without one.
+        checkpoint_times: what saving and restoring took; None without ``checkpoint``.
     """
 
     config: Config
@@ -125,6 +126,7 @@ class Result(Findings):
     sample: str
     resumed_from: int = 0
     safe_step: int | None = None
+    checkpoint_times: Times | None = None
 
     def to_json(self) -> str:
         """One line: everything but the sample and the losses between the first and the last."""
@@ -180,6 +182,7 @@ def run(config: Config) -> Result:
         devices=_devices_of(state.params),
         resumed_from=resumed_from,
         safe_step=None if checkpoints is None else checkpoints.safe_step,
+        checkpoint_times=None if checkpoints is None else checkpoints.times,
     )
 
 
@@ -322,6 +325,7 @@ def summary(result: Result) -> str:
     lines = [
         f"{steps} steps on {where} took {times}{speed}",
         f"{training}, held-out loss {before:.4f} -> {after:.4f} (nats a byte)",
+        *_saving(result.checkpoint_times),
         f"--- a sample ---\n{result.sample}\n---",
     ]
     return "\n".join(lines)
@@ -341,6 +345,15 @@ def main() -> None:
     config = found.config
     if config.checkpoint is not None and found.safe_step != config.steps:
         raise SystemExit(f"lm: step {config.steps} is not saved in {config.checkpoint}: step {found.safe_step} is the newest there")
+
+
+def _saving(times: Times | None) -> list[str]:
+    if times is None or not times.saves:
+        return []
+    waited, written = (1000 * float(np.median(found)) for found in (times.saves, times.writes or [np.nan]))
+    return [
+        f"{len(times.saves)} checkpoints: the training waited {waited:.0f} ms for each, and {written:.0f} ms later it was on disk"
+    ]
 
 
 def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:
