@@ -1,6 +1,7 @@
 """Training that is interrupted, stopped by its disk, or resumed elsewhere ends with the losses that it would have had."""
 
 import dataclasses
+import gc
 import json
 import logging
 import resource
@@ -25,7 +26,7 @@ from experiments.lm.main import open_checkpoints, run
 from experiments.options import ConfigError
 from tests.test_lm import TINY
 
-# A read or write that fails leaves callbacks behind, which tell an event loop that Orbax has closed.
+# A write that fails leaves callbacks behind, which tell an event loop that Orbax has closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 STEPS, STOPPED = 6, 3
 HISTORY = History([1.5, float("1e-9")], [(0, 2.0), (2, 1.25)])
@@ -279,7 +280,7 @@ def test_a_save_without_room_is_seen_while_the_run_goes_on_and_the_next_one_is_m
 
 @pytest.mark.parametrize(
     ("lost", "reason"),
-    [("run", "was not found"), ("run/metadata", "not found"), ("state/manifest.ocdbt", "NOT_FOUND")],
+    [("run", "was not found"), ("run/metadata", "not found"), ("state", "was not found")],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(folder, lost, reason):
     path = folder / "2" / lost
@@ -391,6 +392,9 @@ def test_signals_are_left_alone_where_nothing_is_saved_and_in_other_threads():
 
 
 @pytest.fixture(autouse=True)
-def _orbax_logs_again():
+def _orbax_ends_here(request):
     yield
+    if "room" in request.node.name:  # a write that failed: its last callbacks belong to this test, not to the next
+        time.sleep(0.3)
+        gc.collect()
     logging.getLogger("absl").setLevel(logging.WARNING)
