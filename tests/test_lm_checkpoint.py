@@ -156,12 +156,13 @@ def test_a_run_that_is_done_is_not_done_again(config, whole, stopped, tmp_path, 
     assert (again.resumed_from, again.safe_step, again.tokens_per_second) == (6, 6, None)
 
 
-def test_a_run_that_is_killed_by_its_full_disk_is_resumed(config, whole, tmp_path, capfd):
-    """The folder becomes a file in step 5, after step 4 began to be saved; the step after that finds out, or the next save."""
+def test_a_run_that_loses_its_disk_is_resumed_when_the_disk_is_back(config, whole, tmp_path, capfd):
     folder = tmp_path / "run"
     config = dataclasses.replace(config, checkpoint=folder, every=1)
 
     def take_away():
+        while not (folder / "4").exists():
+            time.sleep(0.01)
         folder.rename(tmp_path / "elsewhere")
         folder.write_text("in the way")
 

@@ -351,9 +351,8 @@ def _saving(times: Times | None) -> list[str]:
     if times is None or not times.saves:
         return []
     waited, written = (1000 * float(np.median(found)) for found in (times.saves, times.writes or [np.nan]))
-    return [
-        f"{len(times.saves)} checkpoints: the training waited {waited:.0f} ms for each, and {written:.0f} ms later it was on disk"
-    ]
+    waits = f"the training waited {waited:.0f} ms for each"
+    return [f"{len(times.saves)} checkpoints: {waits}, and {written:.0f} ms after its beginning it was on disk"]
 
 
 def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:
