@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -21,6 +22,7 @@ __all__ = [
     "Split",
     "check_batch",
     "check_figure",
+    "check_folder",
     "check_multiple",
     "check_names",
     "check_numbers",
@@ -183,6 +185,21 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
     if not there:
         path.unlink()
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Make a folder if it is not there, and refuse one in which no file can be made.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = "it is a file" if path.is_file() else error.strerror
+        raise ConfigError(f"{option} {path}: cannot be written ({reason}). Fix: name another folder.") from error
 
 
 def figure_file(name: str, config: Figured) -> Path | None:

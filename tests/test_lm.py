@@ -14,7 +14,8 @@ import pytest
 
 from experiments.devices import has_accelerator, is_chosen, runs_on_cpu
 from experiments.lm import text
-from experiments.lm.main import Config, Plain, main, run, summary
+from experiments.lm.main import Config, main, run, summary
+from experiments.lm.plain import Plain
 from jaxpp.errors import JaxppError
 
 TINY = Config(

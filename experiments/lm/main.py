@@ -1,10 +1,12 @@
 """Does a language model trained through the pipeline learn as it does on one device? See README.md beside this file.
 
-``Plain`` has the calls of ``jaxpp.Pipeline``, so everything below it is written once and runs either way.
+``Plain`` (plain.py) has the calls of ``jaxpp.Pipeline``, so everything here is written once and runs either way.
 """
 
 import dataclasses
 import json
+import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +21,19 @@ from tqdm import tqdm
 import jaxpp
 from experiments.devices import ensure_devices
 from experiments.lm import text
+from experiments.lm.checkpoints import Checkpoints, History, Times
+from experiments.lm.interrupts import Interrupted, StopRequest
+from experiments.lm.meter import Meter
+from experiments.lm.plain import Plain
 from experiments.options import ConfigError, check_multiple, check_numbers
 from experiments.results import Findings, command
-from jaxpp.runtime.progress import progress
-from jaxpp.stages.loss.microbatch import check_batch, sizes
 from models.gpt import GPT
 
-__all__ = ["Config", "Plain", "Result", "main", "run"]
+__all__ = ["Config", "Result", "main", "run"]
 
 DESCRIPTION = "Train a GPT on text as bytes, pipelined over several devices, or with --plain on one."
-NUM_PRINTED = 20  # losses of the first steps, to compare by eye with --plain
+# What a resumed run may not change: its losses would not be those of the run that was interrupted.
+FIXED = "width depth heads length batch steps lr dropout dtype eval_batches seed".split()
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,9 @@ class Config:
         sample: bytes to write at the end.
         temperature: of that sample; lower is more careful.
         json: file to add the line of results to.
+        checkpoint: folder to save the run in; if it was saved there before, it goes on from there.
+        every: steps between checkpoints.
+        on_save_error: whether the run stops or goes on if a checkpoint cannot be written.
     """
 
     stages: int = 4
@@ -78,6 +86,9 @@ class Config:
     sample: int = 200
     temperature: float = 0.8
     json: Path | None = None
+    checkpoint: Path | None = None
+    every: int = 50
+    on_save_error: Literal["stop", "go-on"] = "stop"
 
     def __post_init__(self):
         check_numbers(self)
@@ -99,6 +110,10 @@ class Result(Findings):
         seconds: the whole run.
         compile_seconds: from ``init`` to the end of the first evaluation and the first step.
         sample: text that the model wrote, after the start of the held-out text.
+        resumed_from: the step that this process began with, from a checkpoint; 0 if the run was not resumed. The losses before it
+            came with the checkpoint, the times are of this process alone.
+        safe_step: the step of the newest checkpoint; None without one.
+        checkpoint_times: what saving and restoring took; None without ``checkpoint``.
     """
 
     config: Config
@@ -109,6 +124,9 @@ class Result(Findings):
     seconds: float
     compile_seconds: float
     sample: str
+    resumed_from: int = 0
+    safe_step: int | None = None
+    checkpoint_times: Times | None = None
 
     def to_json(self) -> str:
         """One line: everything but the sample and the losses between the first and the last."""
@@ -118,120 +136,23 @@ class Result(Findings):
         return json.dumps(kept | {"first_loss": losses[0], "final_loss": losses[-1]}, default=str)
 
 
-class Plain:
-    """The same training on one device: what ``jaxpp.Pipeline`` replaces, with the same calls.
-
-    A step is one ``jax.jit`` program: the loop over microbatches with ``jax.value_and_grad``, then the optimizer.
-
-    Args:
-        loss_fn: ``loss_fn(params, batch, key) -> loss``.
-        optimizer: an optax transformation.
-        num_microbatches: parts of the batch; part i is evaluated with ``jax.random.fold_in(key, i)``.
-    """
-
-    def __init__(self, loss_fn: Any, optimizer: optax.GradientTransformation, *, num_microbatches: int):
-        self._grad = jax.value_and_grad(loss_fn)
-        self._optimizer = optimizer
-        self._num_microbatches = num_microbatches
-        self._step = jax.jit(self._update, donate_argnums=0)
-
-    def init(self, init_fn: Any, key: jax.Array, batch: Any) -> jaxpp.State:
-        """The first parameters and optimizer state."""
-        check_batch(batch, self._num_microbatches)
-        params = jax.jit(init_fn)(key)
-        return jaxpp.State(params, jax.jit(self._optimizer.init)(params))
-
-    def step(self, state: jaxpp.State, batch: Any, key: jax.Array) -> tuple[jaxpp.State, jaxpp.Metrics]:
-        """One training step; the old state is consumed."""
-        return self._step(state, batch, key)
-
-    def evaluate(self, state: jaxpp.State, batch: Any, *, loss_fn: Any) -> jaxpp.Metrics:
-        """The loss of a batch."""
-        return jaxpp.Metrics(loss=jax.jit(loss_fn)(state.params, batch))
-
-    def _update(self, state: jaxpp.State, batch: jax.Array, key: jax.Array) -> tuple[jaxpp.State, jaxpp.Metrics]:
-        total = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-        parts = sizes(len(batch), self._num_microbatches)
-
-        def add(total: Any, part: jax.Array, i: Any) -> Any:
-            found = self._grad(state.params, part, jax.random.fold_in(key, i))
-            return jax.tree.map(lambda a, b: a + b * (len(part) / len(batch)), total, found)
-
-        if parts[0] == parts[-1]:
-            pieces = batch.reshape(len(parts), parts[0], *batch.shape[1:]), jnp.arange(len(parts))
-            total, _ = jax.lax.scan(lambda total, piece: (add(total, *piece), None), total, pieces)
-        else:
-            for i, part in enumerate(jnp.split(batch, np.cumsum(parts)[:-1])):
-                total = add(total, part, i)
-        loss, grads = total
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        return jaxpp.State(optax.apply_updates(state.params, updates), opt_state), jaxpp.Metrics(loss=loss)
-
-
-class Meter:
-    """Reads losses one step late, so that the devices always have a step to work on, and times the steps.
-
-    Args:
-        config: of the run; its first ``pause`` is taken to end the compilation.
-    """
-
-    def __init__(self, config: Config):
-        self.losses: list[float] = []
-        self.compile_seconds = 0.0
-        self.tokens_per_second: float | None = None
-        self._tokens_a_step = config.batch * config.length
-        self._waiting: list[jax.Array] = []
-        self._began = time.perf_counter()
-        self._timed, self._seconds, self._since = 0, 0.0, 0.0
-        self._bar = progress(total=config.steps, unit="step", desc="compile")
-
-    def add(self, loss: jax.Array) -> None:
-        """Take the loss of the newest step and read that of the one before."""
-        self._waiting.append(loss)
-        self._read(keep=1)
-
-    def pause(self) -> None:
-        """Wait for every step taken, and stop the clock."""
-        self._read(keep=0)
-        if not self.compile_seconds:
-            self.compile_seconds = time.perf_counter() - self._began
-            self._bar.set_description("train")
-        elif self._since:
-            self._seconds, self._since = self._seconds + time.perf_counter() - self._since, 0.0
-
-    def start(self) -> None:
-        """Start the clock."""
-        self._since = time.perf_counter()
-
-    def close(self) -> None:
-        """End the progress bar."""
-        self._bar.close()
-
-    def _read(self, keep: int) -> None:
-        while len(self._waiting) > keep:
-            loss = float(self._waiting.pop(0))
-            if len(self.losses) < NUM_PRINTED:
-                tqdm.write(f"step {len(self.losses):2d}: loss {loss:.4f}")
-            self.losses.append(loss)
-            if self._since:
-                self._timed += 1
-                seconds = self._seconds + time.perf_counter() - self._since
-                self.tokens_per_second = self._timed * self._tokens_a_step / seconds
-                self._bar.set_postfix_str(f"loss {loss:.3f}, {self.tokens_per_second:,.0f} tokens/s", refresh=False)
-            self._bar.update()
-
-
 def run(config: Config) -> Result:
     """Train, evaluate and write a sample; prints as it goes.
 
     Raises:
         TextError: the text cannot be read or is too short.
+        ConfigError: the folder of checkpoints cannot be written, or holds another run.
+        CheckpointError: a checkpoint cannot be read; or written, with ``on_save_error="stop"``.
         JaxppError: the model cannot be cut, or the batch split, as asked.
+        Interrupted: by Ctrl-C or SIGTERM, with ``checkpoint``; the newest step is saved.
     """
     began = time.perf_counter()
     corpus = text.read(config.text, config.length)
     if not config.plain:
         ensure_devices(config.stages)
+    checkpoints = open_checkpoints(config, corpus)
+    history = History() if checkpoints is None else checkpoints.history
+    resumed_from = len(history.losses)
     model = GPT(
         width=config.width,
         depth=config.depth,
@@ -240,28 +161,50 @@ def run(config: Config) -> Result:
         dropout=config.dropout,
         dtype=config.dtype,
     )
-    meter = Meter(config)
+    meter = Meter(config.steps, config.batch * config.length, history)
     try:
-        state, val_losses = train(config, model, corpus, meter)
+        state = train(config, model, corpus, meter, checkpoints)
     finally:
         meter.close()
+        if checkpoints is not None:
+            checkpoints.close()
     sample_key = jax.random.key(config.seed + 1)
     written = generate(model, jaxpp.gather(state.params), corpus.held_out[: config.length], config, sample_key)
     return Result(
         config=config,
         corpus={"name": corpus.name, "train": len(corpus.train), "held_out": len(corpus.held_out), "digest": corpus.digest},
-        losses=tuple(meter.losses),
-        val_losses=val_losses,
+        losses=tuple(history.losses),
+        val_losses=tuple(history.val_losses),
         tokens_per_second=meter.tokens_per_second,
         seconds=time.perf_counter() - began,
         compile_seconds=meter.compile_seconds,
         sample=written,
         devices=_devices_of(state.params),
+        resumed_from=resumed_from,
+        safe_step=None if checkpoints is None else checkpoints.safe_step,
+        checkpoint_times=None if checkpoints is None else checkpoints.times,
     )
 
 
-def train(config: Config, model: GPT, corpus: text.Corpus, meter: Meter) -> tuple[jaxpp.State, tuple[tuple[int, float], ...]]:
-    """The trained state, and the held-out loss before, in between and after."""
+def open_checkpoints(config: Config, corpus: text.Corpus) -> Checkpoints | None:
+    """The folder of checkpoints, if there is to be one, and if the run that is saved there is this one.
+
+    The batch and the key of a step depend on the seed and the step alone, so the state's step is also the place in the data. With
+    dropout, microbatch i has its own masks, so their number may not change either.
+    """
+    if config.checkpoint is None:
+        return None
+    names = [*FIXED, "microbatches"] if config.dropout else FIXED
+    settings = {name: getattr(config, name) for name in names} | {"text": corpus.digest}
+    return Checkpoints(config.checkpoint, settings, go_on=config.on_save_error == "go-on")
+
+
+def train(config: Config, model: GPT, corpus: text.Corpus, meter: Meter, checkpoints: Checkpoints | None) -> jaxpp.State:
+    """The trained state; the meter's history gets the losses, those on the held-out text before, in between and after included.
+
+    Raises:
+        Interrupted: after a signal, with checkpoints.
+    """
 
     def loss_fn(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
         return _cross_entropy(model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key}), batch[:, 1:])
@@ -272,29 +215,65 @@ def train(config: Config, model: GPT, corpus: text.Corpus, meter: Meter) -> tupl
     def init(key: jax.Array) -> Any:
         return model.init(key, jnp.zeros((1, config.length), int), deterministic=True)["params"]
 
-    def evaluate(done: int) -> tuple[int, float]:
+    def evaluate(state: jaxpp.State) -> None:
         found = [trainer.evaluate(state, batch, loss_fn=eval_loss).loss for batch in held_out]
         loss = float(np.mean([float(loss) for loss in found]))
-        tqdm.write(f"after {done} steps: held-out loss {loss:.4f}")
-        return done, loss
+        tqdm.write(f"after {state.step} steps: held-out loss {loss:.4f}")
+        meter.history.val_losses.append((state.step, loss))
 
     held_out = text.held_out_batches(corpus.held_out, config.length, config.batch, config.eval_batches)
     trainer = make_trainer(config, loss_fn)
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
-    state = trainer.init(init, init_key, held_out[0])
-    tqdm.write(describe(config, trainer))
-    val_losses = [evaluate(0)]
-    for step in range(config.steps):
-        batch = text.batch(corpus.train, config.length, config.batch, config.seed, step)
-        state, metrics = trainer.step(state, batch, jax.random.fold_in(train_key, step))
-        meter.add(metrics.loss)
-        done, last = step + 1, step + 1 == config.steps
-        if step == 0 or last or done % config.eval_every == 0:
+    if checkpoints is None or checkpoints.safe_step is None:
+        state = trainer.init(init, init_key, held_out[0])
+    else:
+        state = checkpoints.restore(trainer.abstract_state(init, init_key, held_out[0]))
+    tqdm.write(describe(config, trainer, state.step))
+    if not meter.history.val_losses:
+        evaluate(state)
+    first = state.step + 1
+    with StopRequest(wanted=checkpoints is not None) as stop:
+        while state.step < config.steps and stop.number is None:
+            batch = text.batch(corpus.train, config.length, config.batch, config.seed, state.step)
+            state, metrics = trainer.step(state, batch, jax.random.fold_in(train_key, state.step))
+            meter.add(metrics.loss)
+            due = state.step == config.steps or state.step % config.eval_every == 0
+            if due or state.step == first:
+                meter.pause()
+                if due:
+                    evaluate(state)
+                meter.start()
+            if checkpoints is not None:
+                save(config, checkpoints, state, meter)
+        if checkpoints is not None:
             meter.pause()
-            if last or done % config.eval_every == 0:
-                val_losses.append(evaluate(done))
-            meter.start()
-    return state, tuple(val_losses)
+            checkpoints.finish(state, meter.history)
+            check_interrupted(config, checkpoints, state, stop)
+    return state
+
+
+def save(config: Config, checkpoints: Checkpoints, state: jaxpp.State, meter: Meter) -> None:
+    """Begin to save the state where it is due, and see how the last save ended."""
+    checkpoints.look()
+    if state.step % config.every == 0:
+        meter.read()
+        checkpoints.save(state, meter.history)
+
+
+def check_interrupted(config: Config, checkpoints: Checkpoints, state: jaxpp.State, stop: StopRequest) -> None:
+    """End a run that a signal has stopped before its last step.
+
+    Raises:
+        Interrupted: it has; the message says what is saved.
+    """
+    if stop.number is None or state.step == config.steps:
+        return
+    folder, safe = config.checkpoint, checkpoints.safe_step
+    saved = f"saved in {folder}; the same command goes on from there"
+    if safe != state.step:
+        saved = f"not saved: step {safe} is the newest in {folder}"
+    name = signal.Signals(stop.number).name
+    raise Interrupted(f"{name}: ended after step {state.step} of {config.steps}, which is {saved}", stop.number)
 
 
 def make_trainer(config: Config, loss_fn: Any) -> jaxpp.Pipeline | Plain:
@@ -310,11 +289,13 @@ def make_trainer(config: Config, loss_fn: Any) -> jaxpp.Pipeline | Plain:
     )
 
 
-def describe(config: Config, trainer: jaxpp.Pipeline | Plain) -> str:
-    """How the training runs, in words and the table of stages."""
+def describe(config: Config, trainer: jaxpp.Pipeline | Plain, step: int) -> str:
+    """How the training runs, from which step, in words and the table of stages."""
+    resumed = f"Resumed after step {step} of {config.steps}, from {config.checkpoint}.\n" if step else ""
     if isinstance(trainer, Plain):
-        return f"Plain: one jax.jit step on one device, {config.microbatches} microbatches."
-    return f"Schedule {config.schedule}: {config.microbatches} microbatches over {config.stages} stages.\n{trainer.stages}"
+        return f"{resumed}Plain: one jax.jit step on one device, {config.microbatches} microbatches."
+    how = f"Schedule {config.schedule}: {config.microbatches} microbatches over {config.stages} stages."
+    return f"{resumed}{how}\n{trainer.stages}"
 
 
 def generate(model: GPT, params: Any, prompt: np.ndarray, config: Config, key: jax.Array) -> str:
@@ -340,17 +321,38 @@ def summary(result: Result) -> str:
     times = f"{result.seconds:.0f} s, of which {result.compile_seconds:.0f} s until the first step was done"
     speed = f"; {result.tokens_per_second:,.0f} tokens a second" if result.tokens_per_second else ""
     training = f"training loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"
+    steps = f"{config.steps - result.resumed_from} of {config.steps}" if result.resumed_from else f"{config.steps}"
     lines = [
-        f"{config.steps} steps on {where} took {times}{speed}",
+        f"{steps} steps on {where} took {times}{speed}",
         f"{training}, held-out loss {before:.4f} -> {after:.4f} (nats a byte)",
+        *_saving(result.checkpoint_times),
         f"--- a sample ---\n{result.sample}\n---",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Read the command line, run, print a summary and the sample, and write the line of JSON."""
-    command("lm", Config, DESCRIPTION, run, summary)
+    """Read the command line, run, print a summary and the sample, and write the line of JSON.
+
+    Raises:
+        SystemExit: the options make no run; a signal has stopped the run; or the last checkpoint could not be written.
+    """
+    try:
+        found = command("lm", Config, DESCRIPTION, run, summary)
+    except Interrupted as stopped:
+        print(f"lm: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + stopped.number) from None
+    config = found.config
+    if config.checkpoint is not None and found.safe_step != config.steps:
+        raise SystemExit(f"lm: step {config.steps} is not saved in {config.checkpoint}: step {found.safe_step} is the newest there")
+
+
+def _saving(times: Times | None) -> list[str]:
+    if times is None or not times.saves:
+        return []
+    waited, written = (1000 * float(np.median(found)) for found in (times.saves, times.writes or [np.nan]))
+    waits = f"the training waited {waited:.0f} ms for each"
+    return [f"{len(times.saves)} checkpoints: {waits}, and {written:.0f} ms after its beginning it was on disk"]
 
 
 def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:
