@@ -4,7 +4,9 @@ import dataclasses
 import importlib.metadata
 import os
 import pathlib
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,9 @@ import numpy as np
 import optax
 import pytest
 from jaxtyping import install_import_hook
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores Ctrl-C for what it starts in the background
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of the suite's time is XLA's; many tests compile the same programs, so they are kept from one to the next.
