@@ -18,7 +18,7 @@ from jaxpp.errors.tracebacks import entries
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.interrupts import Hold, despite_ctrl_c
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages
@@ -109,8 +109,9 @@ class Training:
     def _open(self, made: Tree, batch: Batch, key: Key | None) -> Compiled:
         known = None if self._compiled is None else self._compiled.engine
         given = {"functions": self._functions, "bank": self._bank, "known": known}
-        self._compiled = found = compile_step(self._options, self._optimizer, made, batch, key, **given)
-        return found
+        opened = despite_ctrl_c(lambda: compile_step(self._options, self._optimizer, made, batch, key, **given))
+        self._compiled = opened
+        return opened
 
     @contextmanager
     def _whole(

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxpp.runtime import compile as compiling
-from tests.test_bugs import PARAMS, X, pipeline
+from tests.test_bugs import PARAMS, X, loss_fn, pipeline
 
 # Python cannot raise what comes while it runs a finalizer; it prints that and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -105,3 +105,29 @@ def test_ctrl_c_in_python_s_own_locks_leaves_none_taken(ctrl_c):
             thread.join(timeout=20)
         assert not busy(), number
     assert hits > 20
+
+
+def test_an_entry_of_a_cache_of_jax_that_ctrl_c_left_open_is_forgotten():
+    # `RecursionError: Recursively calling <weakref to 'Jaxpr'>`, once in about a thousand interrupts while something is compiled.
+    open_entries, cleared = [True], jax.jit(lambda x: x + 1)
+
+    def loss(params, x):
+        if open_entries:
+            open_entries.clear()
+            raise RecursionError("Recursively calling <weakref at 0x7f40895a4540; to 'Jaxpr' at 0x7f405a08efe0>")
+        return loss_fn(params, x)
+
+    cleared(1.0)
+    pipe = pipeline(loss)
+    state = pipe.init(PARAMS, X)
+    assert not cleared._cache_size()
+    open_entries.append(True)
+    state, _ = pipe.step(state, X[:6])
+    open_entries.append(True)
+    pipe.evaluate(state, X[:5])
+
+    def endless(params, x):
+        return endless(params, x)
+
+    with pytest.raises(RecursionError, match="maximum recursion depth"):
+        pipeline(endless).init(PARAMS, X)

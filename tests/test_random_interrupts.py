@@ -3,6 +3,7 @@
 Batches and keys depend on the number of the step, and Adam counts the steps, so a step that is lost or taken twice shows.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -138,6 +139,16 @@ def train(run, pipe, batches=BATCHES):
         state = run.step(pipe, state, state.step, batches)
 
 
+@contextlib.contextmanager
+def quiet_failure(ctrl_c):
+    """What fails is reported in peace: no interrupt comes afterwards."""
+    try:
+        yield
+    except BaseException:
+        ctrl_c(None)
+        raise
+
+
 def interrupted(run, ctrl_c, num_interrupts, seed=0):
     """Run all steps again and again under interrupts; every run must end with the bits of one without."""
     pipe, bank = run.pipeline()
@@ -153,9 +164,10 @@ def interrupted(run, ctrl_c, num_interrupts, seed=0):
         pipe.init(run.params, BATCHES[0])
         while True:
             try:
-                ctrl_c(rng.uniform(0.1, 12))
-                train(run, pipe)
-                ctrl_c(None)
+                with quiet_failure(ctrl_c):
+                    ctrl_c(rng.uniform(0.1, 12))
+                    train(run, pipe)
+                    ctrl_c(None)
                 break
             except KeyboardInterrupt as error:
                 hits += 1
@@ -192,14 +204,15 @@ def interrupted_while_compiling(run, ctrl_c, num_interrupts, seed=0):
         (pipe, bank), during, again = run.pipeline(), "init", None
         while again is None:
             try:
-                ctrl_c(np.exp(rng.uniform(np.log(2), np.log(700))))
-                if during == "init":
-                    pipe.init(run.params, batches[0])
-                    during = "step"
-                train(run, pipe, batches)
-                during = "evaluate"
-                again = pipe.evaluate(pipe.state, BATCHES[0][:5], KEYS[0], task=run.tasks[0]).loss
-                ctrl_c(None)
+                with quiet_failure(ctrl_c):
+                    ctrl_c(np.exp(rng.uniform(np.log(2), np.log(700))))
+                    if during == "init":
+                        pipe.init(run.params, batches[0])
+                        during = "step"
+                    train(run, pipe, batches)
+                    during = "evaluate"
+                    again = pipe.evaluate(pipe.state, BATCHES[0][:5], KEYS[0], task=run.tasks[0]).loss
+                    ctrl_c(None)
             except KeyboardInterrupt:
                 hits[during] = hits.get(during, 0) + 1
                 try:

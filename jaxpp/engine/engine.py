@@ -31,6 +31,7 @@ from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
+from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
@@ -167,15 +168,21 @@ class Engine:
         cache_key = (purpose, donate, watched, flags(), *shape)
         found = self._plans.get(cache_key)
         if found is None:
-            lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
-            what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
-            checked = Checked(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
-            options = {"watched": watched, "check": checked, "what": what}
-            names = lowered.inputs, lowered.outputs
-            plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
-            found = self._plans[cache_key] = plan, dataclasses.replace(lowered, bound=bound)
+            options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
+            found = self._plans[cache_key] = despite_ctrl_c(lambda: self._make_plan(purpose, batch, key, **options))
         self._use(shape)
         return found
+
+    def _make_plan(
+        self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
+    ) -> tuple[Plan, Lowered]:
+        lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
+        what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
+        checked = Checked(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
+        options = {"watched": watched, "check": checked, "what": what}
+        names = lowered.inputs, lowered.outputs
+        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
+        return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
     def kept(self) -> tuple[tuple[Plan, Lowered], ...]:

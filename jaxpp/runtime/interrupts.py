@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 # What Python's ``signal`` wraps. The wrapper looks for an enumerator of each handler, which raises and catches an exception: one
 # that a KeyboardInterrupt then had as its context, for the user to wonder about.
@@ -22,7 +24,7 @@ try:
 except ImportError:
     _plain = signal
 
-__all__ = ["Hold"]
+__all__ = ["Hold", "despite_ctrl_c"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
@@ -34,6 +36,7 @@ _WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
 
 _Handler = Callable[[int, FrameType | None], object]
+_T = TypeVar("_T")
 
 
 class Hold:
@@ -109,3 +112,18 @@ def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) ->
         if note:
             error.add_note(note)
         raise
+
+
+def despite_ctrl_c(trace: Callable[[], _T]) -> _T:
+    """What ``trace`` returns, which traces, lowers and changes nothing, also if Ctrl-C has broken off such work before.
+
+    If Ctrl-C comes at an unlucky moment (about one time in a thousand), a cache of JAX's goes on believing that it is just
+    computing an entry, and refuses to be asked for it again. Then JAX's caches are cleared, and ``trace`` is called once more.
+    """
+    try:
+        return trace()
+    except RecursionError as error:
+        if not str(error).startswith("Recursively calling"):
+            raise
+    jax.clear_caches()
+    return trace()
