@@ -158,6 +158,25 @@ def test_ctrl_c_pressed_again_after_a_while_breaks_a_held_part_off(calls, monkey
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_held_part_that_is_broken_off_at_its_very_end_leaves_all_handlers_as_they_were(calls, monkeypatch):
+    # The second Ctrl-C came where the block ends, before anything was given back: SIGTERM was held for as long as the process ran.
+    def press_at_the_end(frame, *_):
+        if frame.f_code is Hold.__exit__.__code__:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(interrupts, "_PATIENCE", 0.0)
+    before, tracing = handlers(), sys.gettrace()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            held(signal.SIGINT, body=lambda: (time.sleep(0.01), sys.settrace(press_at_the_end)))
+    finally:
+        sys.settrace(tracing)
+    assert "broke off the update" in notes(caught.value)
+    assert handlers() == before
+    signal.raise_signal(signal.SIGTERM)
+    assert calls == [signal.SIGTERM]
+
+
 def test_a_slip_of_the_finger_and_other_signals_do_not_break_a_held_part_off(calls, monkeypatch):
     with pytest.raises(KeyboardInterrupt) as caught:
         held(signal.SIGINT, signal.SIGINT, body=lambda: signal.raise_signal(signal.SIGINT))

@@ -1,6 +1,7 @@
 """Ctrl-C while programs are compiled: it waits for no program that nobody will use, and leaves no lock of Python's taken."""
 
 import concurrent.futures
+import inspect
 import signal
 import sys
 import threading
@@ -63,6 +64,7 @@ class InPools:
 
     def __enter__(self):
         self.old = sys.gettrace()
+        inspect.currentframe().f_trace_opcodes = True  # Python 3.12 looks here whether there will be events for bytecodes
         sys.settrace(self)
         return self
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import inspect
 import itertools
 import pathlib
 import signal
@@ -61,6 +62,7 @@ class AtBytecode:
 
     def __enter__(self):
         self._old = sys.gettrace()
+        inspect.currentframe().f_trace_opcodes = True  # Python 3.12 looks here whether there will be events for bytecodes
         sys.settrace(self)
         return self
 

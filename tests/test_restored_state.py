@@ -142,6 +142,8 @@ STATES = {
     "Got: array([1, 2]).": lambda s: s._replace(step=np.array([1, 2])),
     "Got: -1.": lambda s: s._replace(step=-1),
     "Got: True.": lambda s: s._replace(step=True),
+    "Got: np.True_.": lambda s: s._replace(step=np.True_),
+    "Got: Array(True, dtype=bool).": lambda s: s._replace(step=jnp.asarray(True)),
     "Got: None.": lambda s: s._replace(step=None),
 }
 

@@ -134,6 +134,25 @@ def test_twenty_steps_are_ten_and_ten_in_a_new_process_with_jaxpp_or_without(hal
     compare("plain JAX", [plain[key] for key in plain], jax.tree.leaves(half_way["loop"][1])[:-1])
 
 
+def test_to_ask_for_shapes_again_leaves_the_state_of_a_pipeline_as_it_is():
+    pipe, other = (jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=2) for _ in range(2))
+    state, _ = pipe.step(pipe.init(PARAMS, X), X)
+    wanted, _ = other.step(other.step(other.init(PARAMS, X), X)[0], X)
+    for batch in (X, X[:4]):
+        pipe.abstract_state(PARAMS, batch)
+    with pytest.raises(TypeError, match="contracting"):
+        pipe.abstract_state(PARAMS, X[:, :3])
+    assert pipe.state is state
+    pipe.abstract_state({**PARAMS, "c": jnp.ones((6, 3))}, X)  # of another model: the pipeline is now for that one
+    assert pipe.state is state
+    with pytest.raises(jaxpp.errors.StateError, match=r"f32\[6,2\] instead of f32\[6,3\]"):
+        pipe.step(state, X)
+    pipe.abstract_state(PARAMS, X)
+    new, metrics = pipe.step(state, X)
+    assert metrics.step == new.step == 2
+    chex.assert_trees_all_equal(new, wanted)
+
+
 def test_a_manager_keeps_the_last_states_and_saves_while_training_goes_on(tmp_path):
     run = loop(num_stages=3)
     pipe, last = run.make(), []

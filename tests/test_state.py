@@ -124,6 +124,17 @@ def test_arrays_that_a_step_consumed_are_refused_in_our_words():
     assert pipe.state is state
 
 
+def test_a_state_that_the_user_s_own_function_consumed_is_refused_in_our_words():
+    # The step was an array by then, and gone like all others: reading it for the message raised JAX's own error.
+    pipe = pipeline(stages=1)
+    state = pipe.init(PARAMS, X)
+    copy_of = jax.tree.map(jnp.copy, state)
+    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 0, state), donate_argnums=0)(copy_of)
+    with pytest.raises(StateError, match=r"a state consumed by an earlier step \(10 of 10 leaves are gone\)\."):
+        pipe.step(copy_of, X)
+    assert pipe.state is state
+
+
 def test_verify_says_that_nan_on_both_sides_proves_nothing():
     pipe = pipeline()
     state = pipe.init(PARAMS, X)

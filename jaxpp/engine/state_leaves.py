@@ -1,6 +1,5 @@
 """From the flat leaves that a pipeline steps to the state that the user holds, and back."""
 
-import operator
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
@@ -121,10 +120,10 @@ def steps_of(state: State) -> int:
     if type(step) is int and step >= 0:
         return step
     try:
-        found = operator.index(np.asarray(step).item())
+        found = np.asarray(step).item()
     except (TypeError, ValueError):
-        found = -1
-    if found < 0 or isinstance(step, bool):
+        found = None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         fix = "give the number of steps that were taken, state._replace(step=0) for example"
         raise StateError("state.step", "the number of a step is a whole number, 0 or more", shown(step), fix)
     return found
@@ -187,9 +186,9 @@ def _check_state(state: object, expected: State) -> None:
         raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
     if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
-        number = steps_of(state)
-        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone), the state after {number} "
-        got += "step" if number == 1 else "steps"
+        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
+        if isinstance(state.step, int):  # not an array, which may be gone too
+            got += f", the state after {state.step} step{'s' if state.step != 1 else ''}"
         copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"
         fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
         raise StateError(where, rule, got, fix)

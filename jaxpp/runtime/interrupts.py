@@ -81,10 +81,11 @@ class Hold:
         self._came.setdefault(number, now)
 
     def _break_off(self, number: int, frame: FrameType | None) -> None:
-        """Let a signal through that has come twice."""
+        """Let a signal through that has come twice, and hold none back any more: ``__exit__`` may be what it breaks off."""
         del self._came[number]
+        for each, handler in self._handlers.items():
+            _plain.signal(each, handler)
         handler = self._handlers[number]
-        _plain.signal(number, handler)
         for _ in range(2):  # a handler may raise at the second only
             _call(handler, number, frame, _BROKE_OFF)
 
