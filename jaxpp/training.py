@@ -103,9 +103,7 @@ class Training:
         """
         if self._compiled is None:
             rule = "a pipeline is cut by init or abstract_state, when it first sees shapes"
-            fix = (
-                "call state = pipe.init(...) first; for a checkpoint, target = pipe.abstract_state(...), and restore to the target"
-            )
+            fix = "call state = pipe.init(...) first; for a checkpoint, target = pipe.abstract_state(...), and restore to target"
             raise StateError(f"pipe.{where}", rule, "no call of either has finished yet", fix)
         return self._compiled
 

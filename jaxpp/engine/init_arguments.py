@@ -68,9 +68,7 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:
     if isinstance(init_or_params, State):
         rule = f"{where} takes parameters, and step takes a state"
         anew = f"pipe.{where}({'(state.params, state.model_state)' if init_or_params.held[2] else 'state.params'}, batch)"
-        fix = (
-            f"continue with pipe.step(state, ...), after pipe.abstract_state(...) if the pipeline is new; or begin anew with {anew}"
-        )
+        fix = f"continue with pipe.step(state, ...), in a new pipeline after pipe.abstract_state(...); or begin anew with {anew}"
         raise ArgumentError(f"pipe.{where}", rule, f"a jaxpp.State, step={init_or_params.step}", fix)
     kinds = [_kind(value) for value in everything]
     got = ", ".join(kinds)

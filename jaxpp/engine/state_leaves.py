@@ -76,10 +76,8 @@ class States:
             StateError: it is consumed, or its leaves are not those of this pipeline.
         """
         held = jax.tree.leaves(state.held) if isinstance(state, State) else []
-        mine = (
-            bool(held) and len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
-        )
-        if mine and not any(leaf.is_deleted() for leaf in held):
+        mine = len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
+        if held and mine and not any(leaf.is_deleted() for leaf in held):
             return self._groups.fill(self._split(state) if self._sliced else held)
         refuse_tracers(f"pipe.{where}(state, batch, key)", held if isinstance(state, State) else state)
         _check_state(state, self._abstract)
