@@ -190,7 +190,7 @@ class Pipeline(Training):
             f"Pipeline of {'stages by hand' if self._functions else getattr(self._options.loss_fn, '__name__', 'a loss')}",
             *self._options.described,
             *([] if self._bank is None else [f"  bank: {self._bank!r}"]),
-            *(["  init: not called yet"] if found is None else [f"  stages: {_size(found.stages)}; print(pipe.stages)"]),
+            *(["  init: not done yet"] if found is None else [f"  stages: {_size(found.stages)}; print(pipe.stages)"]),
             *([] if found is None else [f"  state: {_kept(self._kept)}"]),
         ]
         return "\n".join(lines)

@@ -102,8 +102,9 @@ class Training:
             StateError: before ``init``.
         """
         if self._compiled is None:
-            rule = "a pipeline is cut by init, when it first sees shapes"
-            raise StateError(f"pipe.{where}", rule, "no call of init yet", "call state = pipe.init(...) first")
+            rule = "a pipeline is cut by init or abstract_state, when it first sees shapes"
+            fix = "call state = pipe.init(...) first; for a checkpoint, target = pipe.abstract_state(...), and restore to target"
+            raise StateError(f"pipe.{where}", rule, "no call of either has finished yet", fix)
         return self._compiled
 
     def _open(self, made: Tree, batch: Batch, key: Key | None) -> Compiled:

@@ -202,6 +202,33 @@ def test_arguments_of_abstract_state_are_checked_as_those_of_init_are(sliced, ar
             getattr(pipeline(looped), name)(*arguments)
 
 
+def test_a_dictionary_is_no_state_for_a_pipeline_that_has_only_made_shapes():
+    pipe = pipeline(looped)
+    with pytest.raises(StateError, match=r"^pipe.step: a pipeline is cut by init or abstract_state") as caught:
+        pipe.step({}, X)
+    assert "for a checkpoint, target = pipe.abstract_state(...)" in str(caught.value)
+    target = pipe.abstract_state(LAYERS, X)
+    for odd in (target._asdict(), {}, None):  # what a checkpoint that is restored without a target gives
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(StateError, match=rf"a state is a jaxpp.State.\n  Got: {type(odd).__name__}\."):
+                call(odd, X)
+    with pytest.raises(StateError, match="a state has the trees of parameters"):
+        pipe.step(jaxpp.State({}, ()), X)
+
+
+def test_a_state_where_parameters_belong_is_refused_and_the_remedy_works(sliced):
+    _, state, _ = sliced
+    for name in ("init", "abstract_state"):
+        with pytest.raises(ArgumentError, match=rf"^pipe.{name}: {name} takes parameters, and step takes a state.") as caught:
+            getattr(pipeline(looped), name)(state, X)
+        assert "Got: a jaxpp.State, step=1." in str(caught.value) and f"pipe.{name}(state.params, batch)" in str(caught.value)
+    other = pipeline(looped)
+    other.abstract_state(state.params, X)
+    assert other.step(state, X, donate=False)[0].step == 2
+    with pytest.raises(ArgumentError, match=r"pipe.init\(\(state.params, state.model_state\), batch\)"):
+        pipeline(looped).init(state._replace(model_state={"n": 1.0}), X)
+
+
 def test_a_consumed_state_is_refused_by_whoever_looks_at_it(tmp_path):
     pipe = pipeline(looped)
     old = pipe.init(LAYERS, X)

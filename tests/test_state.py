@@ -150,7 +150,7 @@ def test_verify_says_that_nan_on_both_sides_proves_nothing():
 def test_a_pipeline_and_a_bank_say_what_they_are():
     pipe = pipeline(schedule="zb-h1", microbatches=3)
     assert repr(pipe) == (
-        "Pipeline of loss_fn\n  schedule: zb-h1, 2 stages, 3 microbatches\n  devices: cpu:0, cpu:1\n  init: not called yet"
+        "Pipeline of loss_fn\n  schedule: zb-h1, 2 stages, 3 microbatches\n  devices: cpu:0, cpu:1\n  init: not done yet"
     )
     pipe.init(PARAMS, X)
     lines = repr(pipe).splitlines()[-2:]

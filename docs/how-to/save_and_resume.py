@@ -262,6 +262,9 @@ assert resumed.step == 30 and not list(folder.glob("40*"))
 #   instance `pipe.state` after [Ctrl-C](interrupt_and_go_on.py).
 # - Save a state before the next step, as above, because a step reuses the buffers of the state that it is given. When
 #   `manager.save` returns, the state is copied, and the next step may have it.
+# - If Ctrl-C arrives inside `manager.save`, this save is lost, Orbax logs a traceback, and the manager may raise at a later save.
+#   The checkpoints from before are whole. `train` opens a new manager whenever it is called, so call it again. (If a thread of the
+#   manager before is still writing, opening can fail with an `OSError`; a moment later it works.)
 # - With a bank, the state holds the shared parameters alone. [Save a bank](save_a_bank.py) saves the sets of the tasks too.
 # - Data loaders such as grain have a position of their own that Orbax can save in the same checkpoint, with
 #   `ocp.args.Composite(state=..., data=...)`. That is faster than skipping batches if the run is long.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpp.engine.state import State
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
@@ -64,6 +65,11 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:
         ArgumentError: too few or too many, or in another order.
     """
     everything = (init_or_params, *args)
+    if isinstance(init_or_params, State):
+        rule = f"{where} takes parameters, and step takes a state"
+        anew = f"pipe.{where}({'(state.params, state.model_state)' if init_or_params.held[2] else 'state.params'}, batch)"
+        fix = f"continue with pipe.step(state, ...), in a new pipeline after pipe.abstract_state(...); or begin anew with {anew}"
+        raise ArgumentError(f"pipe.{where}", rule, f"a jaxpp.State, step={init_or_params.step}", fix)
     kinds = [_kind(value) for value in everything]
     got = ", ".join(kinds)
     if len(everything) == 2:

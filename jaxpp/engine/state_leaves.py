@@ -76,7 +76,7 @@ class States:
         """
         held = jax.tree.leaves(state.held) if isinstance(state, State) else []
         mine = len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
-        if mine and not any(leaf.is_deleted() for leaf in held):
+        if held and mine and not any(leaf.is_deleted() for leaf in held):
             return self._groups.fill(self._split(state) if self._sliced else held)
         refuse_tracers(f"pipe.{where}(state, batch, key)", held if isinstance(state, State) else state)
         _check_state(state, self._abstract)
