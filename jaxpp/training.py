@@ -110,9 +110,8 @@ class Training:
     def _open(self, made: Tree, batch: Batch, key: Key | None) -> Compiled:
         known = None if self._compiled is None else self._compiled.engine
         given = {"functions": self._functions, "bank": self._bank, "known": known}
-        opened = despite_ctrl_c(lambda: compile_step(self._options, self._optimizer, made, batch, key, **given))
-        self._compiled = opened
-        return opened
+        self._compiled = found = despite_ctrl_c(compile_step, self._options, self._optimizer, made, batch, key, **given)
+        return found
 
     @contextmanager
     def _whole(

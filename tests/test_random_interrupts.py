@@ -224,9 +224,8 @@ def interrupted_while_compiling(run, ctrl_c, num_interrupts, seed=0):
     assert {"init", "step"} <= set(hits)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "a bank"])
-def test_after_ctrl_c_while_anything_is_compiled_every_step_counts_once(name, ctrl_c):
-    interrupted_while_compiling(RUNS[name], ctrl_c, 15)
+def test_after_ctrl_c_while_anything_is_compiled_every_step_counts_once(ctrl_c):
+    interrupted_while_compiling(RUNS["a bank"], ctrl_c, 12)
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ class Engine:
         found = self._plans.get(cache_key)
         if found is None:
             options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
-            found = self._plans[cache_key] = despite_ctrl_c(lambda: self._make_plan(purpose, batch, key, **options))
+            found = self._plans[cache_key] = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)
         self._use(shape)
         return found
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -36,6 +36,7 @@ _WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
 
 _Handler = Callable[[int, FrameType | None], object]
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -115,16 +116,16 @@ def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) ->
         raise
 
 
-def despite_ctrl_c(trace: Callable[[], _T]) -> _T:
+def despite_ctrl_c(trace: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """What ``trace`` returns, which traces, lowers and changes nothing, also if Ctrl-C has broken off such work before.
 
     If Ctrl-C comes at an unlucky moment (about one time in a thousand), a cache of JAX's goes on believing that it is just
     computing an entry, and refuses to be asked for it again. Then JAX's caches are cleared, and ``trace`` is called once more.
     """
     try:
-        return trace()
+        return trace(*args, **kwargs)
     except RecursionError as error:
         if not str(error).startswith("Recursively calling"):
             raise
     jax.clear_caches()
-    return trace()
+    return trace(*args, **kwargs)
