@@ -181,7 +181,7 @@ def interrupted(run, ctrl_c, num_interrupts, seed=0):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_after_ctrl_c_at_random_moments_of_steps_every_step_counts_once(name, ctrl_c):
-    interrupted(RUNS[name], ctrl_c, 45)
+    interrupted(RUNS[name], ctrl_c, 48)
 
 
 @pytest.mark.slow
