@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import optax
 
+from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, lay_out
 from jaxpp.engine.outcome import Lowered, Outcome, with_reports
 from jaxpp.engine.placed import Placed, place_leaves
@@ -34,7 +35,8 @@ from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.here import local
+from jaxpp.runtime.processes.agreement import agreement
+from jaxpp.runtime.processes.here import local, processes_of
 from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
@@ -49,6 +51,7 @@ from jaxpp.types import Array, Batch, Key, LossFn, Tree
 __all__ = ["Engine", "open_engine"]
 
 Purpose = Literal["update", "grads", "forward"]
+_CALLS: dict[Purpose, str] = {"update": "pipe.step", "grads": "grad_fn", "forward": "pipe.evaluate"}
 _T = TypeVar("_T")
 
 
@@ -68,6 +71,7 @@ class Engine:
     opened_at: Hashable
     _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
     _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
+    _agreed: dict[tuple[Hashable, ...], None] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
@@ -177,6 +181,21 @@ class Engine:
         self._use(shape)
         return found
 
+    def _agreed_plan(
+        self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
+    ) -> tuple[Plan, Lowered]:
+        """The plan; the processes that run it agree on it the first time."""
+        devices = self.options.devices
+        what = (purpose, donate, watched, loss_fn, _shapes(batch, key)) if len(processes_of(devices)) > 1 else ()
+        if not what or what in self._agreed:
+            return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        with agreement(_CALLS[purpose], devices) as agree:
+            lower = partial(despite_ctrl_c, self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            agree(lambda: step_texts(self.options, self.placed, lower(), batch, key))
+            found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        self._agreed[what] = None
+        return found
+
     def _make_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
     ) -> tuple[Plan, Lowered]:
@@ -199,7 +218,7 @@ class Engine:
         self._recent[shape] = None
         if len(self._recent) > self.options.max_shapes:
             del self._recent[next(iter(self._recent))]
-            for known in (self._lowered, self._plans):
+            for known in (self._lowered, self._plans, self._agreed):
                 for name in [name for name in known if name[-2:] not in self._recent]:
                     del known[name]
             self.preparer.forget({id(cut) for step, _ in self._lowered.values() for cut in step.cuts})
@@ -281,7 +300,7 @@ class Engine:
             watched: whether the observer asks the instructions whether they are done.
             hold: called before the first buffer of ``leaves`` is taken over.
         """
-        plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        plan, lowered = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
         step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]
         given = [unaliased(local(leaf)) for leaf in jax.tree.leaves(batch)]

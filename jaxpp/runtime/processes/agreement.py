@@ -31,7 +31,7 @@ from jaxpp.runtime.processes.leaving import left, named
 from jaxpp.runtime.processes.store import Store, shared_store
 from jaxpp.types import Device
 
-__all__ = ["agreement"]
+__all__ = ["Agree", "agreement"]
 
 _PATIENCE = 5.0
 """Seconds after which a process says for whom it waits; each further time it has waited twice as long."""
@@ -44,11 +44,12 @@ _LARGEST = 1 << 21
 
 _RULE = "all processes do the same calls"
 _Parts = Callable[[], Mapping[str, str]]
-_Agree = Callable[[_Parts], None]
+Agree = Callable[[_Parts], None]
+"""Compares named texts, which it calls for, over all processes."""
 
 
 @contextmanager
-def agreement(where: str, devices: Sequence[Device]) -> Iterator[_Agree]:
+def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agree]:
     """A block in which the processes that have these devices agree on what they do.
 
     The block calls what it is given with a function of named texts. If the block raises before that, the others raise too. It does

@@ -6,7 +6,7 @@ script has ended with an exception: the others wait for what this process will n
 
 - Every process leaves a note when its script ends, with the exception if there was one. Others that wait for it in an ``agreement``
   read the note, and raise at once.
-- A process whose script has ended with an exception waits ten seconds for the others, in which they may fail too and all end in
+- A process whose script has ended with an exception waits five seconds for the others, in which they may fail too and all end in
   good order. Then it ends without them, at once. For the others it is then as if it had been killed: a value that they wait for
   becomes an error where the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away
   (``heartbeat_timeout_seconds``, 100 by default).
@@ -29,7 +29,7 @@ from jaxpp.runtime.processes.store import Store, shared_store
 
 __all__ = ["left", "named"]
 
-_GRACE = 10
+_GRACE = 5
 """Seconds that a process which has failed waits for the others."""
 
 _FOLDER = "jaxpp/left"
