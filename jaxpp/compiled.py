@@ -16,7 +16,7 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.processes.agreement import Agree, agreement
+from jaxpp.runtime.processes.agreement import Agreement, agreement
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of
@@ -74,7 +74,7 @@ def compile_step(
     functions: Sequence[Callable[..., Tree]] = (),
     bank: Bank | None = None,
     known: Engine | None = None,
-    agree: Agree | None = None,
+    agree: Agreement | None = None,
 ) -> Compiled:
     """Cut the loss, place the stages, and compile the step.
 

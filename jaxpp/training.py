@@ -19,7 +19,7 @@ from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.interrupts import Hold, despite_ctrl_c
-from jaxpp.runtime.processes.agreement import Agree, agreement
+from jaxpp.runtime.processes.agreement import Agreement, agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages
@@ -108,7 +108,7 @@ class Training:
             raise StateError(f"pipe.{where}", rule, "no call of either has finished yet", fix)
         return self._compiled
 
-    def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agree | None = None) -> Compiled:
+    def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Compiled:
         known = None if self._compiled is None else self._compiled.engine
         given = {"functions": self._functions, "bank": self._bank, "known": known, "agree": agree}
         self._compiled = found = despite_ctrl_c(compile_step, self._options, self._optimizer, made, batch, key, **given)

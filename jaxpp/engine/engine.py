@@ -7,7 +7,7 @@ An engine exists from the moment when shapes are known (``open_engine``), so not
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -71,7 +71,7 @@ class Engine:
     opened_at: Hashable
     _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
     _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
-    _agreed: dict[tuple[Hashable, ...], None] = field(default_factory=dict, init=False)
+    _agreed: dict[tuple[Hashable, ...], Callable[[], None]] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
@@ -80,6 +80,11 @@ class Engine:
         placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether one process has all devices."""
+        return len(processes_of(self.options.devices)) < 2
 
     @property
     def layout(self) -> Layout:
@@ -185,15 +190,17 @@ class Engine:
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
     ) -> tuple[Plan, Lowered]:
         """The plan; the processes that run it agree on it the first time."""
-        devices = self.options.devices
-        what = (purpose, donate, watched, loss_fn, _shapes(batch, key)) if len(processes_of(devices)) > 1 else ()
-        if not what or what in self._agreed:
+        if self._alone:
             return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
-        with agreement(_CALLS[purpose], devices) as agree:
+        what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
+        if what in self._agreed:
+            self._agreed[what]()  # counts the call
+            return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        with agreement(_CALLS[purpose], self.options.devices) as agree:
             lower = partial(despite_ctrl_c, self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
             agree(lambda: step_texts(self.options, self.placed, lower(), batch, key))
             found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
-        self._agreed[what] = None
+        self._agreed[what] = agree.again
         return found
 
     def _make_plan(

@@ -10,12 +10,15 @@ __all__ = ["difference", "listed"]
 _MOST_PARTS = 3
 """Parts whose difference is shown; others are named."""
 
+_FOLLOW = frozenset({"loss", "optimizer", "init", "cuts", "lines"})
+"""Parts that differ where others do; shown only if no other part differs."""
+
 _BEFORE, _WIDTH = 40, 120
 """Letters of a line that are shown before the first difference, and in all."""
 
 _RULE = "all processes run the same pipeline, made by the same code"
 _REMEDIES = {
-    "call": "call the same methods of the pipeline in the same order in every process, also where only one of them prints or saves",
+    "call": "give every process the same batches, and call the same methods of the pipeline in the same order in every process, also where only one of them prints or saves",
     "versions": "install the same versions on every host",
     "flags": "set the same options of JAX, and the same XLA_FLAGS, in every process",
     "devices": "give every process the same devices or mesh, made of jax.devices(), which lists those of all processes",
@@ -50,6 +53,7 @@ def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessErr
         where: the call.
         texts: of each part that differs, what each process says; parts that cause others come first.
     """
+    texts = {part: said for part, said in texts.items() if part not in _FOLLOW} or texts
     got: list[str] = []
     for part, said in list(texts.items())[:_MOST_PARTS]:
         got += _shown(part, said)

@@ -5,13 +5,11 @@ JAX waits at the end of a script until all processes have come to the end of the
 script has ended with an exception: the others wait for what this process will never send, and this process waits for them. So:
 
 - Every process leaves a note when its script ends, with the exception if there was one. Others that wait for it in an ``agreement``
-  read the note, and raise at once.
+  read the note, and raise at once; all others print it (``watching``).
 - A process whose script has ended with an exception waits five seconds for the others, in which they may fail too and all end in
   good order. Then it ends without them, at once. For the others it is then as if it had been killed: a value that they wait for
   becomes an error where the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away
   (``heartbeat_timeout_seconds``, 100 by default).
-- A process that ends with an exception prints the notes of those that failed before it, for its own exception may only say that a
-  connection was closed.
 
 In a run of one process all of this does nothing. ``sys.exit`` is no exception: a script that ends by it waits for the others.
 """
@@ -19,6 +17,7 @@ In a run of one process all of this does nothing. ``sys.exit`` is no exception: 
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -26,8 +25,12 @@ from collections.abc import Mapping
 import jax
 
 from jaxpp.runtime.processes.store import Store, shared_store
+from jaxpp.runtime.processes.watching import Watcher, alarm
 
-__all__ = ["left", "named"]
+__all__ = ["FAILED", "left", "named", "watcher"]
+
+FAILED = "raised"
+"""How the note of a process begins whose script has ended with an exception."""
 
 _GRACE = 5
 """Seconds that a process which has failed waits for the others."""
@@ -48,7 +51,27 @@ def named(error: BaseException) -> str:
         ('ValueError: too small', 'KeyboardInterrupt')
     """
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+@functools.cache
+def watcher() -> Watcher | None:
+    """What hears the alarms of other processes; None without a store. It begins to listen when it is given the first function."""
+    store = shared_store()
+    if store is None:
+        return None
+    found, told = Watcher(store), set[int]()
+    found.add(lambda: _print_failures(store, told))
+    return found
+
+
+def _print_failures(store: Store, told: set[int]) -> None:
+    """Print which processes have failed, each once."""
+    for process, how in sorted(left(store).items()):
+        if process not in told and process != store.process and how.startswith(FAILED):
+            told.add(process)
+            ends = f"process {store.process} cannot go on without it, and ends too: by an error, or by JAX when no heartbeats come"
+            print(f"jaxpp: process {process} {how}; {ends}", file=sys.stderr, flush=True)
 
 
 @atexit.register  # so it runs before what JAX registered earlier, which waits for the other processes
@@ -69,11 +92,13 @@ def _leave() -> None:
 
 
 def _tell(store: Store, error: BaseException | None) -> None:
-    """Leave a note, and print those of processes that failed before."""
-    me = store.process
-    failed = {process: how for process, how in left(store).items() if process != me and how.startswith("raised")}
-    store.put(f"{_FOLDER}/{me}", "has come to the end of its script" if error is None else f"raised {named(error)}")
+    """Leave a note, and stop listening."""
+    store.put(f"{_FOLDER}/{store.process}", "has come to the end of its script" if error is None else f"{FAILED} {named(error)}")
     if error is not None:
-        lines = [f"jaxpp: process {process} {how}, earlier than process {me}" for process, how in sorted(failed.items())]
-        lines.append(f"jaxpp: process {me} failed; it ends within {_GRACE} seconds, also if the others have not ended by then")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
+        print(f"jaxpp: process {store.process} failed; {ends}", file=sys.stderr, flush=True)
+        alarm(store, range(store.num_processes))
+    if watcher.cache_info().currsize:
+        found = watcher()
+        if found is not None:
+            found.stop()

@@ -27,10 +27,11 @@ class Store:
     Args:
         client: of the coordination service.
         process: the number of this process. (``jax.process_index`` would open the devices, and wait for all processes to do so.)
+        num_processes: of the run.
     """
 
-    def __init__(self, client: Any, process: int):
-        self._client, self.process = client, process
+    def __init__(self, client: Any, process: int, num_processes: int):
+        self._client, self.process, self.num_processes = client, process, num_processes
 
     def put(self, name: str, text: str) -> None:
         """Write a text, over any that has this name."""
@@ -58,5 +59,7 @@ class Store:
 def shared_store() -> Store | None:
     """The store of this run; None in a run of one process, and where this version of JAX has no such client."""
     state = getattr(distributed, "global_state", None)
-    client, process = getattr(state, "client", None), getattr(state, "process_id", None)
-    return Store(client, process) if process is not None and all(hasattr(client, method) for method in _METHODS) else None
+    client, *numbers = (getattr(state, name, None) for name in ("client", "process_id", "num_processes"))
+    if None in numbers or not all(hasattr(client, method) for method in _METHODS):
+        return None
+    return Store(client, *numbers)
