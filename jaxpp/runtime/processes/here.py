@@ -98,7 +98,7 @@ def spread(value: Leaf, home: Home) -> Array:
     value = value if hasattr(value, "dtype") else np.asarray(value, jax.dtypes.result_type(value))
     indices = sharding.addressable_devices_indices_map(shape)
     pieces = [jax.device_put(value if _is_all(index, shape) else value[index], device) for device, index in indices.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=jax.dtypes.canonicalize_dtype(value.dtype))
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
 def _is_all(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:
