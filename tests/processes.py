@@ -32,7 +32,7 @@ def start(target: str, count: int, arguments: Mapping[str, Any] | None = None, *
     """Processes with the compiler's flags of this one, and its folder of compiled programs."""
     config: Any = jax.config
     environment = {
-        "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir,
+        "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(config.jax_persistent_cache_min_compile_time_secs),
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": str(config.jax_persistent_cache_min_entry_size_bytes),
     }

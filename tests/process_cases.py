@@ -1,0 +1,233 @@
+"""What several processes run in tests/test_processes.py, and one process too: the same pipelines on the same devices.
+
+``main`` is what ``experiments.hosts.worker`` calls in every process. It writes what this process holds of every result, and
+``tests/test_processes.py`` puts the parts of all processes together and compares them with those of one process, bit by bit.
+(conftest.py is not imported here: it chooses the devices of the test process.)
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import Mesh
+
+import jaxpp
+from models.gpt import GPT
+from models.mlp import MLP
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loss and what it is given; ``batch(step)`` is made of numpy arrays."""
+
+    loss_fn: Callable[..., Any]
+    init: Callable[..., Any]
+    batch: Callable[[int], Any]
+    options: Mapping[str, Any]
+    keyed: bool = False
+
+
+def gpt(batch_size: int = 11) -> Model:
+    """Dropout, and an embedding tied to the head, so that the first and the last stage share a parameter."""
+    model = GPT(vocab_size=16, max_length=4, width=8, depth=3, num_heads=2, dropout=0.2)
+
+    def batch(step):
+        return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
+
+    def loss_fn(params, batch, key):
+        logits = model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key})
+        aux = {"top": logits.max(), "sums": logits.sum((1, 2))}
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(), aux
+
+    def init(key):
+        return model.init({"params": key, "dropout": key}, jnp.asarray(batch(0)[:1, :-1]))["params"]
+
+    return Model(loss_fn, init, batch, {"has_aux": True}, keyed=True)
+
+
+class Norms(nn.Module):
+    """Dense layers in half precision, with batch normalisation between them."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        for k in range(5):
+            x = nn.Dense(8, dtype="float16", name=f"dense_{k}")(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8, dtype="float16", name=f"norm_{k}")(x))
+        return nn.Dense(3, name="head")(x)
+
+
+def norms(batch_size: int = 10) -> Model:
+    """Model state and a loss scale; in the second step a gradient overflows."""
+    model = Norms()
+
+    def batch(step):
+        rng = np.random.default_rng((3, step))
+        scale = np.full((batch_size, 1), 3e4 if step == 1 else 1.0, "float32")
+        return {"x": rng.normal(size=(batch_size, 5)).astype("f"), "y": rng.integers(0, 3, batch_size, "int32"), "scale": scale}
+
+    def loss_fn(params, model_state, batch):
+        logits, new = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits * batch["scale"], batch["y"])
+        return losses.mean(), (new, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()})
+
+    def init(key):
+        variables = model.init(key, jnp.asarray(batch(0)["x"][:1]))
+        return variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    scale = DynamicScale(scale=2.0**12, growth_interval=2)
+    return Model(loss_fn, init, batch, {"has_state": True, "loss_scale": scale})
+
+
+def mlp(batch_size: int = 16) -> Model:
+    """Dense layers; aux has one row an example."""
+    model = MLP(width=8, depth=7)
+
+    def batch(step):
+        rng = np.random.default_rng((4, step))
+        return {"x": rng.normal(size=(batch_size, 8)).astype("f"), "y": rng.integers(0, 2, batch_size, "int32")}
+
+    def loss_fn(params, batch):
+        logits = model.apply({"params": params}, batch["x"])
+        aux = {"accuracy": (logits.argmax(-1) == batch["y"]).mean(), "logits": logits}
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), aux
+
+    def init(key):
+        return model.init(key, jnp.asarray(batch(0)["x"][:1]))["params"]
+
+    return Model(loss_fn, init, batch, {"has_aux": True})
+
+
+def stacked(batch_size: int = 8) -> Model:
+    """A loop over layers whose parameters are stacked: each stage holds the rows of its own layers."""
+
+    def batch(step):
+        return np.random.default_rng((5, step)).normal(size=(batch_size, 8)).astype("f")
+
+    def loss_fn(params, batch, key):
+        x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params["w"])
+        x = x * jax.random.bernoulli(key, 0.9, x.shape)
+        return ((x @ params["out"]) ** 2).mean()
+
+    def init(key):
+        return {"w": jax.random.normal(key, (8, 8, 8)) / 3, "out": jnp.ones((8, 2))}
+
+    return Model(loss_fn, init, batch, {}, keyed=True)
+
+
+MODELS = {"gpt": gpt, "norms": norms, "mlp": mlp, "stacked": stacked}
+RULES = {"gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pipeline.
+
+    Attributes:
+        model: a key of ``MODELS``.
+        schedule: its name.
+        stages: of the pipeline.
+        microbatches: parts of the batch.
+        grid: sizes of the mesh along pipe, data and model; empty for a device each rank.
+        order: the axes of the mesh, that which changes slowest along the devices first; with ``pipe`` later, a rank spans hosts.
+        batch_size: examples of a step.
+        local: whether a process is given only the part of the batch that its stages read.
+    """
+
+    model: str
+    schedule: str = "1f1b"
+    stages: int = 4
+    microbatches: int = 4
+    grid: tuple[int, ...] = ()
+    order: tuple[int, ...] = (0, 1, 2)
+    batch_size: int = 0
+    local: bool = False
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Two moments of each parameter, after clipping by the global norm."""
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+def pipeline(case: Case, devices: Sequence[jax.Device]) -> tuple[jaxpp.Pipeline, Model]:
+    """The pipeline of a case, over these devices."""
+    model = MODELS[case.model](**({"batch_size": case.batch_size} if case.batch_size else {}))
+    counts = {"num_stages": case.stages, "num_microbatches": case.microbatches, "schedule": case.schedule}
+    where: dict[str, Any] = {"devices": devices}
+    if case.grid:
+        sizes = [case.grid[axis] for axis in case.order]
+        grid = np.array(devices[: np.prod(sizes)]).reshape(sizes).transpose(np.argsort(case.order))
+        where = {"mesh": Mesh(grid, ("pipe", "data", "model"))}
+        if case.grid[2] > 1:
+            where["shardings"] = RULES[case.model]
+    return jaxpp.Pipeline(model.loss_fn, optimizer(), **counts, **model.options, **where), model
+
+
+def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
+    """Train for a few steps, and say what this process holds of every result after each.
+
+    Returns:
+        arrays by ``step path [begin:end of each axis]``.
+    """
+    pipe, model = pipeline(case, devices)
+    found: dict[str, np.ndarray] = {}
+    state = pipe.init(model.init, jax.random.key(0), model.batch(0))
+    _note(found, "0", state)
+    for step in range(1, STEPS + 1):
+        key = [jax.random.key(step)] * model.keyed
+        batch = model.batch(step - 1)
+        state, metrics = pipe.step(state, batch, *key)
+        _note(found, str(step), {"state": state, "metrics": dict(metrics)})
+    key = [jax.random.key(7)] * model.keyed
+    _note(found, "evaluate", dict(pipe.evaluate(state, model.batch(9), *key)))
+    return found
+
+
+def _note(found: dict[str, np.ndarray], when: str, tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = f"{when} {jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, jax.Array):
+            found[f"{name} []"] = np.asarray(leaf)
+            continue
+        for shard in leaf.addressable_shards:
+            ranges = [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape, strict=True)]
+            place = ", ".join(f"{begin}:{end}" for begin, end in ranges)
+            data = np.asarray(shard.data)
+            known = found.setdefault(f"{name} [{place}]", data)
+            assert known.tobytes() == data.tobytes(), f"{name}: the replicas differ"
+
+
+def main(folder: str, cases: Mapping[str, Mapping[str, Any]], devices_each: int) -> None:
+    """Run cases in one of several processes, on the first devices of each, and write what it holds of their results."""
+    devices = [device for device in jax.devices() if device.local_hardware_id is None or device.local_hardware_id < devices_each]
+    for name, options in cases.items():
+        found = run(from_json(options), devices)
+        np.savez(Path(folder) / f"{name}.{jax.process_index()}.npz", names=np.array(list(found)), **_numbered(found))
+
+
+def _numbered(found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {str(number): value for number, value in enumerate(found.values())}
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """What ``main`` wrote."""
+    with np.load(path) as file:
+        return {str(name): file[str(number)] for number, name in enumerate(file["names"])}
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """As an argument of ``main``."""
+    return dataclasses.asdict(case)
+
+
+def from_json(options: Mapping[str, Any]) -> Case:
+    """As it was before it was an argument."""
+    return Case(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
