@@ -13,6 +13,7 @@ all have agreed is not compared again: its calls are counted, and the counts are
 
 import abc
 import base64
+import collections
 import functools
 import hashlib
 import json
@@ -44,6 +45,9 @@ _PATIENCE = 5.0
 
 _LIMIT = 1800.0
 """Seconds after which it waits no longer."""
+
+_REMEMBERED = 10
+"""Calls that are shown if processes did not do the same calls."""
 
 _LARGEST = 1 << 21
 """Letters of a text that are exchanged; what differs only behind them is not shown."""
@@ -127,7 +131,14 @@ class _Company:
     """
 
     def __init__(self, processes: tuple[int, ...]):
-        self.processes, self.num_meetings, self.num_calls, self.last = processes, 0, 0, ""
+        self.processes, self.num_meetings, self.num_calls = processes, 0, 0
+        self.last = collections.deque[str](maxlen=_REMEMBERED)
+        self._digest = 0
+
+    @property
+    def history(self) -> str:
+        """What this process has done: a digest of all its calls, and the last of them."""
+        return "\n".join([*self.last, f"and {self.num_calls} calls in all, with the digest {self._digest}"])
 
     def next(self, where: str) -> Agreement:
         """The meeting at which all are next."""
@@ -139,10 +150,11 @@ class _Company:
             found.add(functools.partial(self._look, store))
         return _Meeting(where, self, store)
 
-    def count(self, what: str) -> None:
-        """Count a call on which all have agreed."""
+    def count(self, what: str, number: int) -> None:
+        """Count a call on which all have agreed, at the meeting of this number."""
         self.num_calls += 1
-        self.last = what
+        self._digest = (1_000_003 * self._digest + number) % (1 << 61)
+        self.last.append(what)
 
     def folder(self, number: int, what: str = "digests") -> str:
         """Where the store has what was said at a meeting."""
@@ -154,8 +166,8 @@ class _Company:
         waiting = {int(name): json.loads(text) for name, text in store.folder(folder).items()}
         for process, said in waiting.items():
             if "calls" in said and said["calls"] < self.num_calls and store.process not in waiting:
-                store.put(f"{folder}/{store.process}", json.dumps({"passed": self.last}))
-                here = f"while process {store.process} has gone on with {self.last}"
+                store.put(f"{folder}/{store.process}", json.dumps({"passed": self.last[-1]}))
+                here = f"while process {store.process} has gone on with {self.last[-1]}"
                 print(f"jaxpp: process {process} waits in {said['what']}, {here}; it gives up", file=sys.stderr, flush=True)
                 return
 
@@ -178,7 +190,7 @@ class _Meeting(Agreement):
         if self._over:
             return
         company, store = self._company, self._store
-        texts = {"call": f"{self._where}, call {company.num_calls + 1}", **parts()}
+        texts = {"earlier calls": company.history, "call": self._where, **parts()}
         digests = {part: hashlib.sha256(text.encode()).hexdigest() for part, text in texts.items()}
         self._what = _in_words(self._where, texts.get("batch", ""))
         folder = company.folder(self._number)
@@ -197,7 +209,7 @@ class _Meeting(Agreement):
 
     def again(self) -> None:
         """Count the call."""
-        self._company.count(self._what)
+        self._company.count(self._what, self._number)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others."""
@@ -266,14 +278,13 @@ class _Collective(Agreement):
     """
 
     def __init__(self, where: str, company: _Company):
-        self._where, self._company, self._over = where, company, False
+        self._where, self._company, self._number, self._over = where, company, company.num_meetings, False
 
     def __call__(self, parts: _Parts) -> None:
         """Compare texts."""
         if self._over:
             return
-        call = f"{self._where}, call {self._company.num_calls + 1}"
-        texts = {"call": call, **{part: text[:_LARGEST] for part, text in parts().items()}}
+        texts = {"earlier calls": self._company.history, "call": self._where, **{part: text[:_LARGEST] for part, text in parts().items()}}
         digest = hashlib.sha256(json.dumps(texts).encode()).digest()
         digests = process_allgather(np.frombuffer(digest, np.uint8))
         self._over = True
@@ -289,7 +300,7 @@ class _Collective(Agreement):
 
     def again(self) -> None:
         """Count the call."""
-        self._company.count(self._where)
+        self._company.count(self._where, self._number)
 
     def give_up(self, error: BaseException) -> None:
         """Nothing: the others wait until this process ends."""

@@ -17,8 +17,10 @@ _BEFORE, _WIDTH = 40, 120
 """Letters of a line that are shown before the first difference, and in all."""
 
 _RULE = "all processes run the same pipeline, made by the same code"
+_CALLS = "give every process the same batches, and call the same methods in the same order, also where one of them alone prints or saves"
 _REMEDIES = {
-    "call": "give every process the same batches, and call the same methods of the pipeline in the same order in every process, also where only one of them prints or saves",
+    "earlier calls": _CALLS,
+    "call": _CALLS,
     "versions": "install the same versions on every host",
     "flags": "set the same options of JAX, and the same XLA_FLAGS, in every process",
     "devices": "give every process the same devices or mesh, made of jax.devices(), which lists those of all processes",

@@ -6,8 +6,10 @@ script has ended with an exception: the others wait for what this process will n
 
 - Every process leaves a note when its script ends, with the exception if there was one. Others that wait for it in an ``agreement``
   read the note, and raise at once; all others print it (``watching``).
-- A process whose script has ended with an exception waits five seconds for the others, in which they may fail too and all end in
-  good order. Then it ends without them, at once. For the others it is then as if it had been killed: a value that they wait for
+- A process whose script has ended with an exception asks the others whether they live, and prints which of them do not answer; for
+  its own exception may only say that a connection was closed.
+- Then it waits five seconds for the others, in which they may fail too and all end in
+  good order. After that it ends without them, at once. For the others it is then as if it had been killed: a value that they wait for
   becomes an error where the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away
   (``heartbeat_timeout_seconds``, 100 by default).
 
@@ -24,8 +26,9 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxpp.runtime.processes.differences import listed
 from jaxpp.runtime.processes.store import Store, shared_store
-from jaxpp.runtime.processes.watching import Watcher, alarm
+from jaxpp.runtime.processes.watching import Watcher, silent
 
 __all__ = ["FAILED", "left", "named", "watcher"]
 
@@ -93,11 +96,14 @@ def _leave() -> None:
 
 def _tell(store: Store, error: BaseException | None) -> None:
     """Leave a note, and stop listening."""
-    store.put(f"{_FOLDER}/{store.process}", "has come to the end of its script" if error is None else f"{FAILED} {named(error)}")
+    me = store.process
+    store.put(f"{_FOLDER}/{me}", "has come to the end of its script" if error is None else f"{FAILED} {named(error)}")
     if error is not None:
         ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
-        print(f"jaxpp: process {store.process} failed; {ends}", file=sys.stderr, flush=True)
-        alarm(store, range(store.num_processes))
+        print(f"jaxpp: process {me} failed; {ends}", file=sys.stderr, flush=True)
+        if lost := silent(store, left(store)):
+            what = f"{listed(lost)} does not answer: killed (out of memory?), or its host is lost; resume from the last checkpoint"
+            print(f"jaxpp: {what}", file=sys.stderr, flush=True)
     if watcher.cache_info().currsize:
         found = watcher()
         if found is not None:

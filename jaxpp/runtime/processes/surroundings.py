@@ -41,4 +41,4 @@ def flags_text() -> str:
     names = [f"jax_{name}" for name in _OPTIONS]
     lines = [f"{name} = {getattr(config, name)!r}" for name in names if hasattr(config, name)]
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_FREE))
-    return "\n".join([*lines, f"XLA_FLAGS = {' '.join(flags)}"])
+    return "\n".join([*lines, *(f"XLA_FLAGS {flag}" for flag in flags)])
