@@ -92,7 +92,7 @@ def differences(pipe: jaxpp.Pipeline, state: jaxpp.State, me: int) -> dict[str, 
 
 
 def mismatches() -> None:
-    """Try all differences in turn, then go on, and at last part ways at a batch of another shape."""
+    """Try all differences in turn, then go on, part ways at a batch of another shape, and wait."""
     me = jax.process_index()
     pipe = make()
     state = pipe.init(PARAMS, BATCH)
@@ -105,7 +105,11 @@ def mismatches() -> None:
             error = f"{type(caught).__name__}: {caught}"
         print(json.dumps({"name": name, "error": error, "seconds": time.monotonic() - begun}), flush=True)
     for size in (16, 16, (16, 8)[me]):
-        state, metrics = pipe.step(state, first(size))
+        try:
+            state, metrics = pipe.step(state, first(size))
+        except ProcessError as error:
+            print(json.dumps({"name": "another batch", "error": str(error)}), flush=True)
+            time.sleep(60)  # until Ctrl-C; process 0 waits for the devices of this one
         print(json.dumps({"loss": float(metrics.loss)}), flush=True)
 
 
