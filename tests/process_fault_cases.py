@@ -1,4 +1,4 @@
-"""What the processes of ``test_process_faults.py`` run: pipelines that differ from process to process, and steps that are cut short."""
+"""What the processes of ``test_process_faults.py`` run: pipelines that differ between processes, and steps that are cut short."""
 
 import json
 import os

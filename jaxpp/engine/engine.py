@@ -197,8 +197,8 @@ class Engine:
             self._agreed[what]()  # counts the call
             return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         with agreement(_CALLS[purpose], self.options.devices) as agree:
-            lower = partial(despite_ctrl_c, self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
-            agree(lambda: step_texts(self.options, self.placed, lower(), batch, key))
+            lowered = despite_ctrl_c(self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
             found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         self._agreed[what] = agree.again
         return found

@@ -8,10 +8,9 @@ script has ended with an exception: the others wait for what this process will n
   read the note, and raise at once; all others print it (``watching``).
 - A process whose script has ended with an exception asks the others whether they live, and prints which of them do not answer; for
   its own exception may only say that a connection was closed.
-- Then it waits five seconds for the others, in which they may fail too and all end in
-  good order. After that it ends without them, at once. For the others it is then as if it had been killed: a value that they wait for
-  becomes an error where the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away
-  (``heartbeat_timeout_seconds``, 100 by default).
+- Then it waits five seconds for the others, in which they may fail too and all end in good order. After that it ends without them,
+  at once. For the others it is then as if it had been killed: a value that they wait for becomes an error where the connection
+  breaks (on CPU), or else JAX ends them when the heartbeats stay away (``heartbeat_timeout_seconds``, 100 by default).
 
 In a run of one process all of this does nothing. ``sys.exit`` is no exception: a script that ends by it waits for the others.
 """
@@ -47,10 +46,10 @@ def left(store: Store) -> Mapping[int, str]:
 
 
 def named(error: BaseException) -> str:
-    """An error as one line.
+    r"""An error as one line.
 
     Example:
-        >>> named(ValueError("too small\\nby far")), named(KeyboardInterrupt())
+        >>> named(ValueError("too small\nby far")), named(KeyboardInterrupt())
         ('ValueError: too small', 'KeyboardInterrupt')
     """
     lines = str(error).splitlines()
