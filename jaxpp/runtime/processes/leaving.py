@@ -79,14 +79,15 @@ def _print_failures(store: Store, told: set[int]) -> None:
 @atexit.register  # so it runs before what JAX registered earlier, which waits for the other processes
 def _leave() -> None:
     """Tell the others that this process ends; after an exception, do not wait for them for long."""
-    if not jax.distributed.is_initialized():
-        return
     error = getattr(sys, "last_value", None)  # Python has printed its traceback
     with contextlib.suppress(Exception):  # the store ends with process 0
         store = shared_store()
         if store is not None:
             _tell(store, error)
-    if error is not None:
+    found = watcher() if watcher.cache_info().currsize else None
+    if found is not None:
+        found.stop()
+    if error is not None and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         with open(os.devnull, "w") as nowhere:  # a thread cannot be started any more; this timer is none of Python's
@@ -94,7 +95,7 @@ def _leave() -> None:
 
 
 def _tell(store: Store, error: BaseException | None) -> None:
-    """Leave a note, and stop listening."""
+    """Leave a note; after an exception, look who is left."""
     me = store.process
     store.put(f"{_FOLDER}/{me}", "has come to the end of its script" if error is None else f"{FAILED} {named(error)}")
     if error is not None:
@@ -103,7 +104,3 @@ def _tell(store: Store, error: BaseException | None) -> None:
         if lost := silent(store, left(store)):
             what = f"{listed(lost)} does not answer: killed (out of memory?), or its host is lost; resume from the last checkpoint"
             print(f"jaxpp: {what}", file=sys.stderr, flush=True)
-    if watcher.cache_info().currsize:
-        found = watcher()
-        if found is not None:
-            found.stop()
