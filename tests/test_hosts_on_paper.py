@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ from experiments.options import ConfigError
 
 A_GPU, A_HOST = LAYOUTS
 SMALL = Config(hosts=(1, 2, 4), gpus=2, microbatches=(8, 16), no_figure=True)
+GUIDE = (pathlib.Path(__file__).parent.parent / "docs" / "guide" / "hosts.md").read_text()
 FREE = {"host_link": 1e15, "gpu_link": 1e15, "host_latency": 0.0, "gpu_latency": 0.0, "dispatch": 0.0}
 """Links and a host that cost nothing."""
 
@@ -174,3 +177,25 @@ def test_options_that_make_no_forecast_are_refused(options, message):
     with pytest.raises(ConfigError) as error:
         dataclasses.replace(Config(), **options)
     assert str(error.value).startswith(message)
+
+
+def promised(hosts):
+    """Seconds and bubbles of the guide's row for so many hosts."""
+    cells = re.search(rf"^\| {hosts} \| (.*) \|$", GUIDE, re.MULTILINE)[1]
+    return re.findall(r"([\d.]+) s, ([\d.]+%)", cells)
+
+
+@pytest.mark.parametrize("hosts", [1, 8, pytest.param(32, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)])
+def test_the_guide_has_the_seconds_and_bubbles_of_the_forecast(hosts):
+    rows = run(dataclasses.replace(Config(no_figure=True), hosts=(hosts,), schedules=("1f1b", "zb-v"), microbatches=(256,))).rows
+    assert promised(hosts) == [(f"{row.seconds:.2f}", f"{row.bubble:.1%}") for row in rows]
+
+
+def test_the_guide_has_what_the_axes_send_and_the_assumptions():
+    told = re.findall(r"^\| `(\w+)`.*? \| ([\d.]+) GiB \| ([\d.]+) s \| (.*?) \|$", GUIDE, re.MULTILINE)
+    rate = Config().host_link * 1e9 / 8
+    found = [(axis.split(",")[0], f"{size / 2**30:.1f}", f"{size / rate:.2f}", when) for axis, size, when in crossing(Config())]
+    assert told == found
+    costs = costs_of(A_GPU, Config())
+    assert f"takes the same time: {256 * costs.useful:.2f} s" in " ".join(GUIDE.split())
+    assert f"takes {1e3 * costs.between:.2f} ms where a forward takes {1e3 * costs.forward:.0f} ms" in GUIDE

@@ -9,6 +9,7 @@ are compared, with the same layers on each GPU and the same batch:
 - *a rank a host*: the GPUs of a host share each layer (the axis ``model``), and pipe crosses hosts only.
 """
 
+import functools
 import gc
 import itertools
 import time
@@ -184,20 +185,22 @@ def costs_of(layout: str, config: Config) -> Costs:
     """
     tokens, speed = config.sequences * config.length, 1e12 * config.teraflops * config.utilisation
     weights, attention = 24 * tokens * config.hidden**2, 4 * tokens * config.length * config.hidden
-    products = [config.layers * flops / speed for flops in (weights + attention, weights + 2 * attention, weights)]
+    forward, input_grad, weight_grad = (
+        config.layers * flops / speed for flops in (weights + attention, weights + 2 * attention, weights)
+    )
     host_rate, gpu_rate = config.host_link * 1e9 / 8, config.gpu_link * 1e9
     shared = config.gpus if layout == LAYOUTS[1] else 1
     reduce = 2 * (shared - 1) / shared * config.activation / gpu_rate + 1e-6 * config.gpu_latency * (shared > 1)
     waits = _REDUCED * reduce * config.layers * shared
     copies = shared * config.activation
     return Costs(
-        forward=products[0] + waits,
-        input_grad=products[1] + waits,
-        weight_grad=products[2],
+        forward=forward + waits,
+        input_grad=input_grad + waits,
+        weight_grad=weight_grad,
         inside=1e-6 * config.gpu_latency + config.activation / gpu_rate,
         between=1e-6 * config.host_latency + copies / host_rate,
         crossing=copies,
-        useful=sum(products),
+        useful=forward + input_grad + weight_grad,
     )
 
 
@@ -219,7 +222,7 @@ def run(config: Config) -> Result:
     with _without_collector(), progress(cases, desc="steps") as bar:
         for case in bar:
             try:
-                rows.append(_row(*case, config))
+                rows.append(_row(case, config))
             except ScheduleError as error:
                 fix = str(error).split("Fix: ")[-1].rstrip(".")
                 refused.append("{}, {} hosts: {}, {} microbatches".format(*case) + f": {fix}")
@@ -240,17 +243,18 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _row(layout: str, hosts: int, name: str, microbatches: int, config: Config) -> Row:
-    """A step on the virtual clock."""
+def _row(case: tuple[str, int, str, int], config: Config) -> Row:
+    """A step on the virtual clock, for a layout, hosts, a schedule and microbatches."""
+    layout, hosts, name, microbatches = case
     costs, each = costs_of(layout, config), config.gpus if layout == LAYOUTS[0] else 1
     schedule = make(name, num_ranks=hosts * each, num_microbatches=microbatches)
     v, owner = schedule.num_stages // schedule.num_ranks, schedule.stage_to_rank
     host = [rank // each for rank in range(schedule.num_ranks)]
     hops = [(host[a], host[b]) for a, b in itertools.pairwise(owner)]
-    computing = {"forward": costs.forward / v, "input_grad": costs.input_grad / v, "weight_grad": costs.weight_grad / v}
-    step = simulate(
-        schedule,
-        **computing,
+    on_free_links = functools.partial(
+        simulate, schedule, forward=costs.forward / v, input_grad=costs.input_grad / v, weight_grad=costs.weight_grad / v
+    )
+    step = on_free_links(
         transfer=[costs.inside if a == b else costs.between for a, b in hops] + [0.0],
         dispatch=1e-6 * config.dispatch,
         rank_to_process=host,
@@ -269,7 +273,7 @@ def _row(layout: str, hosts: int, name: str, microbatches: int, config: Config) 
         microbatches=microbatches,
         seconds=step.makespan,
         bubble=step.bubble_fraction,
-        sending=step.makespan - simulate(schedule, **computing).makespan if most else None,
+        sending=step.makespan - on_free_links().makespan if most else None,
         efficiency=microbatches * costs.useful / step.makespan,
         link=max(sent) / (config.host_link * 1e9 / 8) / step.makespan,
         in_flight=max(step.peak_residuals) / v if most else None,
