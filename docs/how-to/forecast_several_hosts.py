@@ -53,6 +53,7 @@ pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=RANKS, num_microbatc
 state = pipe.init(lambda key: model.init(key, batch["x"]), jax.random.key(0), batch)
 profile = pipe.profile(state, batch)
 
+# %%
 seconds = {
     kind: statistics.median(span.end - span.start for action, span in profile.actions.items() if action.kind == kind)
     for kind in "FIW"
@@ -85,20 +86,15 @@ print(f"{activation / 1024:.0f} KiB: {1e6 * inside:.0f} us inside a host, {1e6 *
 def forecast(name, hosts, num_microbatches, inside=inside, between=between, dispatch=profile.host_seconds):
     """A step on so many hosts."""
     schedule = make(name, num_ranks=hosts * RANKS, num_microbatches=num_microbatches)
-    part = 1 / SCHEDULES[name].stages_per_rank
     host = [rank // RANKS for rank in range(schedule.num_ranks)]
     stages = [host[rank] for rank in schedule.stage_to_rank]
-    return simulate(
-        schedule,
-        forward=part * seconds["F"],
-        input_grad=part * seconds["I"],
-        weight_grad=part * seconds["W"],
-        transfer=[inside if here == there else between for here, there in itertools.pairwise(stages)],
-        dispatch=dispatch,
-        rank_to_process=host,
-    )
+    forward, input_grad, weight_grad = (seconds[kind] / SCHEDULES[name].stages_per_rank for kind in "FIW")
+    costs = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "dispatch": dispatch}
+    transfer = [inside if here == there else between for here, there in itertools.pairwise(stages)]
+    return simulate(schedule, **costs, transfer=transfer, rank_to_process=host)
 
 
+# %%
 print(forecast("1f1b", hosts=2, num_microbatches=32))
 
 # %%
@@ -129,5 +125,6 @@ assert times == sorted(times) and times[0] < times[2]
 #   host as it will be used, with stages as large as they will be.
 # - Transfers that share a link slow each other down, which the clock does not know. Compare the bytes that cross a link in a step
 #   with the time of the step.
-# - If a host is one rank (`jax.make_mesh((hosts, 4), ("pipe", "model"))`), there are fewer ranks and so a smaller bubble; each device
-#   then sends a whole activation to the next host. `python -m experiments.hosts.on_paper` compares both ways for up to 64 hosts.
+# - If a host is one rank (`jax.make_mesh((hosts, 4), ("pipe", "model"))`), there are fewer ranks and so a smaller bubble; each
+#   device then sends a whole activation to the next host. `python -m experiments.hosts.on_paper` compares both ways for up to
+#   64 hosts.
