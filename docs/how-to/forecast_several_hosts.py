@@ -109,6 +109,10 @@ ax.legend()
 ax.yaxis.set_major_formatter("{x:.0%}")
 
 # %% [markdown]
+# Where the bubble grows with the hosts, it is the pipeline that fills and drains. A line that stays level waits for the host: each
+# process hands over as many actions as before, and schedules with more and shorter actions need more of its time. Larger stages
+# help there.
+#
 # The clock agrees with the formula where there is one: without transfers and dispatch, m microbatches on p ranks take m + p - 1
 # times what one takes on a rank. A slower link never makes a step shorter.
 
