@@ -73,27 +73,31 @@ def test_the_script_for_several_hosts_runs_in_two_processes_as_it_would_on_a_lap
         script.replace(line, laptop.replace(port, str(free_ports(3)))).replace("/shared", str(tmp_path))
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": "8"}
-    options = {"cwd": tmp_path, "env": environment, "start_new_session": True, "text": True}
-    processes, ended = [], []
-    try:
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    with contextlib.ExitStack() as stack:
+        processes = []
         for number in "01":
+            files = [stack.enter_context((tmp_path / f"{name}{number}").open("w")) for name in ("out", "errors")]
             command = [sys.executable, "-W", "error::UserWarning", "train.py", number]
-            files = {"stdout": (tmp_path / f"out{number}").open("w"), "stderr": (tmp_path / f"errors{number}").open("w")}
-            processes.append(subprocess.Popen(command, **files, **options))
+            processes.append(subprocess.Popen(command, stdout=files[0], stderr=files[1], **options))
+            stack.callback(end, processes[-1])
         ended = [process.wait(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     assert ended == [0, 0], "".join((tmp_path / f"errors{number}").read_text()[-3000:] for number in "01")
-    first, second = ((tmp_path / f"out{number}").read_text().splitlines() for number in "01")
+    printed = ((tmp_path / f"out{number}").read_text().splitlines() for number in "01")
+    first, second = ([line for line in lines if not line.startswith("[Gloo]")] for lines in printed)
     assert [line.split(" loss ")[0] for line in first[:3]] == ["step 1", "step 2", "step 3"]
     assert len(first) == 4 and len(second) == 1
     held = [re.fullmatch(r"process (\d) holds ([\d,]+) of ([\d,]+) bytes; loss ([\d.]+)", lines[-1]) for lines in (first, second)]
     assert [found[1] for found in held] == ["0", "1"]
     assert sum(int(found[2].replace(",", "")) for found in held) == int(held[0][3].replace(",", ""))
     assert held[0][4] == held[1][4] == first[0].split()[-1]  # the first step of a new state
+
+
+def end(process):
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def free_ports(count):
