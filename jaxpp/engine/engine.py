@@ -35,6 +35,7 @@ from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.processes.here import local
+from jaxpp.runtime.processes.in_flight import limit_of
 from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
@@ -69,6 +70,9 @@ class Engine:
     _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
     _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        self._limit = limit_of(self.placement)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -168,7 +172,7 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, Lowered]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        shape = loss_fn, _shapes(batch, key)
+        shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
         cache_key = (purpose, donate, watched, flags(), *shape)
         found = self._plans.get(cache_key)
         if found is None:
@@ -281,6 +285,8 @@ class Engine:
             watched: whether the observer asks the instructions whether they are done.
             hold: called before the first buffer of ``leaves`` is taken over.
         """
+        if self._limit is not None:
+            observer = self._limit.beside(observer)
         plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]
