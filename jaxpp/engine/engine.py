@@ -7,13 +7,14 @@ An engine exists from the moment when shapes are known (``open_engine``), so not
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
 import optax
 
 from jaxpp.engine.layout import Layout, lay_out
-from jaxpp.engine.outcome import Lowered, Outcome
+from jaxpp.engine.outcome import Lowered, Outcome, with_reports
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
@@ -33,6 +34,8 @@ from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.processes.here import local
+from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut_loss import CutLoss
@@ -144,7 +147,8 @@ class Engine:
     def _run_once(
         self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
-        plan, _ = compile_plan(bind_lines(builder, self.placement), self.programs, self.preparer.groups, inputs, outputs)
+        bound, leaves = bind_lines(builder, self.placement), self.placed.shapes_by_role
+        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, inputs, outputs, leaves=leaves)
         return execute(plan, arguments)
 
     def make_loss_scale(self) -> list[Array]:
@@ -179,7 +183,7 @@ class Engine:
         lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = Checked(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
-        options = {"watched": watched, "check": checked, "what": what}
+        options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
         names = lowered.inputs, lowered.outputs
         plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
         return plan, dataclasses.replace(lowered, bound=bound)
@@ -226,6 +230,8 @@ class Engine:
             found = found._replace(grads=grads, model_state=states)
         else:
             found = found._replace(model_state=states)
+        if jax.process_count() > 1:
+            found = with_reports(found, partial(add_reports, builder, self.placement))
         inputs = _read_by(purpose, names).flat()
         inputs += [Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch))]
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
@@ -278,7 +284,7 @@ class Engine:
         plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]
-        given = [*map(unaliased, jax.tree.leaves(batch))]
+        given = [unaliased(local(leaf)) for leaf in jax.tree.leaves(batch)]
         if self.placement.num_replicas > 1:
             given, keys = split_over_replicas(given, keys, self.placement.num_replicas, step.shared)
         if step.weights is not None and not step.weights.looked:

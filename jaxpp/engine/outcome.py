@@ -1,6 +1,6 @@
 """A step as lines, and what it returns: the same structure of names while it is lowered, of arrays once it has run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,7 +13,7 @@ from jaxpp.plan.step import Step
 from jaxpp.runtime.bind import Bound
 from jaxpp.types import Array, Tree
 
-__all__ = ["Lowered", "Outcome"]
+__all__ = ["Lowered", "Outcome", "with_reports"]
 
 _T = TypeVar("_T")
 
@@ -71,6 +71,15 @@ class Lowered:
         """The results of a plan, each in its place."""
         found = self._tree.unflatten(values)
         return found._replace(aux=self.step.cuts[0].loss.aux_tree.unflatten(found.aux))
+
+
+def with_reports(found: Outcome[Name], copied: Callable[[list[Name]], Mapping[Name, Name]]) -> Outcome[Name]:
+    """The results of a step, with other names for what every process can read: those that ``copied`` gives them."""
+    given = (found.loss, found.grad_norm, found.finite)
+    names = copied([name for name in (*given, *found.aux) if name is not None])
+    loss, grad_norm, finite = (None if name is None else names[name] for name in given)
+    assert loss is not None
+    return found._replace(loss=loss, aux=[names[name] for name in found.aux], grad_norm=grad_norm, finite=finite)
 
 
 def _is_name(value: object) -> bool:

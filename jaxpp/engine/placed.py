@@ -68,6 +68,11 @@ class Placed:
         return self.names.fill(flat)
 
     @cached_property
+    def shapes_by_role(self) -> Mapping[tuple[Role, int], Aval]:
+        """The shape of each leaf of a state, by what it is and its number."""
+        return {(n.ref.role, n.ref.index): aval for n, aval in zip(self.names.flat(), self.shapes.flat(), strict=True)}
+
+    @cached_property
     def homes(self) -> Leaves[Home]:
         """The device, or sharding, of each leaf of a state."""
         names = self.names.flat()

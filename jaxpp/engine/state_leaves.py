@@ -83,7 +83,7 @@ class States:
         leaves = self._split(state)
         placed, seen = to_homes(leaves, self._homes), set()
         own = {buffer for leaf in held for buffer in _buffers(leaf)}
-        stays = [not own.isdisjoint(_buffers(leaf)) for leaf in placed]
+        stays = [not own.isdisjoint(_buffers(leaf)) or not leaf.addressable_shards for leaf in placed]
         copy = consumed and any(isinstance(leaf, jax.Array) and not here for leaf, here in zip(leaves, stays, strict=True))
         for k, leaf in enumerate(placed):
             buffers = _buffers(leaf)

@@ -42,9 +42,9 @@ class Detector:
         Warns:
             DeadStageWarning: the sums of some stage were zero several times in a row.
         """
-        while self._waiting and all(value.is_ready() for value in self._waiting[0]):
+        while self._waiting and all(value.is_ready() for value in self._waiting[0] if value.addressable_shards):
             try:
-                squares = list(map(float, self._waiting.popleft()))
+                squares = [float(value) if value.addressable_shards else 1.0 for value in self._waiting.popleft()]
             except JaxRuntimeError:  # of a step that failed, which its caller is told when reading what it returned
                 continue
             for stage, square in zip(self._zeros, squares, strict=True):

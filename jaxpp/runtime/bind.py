@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,12 @@ from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.compiled_before import Executable
 from jaxpp.runtime.place import Place, Submesh
 from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.processes.local_lines import Crossing, Shapes, giver, local_line
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.runtime.transfer import sender
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Device, Home
+from jaxpp.types import Aval, Device, Home
 
 __all__ = ["Bound", "BoundLine", "Check", "Runnable", "bind_lines", "compile_plan"]
 
@@ -41,9 +43,16 @@ Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]
 
 @dataclass(frozen=True)
 class BoundLine(Line):
-    """A line with the place where it runs, or where it sends to."""
+    """A line with the place where it runs, or where it sends to.
+
+    Attributes:
+        place: the place.
+        crossing: what it moves between processes, if it does; then it has no input where the value is not in this process, and no
+            output where the value is not sent to this process.
+    """
 
     place: Place = field(kw_only=True)
+    crossing: Crossing | None = None
 
     @property
     def device(self) -> Device | Submesh:
@@ -85,6 +94,21 @@ class Bound:
         """The number of the last line that reads or writes each name."""
         return last_uses(self.lines)
 
+    def here(self, leaves: Mapping[tuple[Role, int], Aval], outputs: Sequence[Name]) -> tuple["Bound", dict[Name, jax.Array]]:
+        """What of it this process runs, and what stands for those of the outputs that live in other processes.
+
+        ``leaves`` are the shapes of the leaves of a state, as one replica has them.
+        """
+        if jax.process_count() == 1:
+            return self, {}
+        shapes = Shapes(self.lines, self.placement, leaves)
+        found = [local_line(line, line.place, self.placement, shapes) for line in self.lines]
+        lines = tuple(dataclasses.replace(line, crossing=crossing) for line, crossing in filter(None, found))
+        read = {name for line in lines for name in line.inputs}
+        constants = {name: constant for name, constant in self.constants.items() if name in read}
+        away = [name for name in map(self.resolve, outputs) if not self.placement[name.stage].is_here]
+        return dataclasses.replace(self, lines=lines, constants=constants), {name: shapes.stand_in(name) for name in away}
+
 
 def bind_lines(builder: Builder, placement: Placement) -> Bound:
     """Give the lines the places of their stages, and leave out sends of what is there already."""
@@ -120,6 +144,7 @@ def compile_plan(
     inputs: Sequence[Name],
     outputs: Sequence[Name],
     *,
+    leaves: Mapping[tuple[Role, int], Aval] = MappingProxyType({}),
     watched: bool = False,
     what: str = "",
     check: Check | None = None,
@@ -132,13 +157,15 @@ def compile_plan(
         groups: which replicas have the same parameters of their own, where they have some.
         inputs: names of the arguments.
         outputs: names of the results.
+        leaves: shapes of the leaves of a state, as one replica has them; several processes need to know them.
         watched: whether it must be possible to ask every instruction whether it is done.
         what: what the programs are compiled for, for the progress bar.
         check: makes of each line's program what runs instead; then no program takes over a buffer.
 
     Returns:
-        the plan; and the lines, with what is known once they are compiled.
+        the plan; and the lines that this process runs, with what is known once they are compiled.
     """
+    bound, away = bound.here(leaves, outputs)
     lines = list(bound.lines)
     if check is not None:
         lines = [dataclasses.replace(line, donated=()) for line in lines]
@@ -151,7 +178,7 @@ def compile_plan(
     kept = set(results)
     slots = SlotNumbers()
     arguments = tuple(slots[name] for name in map(bound.resolve, inputs))
-    constants = tuple((slots[name], value) for name, value in placed.items())
+    constants = tuple((slots[name], value) for name, value in (placed | away).items())
     instructions, made_at = [], dict[Name, Home]()
     for number, (line, seen) in enumerate(zip(lines, watch, strict=True)):
         read = tuple(slots[name] for name in line.inputs)
@@ -177,7 +204,14 @@ def _runs(
         return compiled.call if check is None else check(line, line.placed, compiled.call)
     if isinstance(line.call, GroupMean):
         return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
-    return sender(line.place.home(line.outputs[0].ref), made_at.get(line.inputs[0])) if line.call is None else line.call
+    if line.call is not None:
+        return line.call
+    if line.crossing is not None:
+        return line.crossing.sender()
+    (source,), home = line.inputs, line.place.home(line.outputs[0].ref)
+    if source.stage == CALLER and jax.process_count() > 1:
+        return giver(home)
+    return sender(home, made_at.get(source))
 
 
 def _plain_results(line: BoundLine, compiled: Executable | None) -> dict[Name, Home]:

@@ -52,6 +52,12 @@ class Place(abc.ABC):
         """What users see of it: the device, or the sub-mesh."""
 
     @property
+    def is_here(self) -> bool:
+        """Whether some of its devices are of this process."""
+        me = jax.process_index()
+        return any(device.process_index == me for device in self.devices)
+
+    @property
     def axis_sizes(self) -> Mapping[str, int]:
         """The axes along which its devices can communicate; one device has none."""
         return {}

@@ -1,4 +1,4 @@
-"""The only file that moves an array between devices.
+"""The only file that moves an array between devices of this process (between processes: ``runtime.processes.crossing``).
 
 Inside a step, ``sender`` moves what the plan sends. The other functions serve the edges of a step: ``put`` and ``put_at`` copy a
 value to a place, ``to_homes`` moves what is not there yet, ``unaliased`` copies a host array that the caller may overwrite,
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.gathered import gather_across
+from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
 from jaxpp.types import Array, Device, Home, Leaf, Tree
@@ -118,7 +119,12 @@ def _same(found: Sequence[Array], wanted: Array, source: Array) -> bool:
 
 
 def put(value: Leaf, home: Home) -> Array:
-    """A fresh copy of a value on a device, or with a sharding: it shares no buffer with the original."""
+    """A fresh copy of a value on a device, or with a sharding: it shares no buffer with the original.
+
+    Of several processes, each gets what is here of it (``put_across``).
+    """
+    if jax.process_count() > 1 and not (is_whole_here(home) and is_addressable(value)):
+        return put_across(value, home)
     value = unaliased(value)  # ``may_alias=False`` shares the memory of NumPy arrays that are aligned all the same
     if isinstance(home, NamedSharding):  # there the first shard would be the original
         value = jnp.array(value, copy=True)
@@ -145,7 +151,9 @@ def split_over_replicas(
     replicas get one more each, and the others a copy of the first replica's.
     """
 
-    def part(leaf: Array | np.ndarray) -> Array | np.ndarray:
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, LocalRows):
+            return leaf.split(num_replicas)
         whole, rest = divmod(leaf.shape[0], num_replicas)
         if not rest:
             return leaf.reshape(num_replicas, whole, *leaf.shape[1:])
@@ -154,8 +162,9 @@ def split_over_replicas(
         last = np.where(replicas < rest, begins + whole, whole)
         return leaf[np.concatenate([begins[:, None] + np.arange(whole), last[:, None]], axis=1)]
 
-    arrays = [leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf) for leaf in batch]
-    parts = [leaf if k in shared else part(leaf) for k, leaf in enumerate(arrays)]
+    given = (jax.Array, np.ndarray, LocalRows, jax.ShapeDtypeStruct)
+    arrays = [leaf if isinstance(leaf, given) else np.asarray(leaf) for leaf in batch]
+    parts = [leaf if k in shared or isinstance(leaf, jax.ShapeDtypeStruct) else part(leaf) for k, leaf in enumerate(arrays)]
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 
@@ -208,8 +217,9 @@ def join_slices(node: Slices) -> Array | Slices:
     sharding = _over_stages(node.sizes, [next(iter(each)) if len(each) == 1 else None for each in devices])
     if sharding is None:
         return node
-    shape = (sum(node.sizes), *node.parts[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(node.parts))
+    shape, dtype = (sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype
+    here = [part for part in node.parts if part.is_fully_addressable]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here, dtype=dtype)
 
 
 def joined_home(home: Home | Slices) -> Sharding:
@@ -240,8 +250,14 @@ def _device_of(home: Home) -> Device | None:
 
 def split_slices(leaf: Array) -> list[Array]:
     """The slices of an array made by ``join_slices``, in order, sharing its buffers."""
-    shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0 if shard.index else 0)
-    return [shard.data for shard in shards]
+    if leaf.is_fully_addressable:
+        shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0 if shard.index else 0)
+        return [shard.data for shard in shards]
+    here = {shard.device: shard.data for shard in leaf.addressable_shards}
+    part = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    indices = leaf.sharding.devices_indices_map(leaf.shape)
+    devices = sorted(indices, key=lambda device: indices[device][0].start or 0 if indices[device] else 0)
+    return [here[device] if device in here else elsewhere(part, device) for device in devices]
 
 
 def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
@@ -256,10 +272,21 @@ def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
 def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:
     """The leaves, each on its device or with its sharding: as they are if they are there already.
 
-    NumPy arrays are copied, one after the other, so that the host never has a second copy of all of them.
+    NumPy arrays are copied, one after the other, so that the host never has a second copy of all of them. Of several processes,
+    each gets what is here of them (``put_across``).
     """
+    if jax.process_count() > 1:
+        return [_to_home(leaf, home) for leaf, home in zip(leaves, homes, strict=True)]
     ours = [_copied(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
     return jax.device_put(ours, list(homes))
+
+
+def _to_home(leaf: Leaf, home: Home) -> Array:
+    if isinstance(leaf, jax.Array) and leaf.sharding == as_sharding(home):
+        return leaf
+    if not is_whole_here(home) or not is_addressable(leaf):
+        return put_across(leaf, home)
+    return _copied(leaf, home) if isinstance(leaf, np.ndarray) else jax.device_put(leaf, home)
 
 
 def _copied(leaf: np.ndarray, home: Home) -> Array:

@@ -1,0 +1,175 @@
+"""What lives in this process, and what stands for the rest.
+
+A run on several hosts has several processes, and each has some of the devices (``jax.process_index``). All of them know the whole
+pipeline; each compiles, holds and dispatches what has a device here. A value that lives in another process is an array without
+local shards: it has a shape, a type and a sharding, and nobody here can read it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxpp.errors import BatchError, StateError
+from jaxpp.stages.jaxpr import describe
+from jaxpp.types import Array, Aval, Device, DType, Home, Leaf
+
+__all__ = [
+    "LocalRows",
+    "as_sharding",
+    "elsewhere",
+    "is_addressable",
+    "is_here",
+    "is_whole_here",
+    "local",
+    "processes_of",
+    "put_across",
+    "spread",
+]
+
+
+def as_sharding(home: Home) -> Sharding:
+    """A home as a sharding."""
+    return home if isinstance(home, Sharding) else SingleDeviceSharding(home)
+
+
+def _devices(home: Home) -> set[Device]:
+    return home.device_set if isinstance(home, Sharding) else {home}
+
+
+def processes_of(devices: Sequence[Device]) -> tuple[int, ...]:
+    """The processes that have some of these devices, in order."""
+    return tuple(sorted({device.process_index for device in devices}))
+
+
+def is_here(home: Home) -> bool:
+    """Whether some of a home's devices are of this process."""
+    me = jax.process_index()
+    return any(device.process_index == me for device in _devices(home))
+
+
+def is_whole_here(home: Home) -> bool:
+    """Whether all of a home's devices are of this process."""
+    me = jax.process_index()
+    return all(device.process_index == me for device in _devices(home))
+
+
+def elsewhere(aval: Aval, home: Home) -> Array:
+    """What stands for an array that lives in other processes."""
+    return jax.make_array_from_single_device_arrays(aval.shape, as_sharding(home), [], dtype=aval.dtype)
+
+
+def is_addressable(value: Leaf) -> bool:
+    """Whether this process can read a value."""
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def put_across(value: Leaf, home: Home) -> Array:
+    """A fresh copy of what is here of a value at a home that is not of this process alone; nothing is sent.
+
+    Either every process has the whole value, or it lives at this home already.
+
+    Raises:
+        StateError: the value lives in other processes, but not at this home.
+    """
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        sharding = as_sharding(home)
+        if value.sharding == sharding:
+            copies = [jnp.array(shard.data, copy=True) for shard in value.addressable_shards]
+            return jax.make_array_from_single_device_arrays(value.shape, sharding, copies, dtype=value.dtype)
+        if not value.is_fully_replicated or not value.addressable_shards:
+            rule = "an array that lives in other processes stays where it is, for nothing is sent that not all processes agree upon"
+            fix = "bring the tree to every process first, jaxpp.gather(tree), or save a checkpoint and restore it"
+            got = f"{describe(value)} on {value.sharding}, wanted on {sharding}"
+            raise StateError("an array of several processes", rule, got, fix)
+        value = value.addressable_data(0)
+    if is_here(home):
+        return spread(value, home)
+    aval = value if hasattr(value, "dtype") else jax.ShapeDtypeStruct(np.shape(value), jax.dtypes.result_type(value))
+    return elsewhere(jax.eval_shape(lambda x: x, aval) if isinstance(aval, np.ndarray) else aval, home)
+
+
+def spread(value: Leaf, home: Home) -> Array:
+    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent."""
+    sharding, shape = as_sharding(home), np.shape(value)
+    value = value if hasattr(value, "dtype") else np.asarray(value, jax.dtypes.result_type(value))
+    indices = sharding.addressable_devices_indices_map(shape)
+    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def _is_all(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:
+    return index is None or all(one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=True))
+
+
+def local(leaf: Leaf) -> Leaf:
+    """A leaf of the caller's, as far as it is in this process: a global array as the rows that are here."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return leaf
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else LocalRows.of(leaf)
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of a global array that are in this process; reading others is an error.
+
+    Attributes:
+        rows: the rows that are here, by the first and the one after the last.
+        shape: of the whole array; with ``num_replicas`` the rows are divided among these, the first axis.
+        dtype: of the elements.
+        num_replicas: 0 if the rows are not divided.
+    """
+
+    rows: Mapping[tuple[int, int], np.ndarray]
+    shape: tuple[int, ...]
+    dtype: DType
+    num_replicas: int = 0
+
+    @classmethod
+    def of(cls, array: Array) -> "LocalRows":
+        """The rows of an array that is sharded over its first axis."""
+        found = {}
+        for shard in array.addressable_shards:
+            first, *rest = (one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True))
+            if rest != [(0, size) for size in array.shape[1:]]:
+                rule = "a leaf of a batch that lives in several processes is divided along its first axis, the examples"
+                fix = 'pass jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), rows)'
+                raise BatchError("batch", rule, f"{describe(array)} with the sharding {array.sharding}", fix)
+            found[first] = np.asarray(shard.data)
+        return cls(found, array.shape, array.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def split(self, num_replicas: int) -> "LocalRows":
+        """The same with the replicas as its first axis."""
+        whole, rest = divmod(self.shape[0], num_replicas)
+        if rest:
+            rule = "examples that live in several processes divide evenly among the replicas"
+            got = f"{self.shape[0]} examples for {num_replicas} replicas"
+            raise BatchError("batch", rule, got, "pass a batch whose size is a multiple, or the whole batch in every process")
+        return replace(self, shape=(num_replicas, whole, *self.shape[1:]), num_replicas=num_replicas)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part, all of whose rows are here."""
+        begin, end, _ = index[0].indices(self.shape[0])
+        each = self.shape[1] if self.num_replicas else 1
+        found = self._read(begin * each, end * each)
+        return (found.reshape(-1, *self.shape[1:]) if self.num_replicas else found)[(slice(None), *index[1:])]
+
+    def _read(self, begin: int, end: int) -> np.ndarray:
+        parts = []
+        while begin < end:
+            at = next((key for key in self.rows if key[0] <= begin < key[1]), None)
+            if at is None:
+                rule = "a process passes the rows of the batch that its own stages read: those of its replicas"
+                fix = "pass the whole batch in every process, or put data across the hosts, and only then a part in each"
+                raise BatchError("batch", rule, f"row {begin} lives in another process", fix)
+            parts.append(self.rows[at][begin - at[0] : end - at[0]])
+            begin = min(end, at[1])
+        return np.concatenate(parts)
