@@ -44,7 +44,8 @@ def test_in_one_process_the_handler_is_that_of_orbax():
 
 
 def test_a_save_that_was_killed_in_the_middle_is_no_checkpoint(tmp_path):
-    with start("tests.process_checkpoint_cases:killed_while_saving", 2, {"folder": str(tmp_path)}, together=False, **OPTIONS) as processes:
+    target, arguments = "tests.process_checkpoint_cases:killed_while_saving", {"folder": str(tmp_path)}
+    with start(target, 2, arguments, together=False, **OPTIONS) as processes:
         limit = time.monotonic() + 60
         while processes[1].code is None and time.monotonic() < limit:
             time.sleep(0.05)

@@ -190,7 +190,7 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
     """
     check_alive("jaxpp.gather", tree)
     if jax.process_count() > 1:
-        return gather_across(tree, device)
+        return gather_across(tree, device, put)
     device = jax.devices()[0] if device is None else device
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 

@@ -2,8 +2,8 @@
 
 Problem: each leaf of a state lives on devices of one process (or of a few), and the other processes have an array without local
 shards. Orbax expects that every process has a part of every array, and refuses both. Idea: whoever has an array writes it. Orbax
-lets each process write into a store of its own and merges the stores when all are done, so nothing else changes: the folder gets its
-final name after the last process, and any number of processes can restore it.
+lets each process write into a store of its own and merges the stores when all are done. So nothing else changes: the folder gets
+its final name after the last process, and any number of processes can restore it.
 """
 
 import importlib
@@ -102,15 +102,12 @@ class _ByHolders:
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Array]:
         """Read what is to be here, and stand-ins for the rest, whose shapes and types are read."""
         args = [None] * len(infos) if args is None else args
-        away = [k for k, arg in enumerate(args) if isinstance(found := getattr(arg, "sharding", None), Sharding) and not is_here(found)]
-        here = [k for k in range(len(infos)) if k not in set(away)]
-        found: dict[int, Array] = {}
-        if away:
-            stored = await self._registered.metadata([infos[k] for k in away])
-            found |= {k: _stand_in(infos[k], args[k], aval) for k, aval in zip(away, stored, strict=True)}
-        if here:
-            arrays = await self._registered.deserialize([infos[k] for k in here], [args[k] for k in here])
-            found |= dict(zip(here, arrays, strict=True))
+        away = [k for k, arg in enumerate(args) if _is_away(arg)]
+        here = [k for k, arg in enumerate(args) if not _is_away(arg)]
+        stored = await self._registered.metadata([infos[k] for k in away]) if away else []
+        arrays = await self._registered.deserialize([infos[k] for k in here], [args[k] for k in here]) if here else []
+        stand_ins = [_stand_in(infos[k], args[k], aval) for k, aval in zip(away, stored, strict=True)]
+        found = dict(zip([*away, *here], [*stand_ins, *arrays], strict=True))
         return [found[k] for k in range(len(infos))]
 
     def finalize(self, directory: Any) -> None:
@@ -120,6 +117,12 @@ class _ByHolders:
 
 def _is_key(value: Array) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def _is_away(arg: Any) -> bool:
+    """Whether what is to be restored has no place here."""
+    sharding = getattr(arg, "sharding", None)
+    return isinstance(sharding, Sharding) and not is_here(sharding)
 
 
 def _stand_in(info: Any, arg: Any, stored: Any) -> Array:
@@ -143,7 +146,7 @@ def _seen_by_all(value: Array) -> Array:
     if isinstance(sharding, NamedSharding) and not value.is_fully_replicated:
         used = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
         names = sharding.mesh.axis_names
-        devices = sharding.mesh.devices[tuple(slice(None) if name in used else 0 for name in names)]
+        devices = np.asarray(sharding.mesh.devices)[tuple(slice(None) if name in used else 0 for name in names)]
         names, spec = tuple(name for name in names if name in used), sharding.spec
     else:
         devices, names, spec = np.array(next(iter(sharding.device_set))), (), PartitionSpec()
