@@ -3,12 +3,13 @@
 import os
 import pathlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -110,9 +111,9 @@ def by_hand(folder: str) -> None:
     wrong["params"] |= {"first": jax.ShapeDtypeStruct((9, 3), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))}
     with pytest.raises(ValueError, match="is not compatible with the stored shape"):
         ocp.StandardCheckpointer().restore(path / "one", wrong)
-    with pytest.raises(StateError, match="several processes save arrays of numbers.\n  Got: key: key<fry>") as error:
+    with pytest.raises(StateError, match="several processes save arrays of numbers") as error:
         ocp.StandardCheckpointer().save(path / "key", {"key": jax.random.key(0)})
-    assert "jax.random.key_data" in str(error.value)
+    assert "Got: key: key<fry>[]" in str(error.value) and "jax.random.key_data" in str(error.value)
     gathered()
     if jax.process_index() == 0:
         print("all is as it should be")
@@ -161,3 +162,59 @@ def killed_while_saving(folder: str) -> None:
         manager.save(2, args=ocp.args.StandardSave(state_of(2, 2)))
         manager.wait_until_finished()
         print("saved again", flush=True)
+
+
+def looped(params: Tree, batch: Any, key: jax.Array) -> jax.Array:
+    """A loop over layers with dropout, and a layer before and after it."""
+
+    def layer(h: jax.Array, pair: Any) -> tuple[jax.Array, None]:
+        w, noise = pair
+        return jnp.tanh(h @ w) * jax.random.bernoulli(noise, 0.9, h.shape), None
+
+    keys = jax.random.split(key, len(params["w"]))
+    x, _ = jax.lax.scan(layer, jnp.tanh(batch @ params["in"]), (params["w"], keys))
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def runs() -> dict[str, Tree]:
+    """Parameters by name; a pipeline of them has four stages."""
+    random = np.random.default_rng(0)
+    make = lambda *shape: random.normal(size=shape).astype(np.float32) / 2  # noqa: E731
+    return {name: {"in": make(3, 4), "w": make(layers, 4, 4), "out": make(4, 2)} for name, layers in (("equal slices", 8),)}
+
+
+def pipeline() -> jaxpp.Pipeline:
+    """Over four devices: two of each process, or four of one."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    return jaxpp.Pipeline(looped, optimizer, num_stages=4, num_microbatches=4, devices=jax.devices()[:4])
+
+
+def advance(pipe: jaxpp.Pipeline, state: jaxpp.State, until: int) -> Iterator[jaxpp.State]:
+    """The state after each step."""
+    while state.step < until:
+        batch = np.random.default_rng(state.step).normal(size=(8, 3)).astype(np.float32)
+        state, _ = pipe.step(state, batch, jax.random.fold_in(jax.random.key(1), state.step))
+        yield state
+
+
+def train(params: Tree, folder: pathlib.Path, until: int) -> jaxpp.State:
+    """Go on from the newest checkpoint to a step, and save every one, as the recipe does."""
+    pipe, arguments = pipeline(), (params, np.zeros((8, 3), np.float32))
+    with open_manager(folder) as manager:
+        step = manager.latest_step()
+        if step is None:
+            state = pipe.init(*arguments)
+        else:
+            state = manager.restore(step, args=ocp.args.StandardRestore(pipe.abstract_state(*arguments)))
+        for newest in advance(pipe, state, until):
+            manager.save(newest.step, args=ocp.args.StandardSave(newest))
+    return pipe.state
+
+
+def train_all(folder: str, until: int) -> None:
+    """Train every pipeline up to a step, and be killed."""
+    register()
+    for name, params in runs().items():
+        assert train(params, pathlib.Path(folder) / name, until).step == until
+        print(name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import time
 
+import chex
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -57,4 +58,32 @@ def test_a_save_that_was_killed_in_the_middle_is_no_checkpoint(tmp_path):
     with cases.open_manager(tmp_path) as manager:
         assert manager.all_steps() == [1]
         cases.check(manager.restore(1, args=ocp.args.StandardRestore(cases.target())), 1, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+        manager.save(2, args=ocp.args.StandardSave(cases.state_of(2, 2)))  # which waits until the remains are deleted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """What two processes had saved after three steps, and after six, when they were killed in between."""
+    folder = tmp_path_factory.mktemp("resumed")
+    for until in (3, 6):
+        arguments = {"folder": str(folder), "until": until}
+        with start("tests.process_checkpoint_cases:train_all", 2, arguments, together=False, **OPTIONS) as processes:
+            ended = processes.wait(90)
+        assert [each.code for each in ended] == [-9, -9], ended
+    return folder
+
+
+@pytest.mark.parametrize("name", cases.runs())
+def test_two_processes_and_one_go_on_with_the_bits_of_an_unbroken_run(resumed, tmp_path, name):
+    params = cases.runs()[name]
+    wanted = jax.device_get(cases.train(params, tmp_path, 6))
+    assert wanted.step == 6
+    pipe = cases.pipeline()
+    target = pipe.abstract_state(params, np.zeros((8, 3), np.float32))
+    with cases.open_manager(resumed / name) as manager:
+        assert manager.all_steps() == [4, 5, 6]
+        chex.assert_trees_all_equal(manager.restore(6, args=ocp.args.StandardRestore(target)), wanted)
+        state = manager.restore(4, args=ocp.args.StandardRestore(target))
+    *_, state = cases.advance(pipe, state, 6)
+    chex.assert_trees_all_equal(state, wanted)
