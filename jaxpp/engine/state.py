@@ -37,7 +37,8 @@ class State(_Parts):
     Where a loop over layers is cut, or stages read rows of one leaf, such leaves are arrays sharded over the stages' devices. If
     that cannot be (the slices differ in size, or share a device), the pipeline holds the slices, and whoever looks at the state
     finds the whole leaves, put together on the host: by name, index or unpacking, in ``jax.tree.map`` and in Orbax. So a state has
-    the same trees whatever the cuts. ``print(state)`` says what it holds, and where.
+    the same trees whatever the cuts. (Slices of which some live in other processes are found as slices, a node with an array for
+    each.) ``print(state)`` says what it holds, and where.
 
     Attributes:
         params: the user's parameter tree.
