@@ -68,9 +68,7 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield f"{define(var)} constant {_digest(value)}"
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
         made = ", ".join(map(define, eqn.outvars))
-        yield " ".join(
-            [made, "=", kind_of(eqn) + _parameters(eqn.params), *map(read, eqn.invars), *([f"({name})"] if name else ())]
-        )
+        yield " ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *map(read, eqn.invars), *([f"({name})"] if name else ())])
     yield " ".join(["out", *map(read, graph.outputs)])
 
 

@@ -284,11 +284,7 @@ class _Collective(Agreement):
         """Compare texts."""
         if self._over:
             return
-        texts = {
-            "earlier calls": self._company.history,
-            "call": self._where,
-            **{part: text[:_LARGEST] for part, text in parts().items()},
-        }
+        texts = {"earlier calls": self._company.history, "call": self._where, **{part: text[:_LARGEST] for part, text in parts().items()}}
         digest = hashlib.sha256(json.dumps(texts).encode()).digest()
         digests = process_allgather(np.frombuffer(digest, np.uint8))
         self._over = True

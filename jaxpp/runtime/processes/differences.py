@@ -17,9 +17,7 @@ _BEFORE, _WIDTH = 40, 120
 """Letters of a line that are shown before the first difference, and in all."""
 
 _RULE = "all processes run the same pipeline, made by the same code"
-_CALLS = (
-    "give every process the same batches, and call the same methods in the same order, also where one of them alone prints or saves"
-)
+_CALLS = "give every process the same batches, and call the same methods in the same order, also where one of them alone prints or saves"
 _REMEDIES = {
     "earlier calls": _CALLS,
     "call": _CALLS,
