@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
+from jaxpp.runtime.processes.gathered import gather_across
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
@@ -172,10 +173,14 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
 
     Args:
         tree: any tree of arrays, such as ``state.params``.
-        device: where to; the first device by default.
+        device: where to; the first device by default. In several processes it is a device of the process that asks, and by default
+            its first: every process calls ``gather`` with the same tree, and all of them get the whole tree, leaf by leaf.
 
     Returns:
         the same tree with every leaf a copy on ``device``; the originals stay.
+
+    Raises:
+        ArgumentError: the processes passed different trees, or a device that is not theirs.
 
     Example:
         >>> import optax
@@ -184,6 +189,8 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         2.0
     """
     check_alive("jaxpp.gather", tree)
+    if jax.process_count() > 1:
+        return gather_across(tree, device, put)
     device = jax.devices()[0] if device is None else device
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 

@@ -2,8 +2,9 @@
 
 All processes have the same lines in the same order, so a value that goes from one to another is handed over by both: the one that
 has it sends it, and drops what it gets back, an array without local shards; the other passes a stand-in for it, and gets the value.
-Where a place spans processes, each shard goes by itself, from the devices that have it to those that want it; most stay inside a
-process.
+The others pass a stand-in too and drop what they get: JAX numbers the transfers of each process as they are called, and sender and
+receiver find each other by this number. Where a place spans processes, each shard goes by itself, from the devices that have it to
+those that want it; most stay inside a process.
 
 A program that takes over a buffer marks the buffer as gone when the program is handed over. A buffer that is on its way to another
 process is read later, when that process asks for it. So what a program may take over is copied first, and the copy is sent.
@@ -61,7 +62,7 @@ def _shard_by_shard(aval: Aval, source: Sharding, target: Sharding, *, taken: bo
     """Each device of the target gets its shard from one of the source that has the same, of its own process if one has."""
     me = jax.process_index()
     shape = source.shard_shape(aval.shape)
-    pairs = [(a, b) for a, b in _pairs(aval, source, target) if me in (a.process_index, b.process_index)]
+    pairs = [(a, b) for a, b in _pairs(aval, source, target) if a.process_index != b.process_index or a.process_index == me]
     stand_in = {a: elsewhere(jax.ShapeDtypeStruct(shape, aval.dtype), a) for a, _ in pairs if a.process_index != me}
     leaving = {a for a, b in pairs if taken and a.process_index == me != b.process_index}
     there = is_here(target)

@@ -15,7 +15,7 @@ from jaxpp.plan.builder import CALLER, GroupMean, Line, Name
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.processes.crossing import crosser
-from jaxpp.runtime.processes.here import LocalRows, elsewhere, is_here, is_whole_here, spread
+from jaxpp.runtime.processes.here import LocalRows, devices_in, elsewhere, is_here, is_whole_here, processes_of, spread
 from jaxpp.runtime.transfer import sender
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, Home, Leaf
@@ -96,10 +96,8 @@ def local_line(line: _Line, place: Place, placement: Placement, shapes: Shapes) 
         return (line, None) if there else None
     home, goal = placement[source.stage].home(source.ref), place.home(target.ref)
     here = is_here(home)
-    if not here and not there:
-        return None
-    if is_whole_here(home) and is_whole_here(goal):
-        return line, None
+    if len(processes_of((*devices_in(home), *devices_in(goal)))) == 1:
+        return (line, None) if here else None
     inputs, outputs = ((name,) if present else () for name, present in ((source, here), (target, there)))
     return dataclasses.replace(line, inputs=inputs, outputs=outputs), Crossing(
         shapes[source], home, goal, shapes.may_be_taken(source)
