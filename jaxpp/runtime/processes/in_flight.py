@@ -42,7 +42,9 @@ class InFlight:
         if instruction.about.program and instruction.about.watch >= 0:
             self._waiting.append(slots[instruction.about.watch])
             if len(self._waiting) > self._most:
-                self._waiting.popleft().block_until_ready()
+                oldest = self._waiting.popleft()
+                if not oldest.is_deleted():  # a leaf of the state, which the next step has taken over: it is waited for instead
+                    oldest.block_until_ready()
 
 
 def limit_of(placement: Placement) -> InFlight | None:
