@@ -1,5 +1,6 @@
 """Checkpoints of a state that lives in several processes; what the processes run is in process_checkpoint_cases.py."""
 
+import shutil
 import time
 
 import chex
@@ -44,34 +45,43 @@ def test_in_one_process_the_handler_is_that_of_orbax():
     assert type(registered) is ocp.type_handlers.ArrayHandler
 
 
-def test_a_save_that_was_killed_in_the_middle_is_no_checkpoint(tmp_path):
-    target, arguments = "tests.process_checkpoint_cases:killed_while_saving", {"folder": str(tmp_path)}
-    with start(target, 2, arguments, together=False, **OPTIONS) as processes:
-        limit = time.monotonic() + 60
-        while processes[1].code is None and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert processes[1].code == -9 and "saved\n" in processes[1].out
-        time.sleep(0.5)  # for process 0, which has written its part and waits
-        assert processes[0].code is None and "saved again" not in processes[0].out
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("2.")] == ["1"]
-    assert [path.name for path in tmp_path.glob("2.*")]
-    with cases.open_manager(tmp_path) as manager:
-        assert manager.all_steps() == [1]
-        cases.check(manager.restore(1, args=ocp.args.StandardRestore(cases.target())), 1, 1)
-        manager.save(2, args=ocp.args.StandardSave(cases.state_of(2, 2)))  # which waits until the remains are deleted
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+def train_all(folder, until, *, dies=False):
+    """Two processes train every pipeline up to a step; or the second is killed while the last step of the last one is saved."""
+    arguments = {"folder": str(folder), "until": until, "dies": dies}
+    return start("tests.process_checkpoint_cases:train_all", 2, arguments, together=not dies, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    """What two processes had saved after three steps, and after six, when they were killed in between."""
-    folder = tmp_path_factory.mktemp("resumed")
-    for until in (3, 6):
-        arguments = {"folder": str(folder), "until": until}
-        with start("tests.process_checkpoint_cases:train_all", 2, arguments, together=False, **OPTIONS) as processes:
-            ended = processes.wait(90)
-        assert [each.code for each in ended] == [-9, -9], ended
+def killed(tmp_path_factory):
+    """What two processes leave of which one is killed while it writes the fourth checkpoint of the last pipeline."""
+    folder = tmp_path_factory.mktemp("killed")
+    with train_all(folder, 4, dies=True) as processes:
+        limit = time.monotonic() + 60
+        while processes[1].code is None and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert processes[1].code == -9, processes[1].ended()
+        time.sleep(0.5)  # for the first, which has written its part and waits
+        assert processes[0].code is None
     return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(killed, tmp_path_factory):
+    """Where two new processes get from there: to the sixth step."""
+    folder = shutil.copytree(killed, tmp_path_factory.mktemp("resumed") / "folder")
+    with train_all(folder, 6) as processes:
+        processes.wait(60)
+    return folder
+
+
+def test_a_save_that_was_killed_in_the_middle_is_no_checkpoint(killed):
+    folder = killed / cases.UNEQUAL
+    assert {path.name for path in folder.iterdir() if path.name.isdigit()} == {"1", "2", "3"}
+    assert [path for path in folder.iterdir() if path.name.startswith("4.")], "nothing was begun"
+    with ocp.CheckpointManager(folder) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+    with ocp.CheckpointManager(killed / "equal slices") as manager:
+        assert manager.all_steps() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", cases.runs())
@@ -87,3 +97,6 @@ def test_two_processes_and_one_go_on_with_the_bits_of_an_unbroken_run(resumed, t
         state = manager.restore(4, args=ocp.args.StandardRestore(target))
     *_, state = cases.advance(pipe, state, 6)
     chex.assert_trees_all_equal(state, wanted)
+    gathered = np.load(resumed / f"{name}.npz")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        np.testing.assert_array_equal(gathered[jax.tree_util.keystr(path)], leaf)
