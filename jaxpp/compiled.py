@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import optax
 
+from jaxpp.engine.compared import init_texts, opening_texts
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import Given, variables_of
 from jaxpp.engine.state_leaves import States, states_of
@@ -15,6 +16,7 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
 from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.processes.agreement import Agreement, agreement
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of
@@ -52,7 +54,10 @@ class Compiled:
         if key is not None:
             function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
             names = self.runner.held(engine.placed.names)._replace(opt=(), own_opt=(), loss_scale=())
-            found = engine.make_params(trace_init(function, key)[0], key, names)
+            graph, _ = trace_init(function, key)
+            with agreement("pipe.init", engine.options.devices) as agree:
+                agree(lambda: init_texts(graph, key))
+            found = engine.make_params(graph, key, names)
         else:
             held = jax.tree.leaves(engine.sliced(made))
             found = homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
@@ -69,11 +74,13 @@ def compile_step(
     functions: Sequence[Callable[..., Tree]] = (),
     bank: Bank | None = None,
     known: Engine | None = None,
+    agree: Agreement | None = None,
 ) -> Compiled:
     """Cut the loss, place the stages, and compile the step.
 
     ``made`` are the parameters, with ``has_state`` a pair with the model state; arrays or shapes. The key is of the kind that steps
-    will be given. ``functions`` are the stages, if they were written by hand; the compiled programs of ``known`` may serve.
+    will be given. ``functions`` are the stages, if they were written by hand; the compiled programs of ``known`` may serve. With
+    ``agree``, what is compiled is compared over all processes before.
 
     Raises:
         CutError: too many stages, or cuts that the model does not have.
@@ -95,6 +102,8 @@ def compile_step(
             "leave it out",
         ) from error
     warn_of(engine.layout.unevenness)
+    if agree is not None:
+        agree(lambda: opening_texts(options, engine.placed, engine.preparer.step(batch, taken).cuts[0], batch, taken))
     engine.plan("update", batch, taken)
     places = [(place.shown, place.devices[0]) for place in engine.placement.places]
     cut = engine.preparer.step(batch, taken).cuts[0]

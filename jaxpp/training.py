@@ -19,6 +19,7 @@ from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.interrupts import Hold, despite_ctrl_c
+from jaxpp.runtime.processes.agreement import Agreement, agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages
@@ -107,9 +108,9 @@ class Training:
             raise StateError(f"pipe.{where}", rule, "no call of either has finished yet", fix)
         return self._compiled
 
-    def _open(self, made: Tree, batch: Batch, key: Key | None) -> Compiled:
+    def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Compiled:
         known = None if self._compiled is None else self._compiled.engine
-        given = {"functions": self._functions, "bank": self._bank, "known": known}
+        given = {"functions": self._functions, "bank": self._bank, "known": known, "agree": agree}
         self._compiled = found = despite_ctrl_c(compile_step, self._options, self._optimizer, made, batch, key, **given)
         return found
 
@@ -182,7 +183,8 @@ class Training:
         given = read_given(where, init_or_params, args)
         check_alive(f"pipe.{where}", (init_or_params, args))
         try:
-            return given, self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0))
+            with agreement(f"pipe.{where}", self._options.devices) as agree:
+                return given, self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0), agree)
         except Exception as error:
             if not given.makes and are_swapped(self._options, given, lambda variables: with_set(self._bank, variables)):
                 raise swapped(where, given) from error

@@ -18,8 +18,6 @@ import jaxpp
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.types import Tree
 
-UNEQUAL = "unequal slices"
-
 
 def values(scale: float = 1.0) -> dict[str, np.ndarray]:
     """A tree as a state has it, with whole leaves."""
@@ -172,7 +170,7 @@ def runs() -> dict[str, Tree]:
         shapes = {"in": (3, 4), "w": (num_layers, 4, 4), "out": (4, 2)}
         return {name: random.normal(size=shape).astype(np.float32) / 2 for name, shape in shapes.items()}
 
-    return {"equal slices": params(8), UNEQUAL: params(7)}
+    return {"equal slices": params(8), "unequal slices": params(7)}
 
 
 def pipeline() -> jaxpp.Pipeline:
@@ -206,12 +204,11 @@ def train(params: Tree, folder: pathlib.Path, until: int, dies: int | None = Non
     return pipe.state
 
 
-def train_all(folder: str, until: int, dies: bool) -> None:
-    """Train every pipeline up to a step; the last process dies while the last step of the last pipeline is saved."""
+def train_killed(folder: str, name: str, until: int, dies: bool) -> None:
+    """Train a pipeline up to a step; or the last process dies while the last step is saved."""
     register()
-    for name, params in runs().items():
-        state = train(params, pathlib.Path(folder) / name, until, until if dies and name == UNEQUAL else None)
-        whole = jaxpp.gather(state)
-        if jax.process_index() == 1:
-            leaves = jax.tree_util.tree_leaves_with_path(whole)
-            np.savez(pathlib.Path(folder) / f"{name}.npz", **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    state = train(runs()[name], pathlib.Path(folder), until, until if dies else None)
+    whole = jaxpp.gather(state)
+    if jax.process_index() == 1:
+        leaves = jax.tree_util.tree_leaves_with_path(whole)
+        np.savez(pathlib.Path(folder).with_suffix(".npz"), **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})

@@ -1,8 +1,8 @@
 """Starts several processes of one JAX program on this machine, as several hosts would, and ends them whatever happens.
 
-Each process runs ``experiments.hosts.worker``: it joins the others by ``jax.distributed.initialize`` and calls one function. All are
-ended when the ``with`` block ends, by whatever: an error, Ctrl-C, a test that fails. If this process itself is killed, each of them
-sees its standard input end, and ends too.
+Each process runs ``experiments.hosts.worker``: it joins the others by ``jax.distributed.initialize`` and calls one function. All
+are ended when the ``with`` block ends, by whatever: an error, Ctrl-C, a test that fails. If this process itself is killed, each of
+them sees its standard input end, and ends too.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -100,10 +100,9 @@ class Process:
 
     def kill(self) -> None:
         """End it and all that it started, at once; nothing happens if it has ended."""
-        try:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has ended; macOS says the second
-            pass
+        if self.code is None:
+            with suppress(ProcessLookupError, PermissionError):  # it ends at this moment; macOS says the second
+                os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
     def ended(self) -> Ended:
@@ -126,7 +125,7 @@ class Processes(Sequence[Process]):
     """Processes that run one function together; a context manager, at whose end none of them is left.
 
     Args:
-        target: the function that every process calls, as ``module:function``; the module is imported after the processes are joined.
+        target: the function that every process calls, as ``module:function``; its module is imported after the processes have met.
         count: of processes.
         arguments: of the function, by name; what JSON can hold.
         devices: CPU devices that each process forces; None where there are accelerators: then no option of JAX is set.

@@ -1,7 +1,7 @@
 """One of the processes that ``experiments.hosts.launch`` starts: it joins the others, and calls one function.
 
-What a user writes at the top of a script for several hosts is ``jax.distributed.initialize()``. ``connect`` does it for processes
-that share one machine without an accelerator, where nothing finds the others by itself and the CPU has to be told how to reach them.
+What a user writes at the top of a script for several hosts is ``jax.distributed.initialize()``. ``connect`` does that for processes
+on one machine without an accelerator, where nothing finds the others by itself and JAX must be told how CPU devices are reached.
 """
 
 import dataclasses

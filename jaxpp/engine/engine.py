@@ -7,12 +7,13 @@ An engine exists from the moment when shapes are known (``open_engine``), so not
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import jax
 import optax
 
+from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, lay_out
 from jaxpp.engine.outcome import Lowered, Outcome, with_reports
 from jaxpp.engine.placed import Placed, place_leaves
@@ -34,7 +35,9 @@ from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.here import local
+from jaxpp.runtime.processes.agreement import agreement
+from jaxpp.runtime.processes.here import local, processes_of
+from jaxpp.runtime.processes.in_flight import limit_of
 from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
@@ -49,6 +52,7 @@ from jaxpp.types import Array, Batch, Key, LossFn, Tree
 __all__ = ["Engine", "open_engine"]
 
 Purpose = Literal["update", "grads", "forward"]
+_CALLS: dict[Purpose, str] = {"update": "pipe.step", "grads": "grad_fn", "forward": "pipe.evaluate"}
 _T = TypeVar("_T")
 
 
@@ -68,7 +72,11 @@ class Engine:
     opened_at: Hashable
     _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
     _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
+    _agreed: dict[tuple[Hashable, ...], Callable[[], None]] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        self._limit = limit_of(self.placement)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -76,6 +84,11 @@ class Engine:
         placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether one process has all devices."""
+        return len(processes_of(self.options.devices)) < 2
 
     @property
     def layout(self) -> Layout:
@@ -168,13 +181,30 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, Lowered]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        shape = loss_fn, _shapes(batch, key)
+        shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
         cache_key = (purpose, donate, watched, flags(), *shape)
         found = self._plans.get(cache_key)
         if found is None:
             options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
             found = self._plans[cache_key] = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)
         self._use(shape)
+        return found
+
+    def _agreed_plan(
+        self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
+    ) -> tuple[Plan, Lowered]:
+        """The plan; the processes that run it agree on it the first time."""
+        if self._alone:
+            return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
+        if what in self._agreed:
+            self._agreed[what]()  # counts the call
+            return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        with agreement(_CALLS[purpose], self.options.devices) as agree:
+            lower = partial(despite_ctrl_c, self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            agree(lambda: step_texts(self.options, self.placed, lower(), batch, key))
+            found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        self._agreed[what] = agree.again
         return found
 
     def _make_plan(
@@ -199,7 +229,7 @@ class Engine:
         self._recent[shape] = None
         if len(self._recent) > self.options.max_shapes:
             del self._recent[next(iter(self._recent))]
-            for known in (self._lowered, self._plans):
+            for known in (self._lowered, self._plans, self._agreed):
                 for name in [name for name in known if name[-2:] not in self._recent]:
                     del known[name]
             self.preparer.forget({id(cut) for step, _ in self._lowered.values() for cut in step.cuts})
@@ -281,7 +311,9 @@ class Engine:
             watched: whether the observer asks the instructions whether they are done.
             hold: called before the first buffer of ``leaves`` is taken over.
         """
-        plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        if self._limit is not None:
+            observer = self._limit.beside(observer)
+        plan, lowered = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
         step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]
         given = [unaliased(local(leaf)) for leaf in jax.tree.leaves(batch)]

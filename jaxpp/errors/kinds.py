@@ -26,6 +26,7 @@ __all__ = [
     "NonFiniteError",
     "OptimizerError",
     "ParamsError",
+    "ProcessError",
     "PullbackError",
     "ScheduleError",
     "StateError",
@@ -116,6 +117,10 @@ class OptimizerError(JaxppError):
 
 class StateError(JaxppError):
     """A state that was consumed by an earlier step, or belongs to another pipeline."""
+
+
+class ProcessError(JaxppError):
+    """The processes of a run do not do the same: they differ in code, settings or shapes, or one of them failed or does not come."""
 
 
 class PullbackError(JaxppError):

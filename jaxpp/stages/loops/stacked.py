@@ -67,19 +67,24 @@ def joined(tree: Tree, join: Callable[[Slices], Leaf]) -> Tree:
 
 
 def assembled(tree: Tree, join: Callable[[Slices], Leaf] | None = None) -> Tree:
-    """The user's tree: whole arrays instead of slices, put together on the host or by ``join``; the tree itself if it has none."""
+    """The user's tree: whole arrays instead of slices, put together on the host or by ``join``; the tree itself if it has none.
+
+    Slices some of which live in other processes stay as they are without ``join``: nobody can read all of their rows.
+    """
     if not any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices))):
         return tree
     return joined(tree, join or _on_host)
 
 
-def _on_host(node: Slices) -> np.ndarray:
-    """The whole leaf, filled slice by slice."""
+def _on_host(node: Slices) -> np.ndarray | Slices:
+    """The whole leaf, filled slice by slice; the slices themselves if some live in other processes."""
     if gone := sum(getattr(part, "is_deleted", bool)() for part in node.parts):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
         fix = "go on with pipe.state, the newest, and save that; or call step(..., donate=False) to keep the old state"
         raise StateError("state", rule, got, fix)
+    if not all(part.is_fully_addressable for part in node.parts if isinstance(part, jax.Array)):
+        return node
     whole = np.empty((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
     for part, (begin, end) in zip(node.parts, rows(node.sizes), strict=True):
         whole[begin:end] = jax.device_get(part)

@@ -1,0 +1,5 @@
+"""``python -m experiments.hosts``."""
+
+from experiments.hosts.main import main
+
+main()

@@ -1,0 +1,101 @@
+"""All that decides a step, as text: what the processes of a run compare before they run it.
+
+The parts stand in the order of causes: where two processes have batches of different shapes, their losses differ too, and the error
+shows the batches first. The lines of the step come last; equal lines mean that each process sends what another waits for.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp.engine.outcome import Lowered
+from jaxpp.engine.placed import Placed
+from jaxpp.options import Options
+from jaxpp.plan.builder import Name
+from jaxpp.runtime.processes.here import is_addressable
+from jaxpp.runtime.processes.surroundings import flags_text, versions_text
+from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.listing import listing, plain
+from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.types import Batch, Key, Tree
+
+__all__ = ["init_texts", "opening_texts", "step_texts"]
+
+_ELSEWHERE = {"loss_fn", "schedule", "places"}
+"""Options that are parts of their own."""
+
+
+def opening_texts(options: Options, placed: Placed, cut: CutLoss, batch: Batch, key: Key | None) -> Mapping[str, str]:
+    """What decides where a loss is cut and which leaves live where.
+
+    Args:
+        options: of the pipeline.
+        placed: the leaves of the state.
+        cut: the loss, cut at the shapes of a microbatch.
+        batch: of the first step, or its shapes.
+        key: of the first step, or None.
+    """
+    layout, update = placed.layout, placed.update
+    return {
+        "versions": versions_text(),
+        "flags": flags_text(),
+        "devices": "\n".join(f"rank {rank}: {place}" for rank, place in enumerate(options.placement.by_rank)),
+        "schedule": f"{options.schedule.name}\n{options.schedule.to_csv()}",
+        "options": "\n".join(_option_lines(options)),
+        "parameters": _shapes(layout.given),
+        "batch": _shapes(batch_avals(batch)),
+        "key": _key(key),
+        "loss": listing(cut.loss.graph),
+        "optimizer": "" if update is None else f"{listing(update.init_graph)}\n{listing(update.graph)}",
+        "cuts": "\n".join([f"cuts {layout.cuts}", *_owners(cut.loss.param_paths, layout.owner)]),
+    }
+
+
+def step_texts(options: Options, placed: Placed, lowered: Lowered, batch: Batch, key: Key | None) -> Mapping[str, str]:
+    """What decides a step: what decides where things live, and the lines over all ranks."""
+    *others, first = reversed(lowered.step.cuts)
+    found = dict(opening_texts(options, placed, first, batch, key))
+    found["loss"] = "\n".join([found["loss"], *(listing(cut.loss.graph) for cut in reversed(others))])
+    found["lines"] = "\n".join(
+        " ".join([line.label, str(line.place), *map(_name, line.inputs), "->", *map(_name, line.outputs)])
+        for line in lowered.bound.lines
+    )
+    return found
+
+
+def init_texts(graph: Graph, key: Key) -> Mapping[str, str]:
+    """What decides the first parameters: the traced ``init``, and its key."""
+    return {"flags": flags_text(), "key": _key(key), "init": listing(graph)}
+
+
+def _option_lines(options: Options) -> list[str]:
+    names = [field.name for field in dataclasses.fields(options) if field.name not in _ELSEWHERE]
+    return [f"{name} = {plain(' '.join(repr(getattr(options, name)).split()))}" for name in names]
+
+
+def _shapes(tree: Tree) -> str:
+    return "\n".join(f"{path_name(path)} {describe(leaf)}" for path, leaf in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _key(key: Key | None) -> str:
+    """A key, with its numbers if this process can read them: a key that differs would drop other units in each stage."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        return "none" if key is None else describe(key)
+    if not is_addressable(key):
+        return describe(key)
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return f"{describe(key)} {np.asarray(data).tolist()}"
+
+
+def _owners(paths: Sequence[str], owner: Sequence[int]) -> list[str]:
+    return [f"{path} on stage {stage}" for path, stage in zip(paths, owner, strict=True)]
+
+
+def _name(name: Name) -> str:
+    return f"{name.stage}.{name.ref.role}{name.ref.index}.{name.ref.peer}.{name.microbatch}"

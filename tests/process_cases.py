@@ -1,0 +1,316 @@
+"""What several processes run in tests/test_processes.py, and one process too: the same pipelines on the same devices.
+
+``main`` is what ``experiments.hosts.worker`` calls in every process. It writes what this process holds of every result, and
+``tests/test_processes.py`` puts the parts of all processes together and compares them with those of one process, bit by bit.
+(conftest.py is not imported here: it chooses the devices of the test process.)
+"""
+
+import dataclasses
+import gc
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxpp
+from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.observe.memory.liveness import step_liveness
+from jaxpp.runtime.place import devices_of
+from models.gpt import GPT
+from models.mlp import MLP
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loss and what it is given; ``batch(step)`` is made of numpy arrays."""
+
+    loss_fn: Callable[..., Any]
+    init: Callable[..., Any]
+    batch: Callable[[int], Any]
+    options: Mapping[str, Any]
+    keyed: bool = False
+
+
+def gpt(batch_size: int = 11) -> Model:
+    """Dropout, and an embedding tied to the head, so that the first and the last stage share a parameter."""
+    model = GPT(vocab_size=16, max_length=4, width=8, depth=3, num_heads=2, dropout=0.2)
+
+    def batch(step):
+        return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
+
+    def loss_fn(params, batch, key):
+        logits = model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key})
+        aux = {"top": logits.max(), "sums": logits.sum((1, 2))}
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(), aux
+
+    def init(key):
+        return model.init({"params": key, "dropout": key}, jnp.asarray(batch(0)[:1, :-1]))["params"]
+
+    return Model(loss_fn, init, batch, {"has_aux": True}, keyed=True)
+
+
+class Norms(nn.Module):
+    """Dense layers in half precision, with batch normalisation between them."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        for k in range(5):
+            x = nn.Dense(8, dtype="float16", name=f"dense_{k}")(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8, dtype="float16", name=f"norm_{k}")(x))
+        return nn.Dense(3, name="head")(x)
+
+
+def norms(batch_size: int = 10) -> Model:
+    """Model state and a loss scale; in the second step a gradient overflows."""
+    model = Norms()
+
+    def batch(step):
+        rng = np.random.default_rng((3, step))
+        scale = np.full((batch_size, 1), 3e4 if step == 1 else 1.0, "float32")
+        return {"x": rng.normal(size=(batch_size, 5)).astype("f"), "y": rng.integers(0, 3, batch_size, "int32"), "scale": scale}
+
+    def loss_fn(params, model_state, batch):
+        logits, new = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits * batch["scale"], batch["y"])
+        return losses.mean(), (new, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()})
+
+    def init(key):
+        variables = model.init(key, jnp.asarray(batch(0)["x"][:1]))
+        return variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    scale = DynamicScale(scale=2.0**12, growth_interval=2)
+    return Model(loss_fn, init, batch, {"has_state": True, "loss_scale": scale})
+
+
+def mlp(batch_size: int = 16) -> Model:
+    """Dense layers; aux has one row an example."""
+    model = MLP(width=8, depth=7)
+
+    def batch(step):
+        rng = np.random.default_rng((4, step))
+        return {"x": rng.normal(size=(batch_size, 8)).astype("f"), "y": rng.integers(0, 2, batch_size, "int32")}
+
+    def loss_fn(params, batch):
+        logits = model.apply({"params": params}, batch["x"])
+        aux = {"accuracy": (logits.argmax(-1) == batch["y"]).mean(), "logits": logits}
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), aux
+
+    def init(key):
+        return model.init(key, jnp.asarray(batch(0)["x"][:1]))["params"]
+
+    return Model(loss_fn, init, batch, {"has_aux": True})
+
+
+def stacked(batch_size: int = 8) -> Model:
+    """A loop over layers whose parameters are stacked: each stage holds the rows of its own layers."""
+
+    def batch(step):
+        return np.random.default_rng((5, step)).normal(size=(batch_size, 8)).astype("f")
+
+    def loss_fn(params, batch, key):
+        x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params["w"])
+        x = x * jax.random.bernoulli(key, 0.9, x.shape)
+        return ((x @ params["out"]) ** 2).mean()
+
+    def init(key):
+        return {"w": jax.random.normal(key, (8, 8, 8)) / 3, "out": jnp.ones((8, 2))}
+
+    return Model(loss_fn, init, batch, {}, keyed=True)
+
+
+MODELS = {"gpt": gpt, "norms": norms, "mlp": mlp, "stacked": stacked}
+RULES = {
+    "mlp": {"dense_[024]": "column", "dense_[135]": "row"},
+    "gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pipeline.
+
+    Attributes:
+        model: a key of ``MODELS``.
+        schedule: its name.
+        stages: of the pipeline.
+        microbatches: parts of the batch.
+        grid: sizes of the mesh along pipe, data and model; empty for a device each rank.
+        order: the axes of the mesh, that which changes slowest along the devices first; with ``pipe`` later, a rank spans hosts.
+        batch_size: examples of a step.
+        each: devices that are used of each process.
+        local: whether a process is given only the part of the batch that its stages read.
+        looked: whether live bytes and compiled programs are looked at too.
+    """
+
+    model: str
+    schedule: str = "1f1b"
+    stages: int = 4
+    microbatches: int = 4
+    grid: tuple[int, ...] = ()
+    order: tuple[int, ...] = (0, 1, 2)
+    batch_size: int = 0
+    each: int = 2
+    local: bool = False
+    looked: bool = False
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Two moments of each parameter, after clipping by the global norm."""
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+def pipeline(case: Case, devices: Sequence[jax.Device]) -> tuple[jaxpp.Pipeline, Model]:
+    """The pipeline of a case, over these devices."""
+    model = MODELS[case.model](**({"batch_size": case.batch_size} if case.batch_size else {}))
+    counts = {"num_stages": case.stages, "num_microbatches": case.microbatches, "schedule": case.schedule}
+    where: dict[str, Any] = {"devices": devices}
+    if case.grid:
+        sizes = [case.grid[axis] for axis in case.order]
+        grid = np.array(devices[: np.prod(sizes)]).reshape(sizes).transpose(np.argsort(case.order))
+        where = {"mesh": Mesh(grid, ("pipe", "data", "model"))}
+        if case.grid[2] > 1:
+            where["shardings"] = RULES[case.model]
+    return jaxpp.Pipeline(model.loss_fn, optimizer(), **counts, **model.options, **where), model
+
+
+def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
+    """Train for a few steps, and say what this process holds of every result after each.
+
+    Returns:
+        arrays by ``step path [begin:end of each axis]``; with ``looked`` also what ``look`` returns.
+    """
+    pipe, model = pipeline(case, devices)
+    found: dict[str, np.ndarray] = {}
+    state = pipe.init(model.init, jax.random.key(0), model.batch(0))
+    part = own_part(pipe, devices) if case.local else lambda batch: batch
+    note(found, "0", state.held)
+    for step in range(1, STEPS + 1):
+        key = [jax.random.key(step)] * model.keyed
+        state, metrics = pipe.step(state, part(model.batch(step - 1)), *key)
+        jax.block_until_ready((state, metrics))
+        note(found, str(step), {"state": state.held, "metrics": dict(metrics)})
+    key = [jax.random.key(7)] * model.keyed
+    note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
+    if case.looked:
+        del metrics
+        found |= look(pipe, state, model.batch(8), *key)
+    return found
+
+
+def own_part(pipe: jaxpp.Pipeline, devices: Sequence[jax.Device]) -> Callable[[Any], Any]:
+    """What takes of a batch what the stages of this process read: shapes for the rest, or global arrays of the rows here."""
+    me = jax.process_index()
+    first, last = (any(device.process_index == me for device in devices_of(pipe.stages[k].device)) for k in (0, -1))
+
+    def part(batch):
+        shapes = jax.eval_shape(lambda: batch)
+        return {"x": batch["x"] if first else shapes["x"], "y": batch["y"] if last else shapes["y"]}
+
+    def rows(batch):
+        mesh = Mesh(np.array(devices), "all")
+        begin, end = (len(devices) * (me + k) // jax.process_count() for k in (0, 1))
+
+        def of_all(leaf):
+            each = len(leaf) // len(devices)
+            sharding = NamedSharding(mesh, PartitionSpec("all"))
+            return jax.make_array_from_process_local_data(sharding, leaf[begin * each : end * each], leaf.shape)
+
+        return jax.tree.map(of_all, batch)
+
+    return part if isinstance(pipe.stages[0].device, jax.Device) else rows
+
+
+def note(found: dict[str, np.ndarray], when: str, tree: Any) -> None:
+    """Add what this process holds of a tree."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = f"{when} {jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, jax.Array):
+            found[f"{name} []"] = np.asarray(leaf)
+            continue
+        for shard in leaf.addressable_shards:
+            ranges = [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape, strict=True)]
+            place = ", ".join(f"{begin}:{end}" for begin, end in ranges)
+            data = np.array(shard.data)  # a copy, which keeps no buffer
+            known = found.setdefault(f"{name} [{place}]", data)
+            assert known.tobytes() == data.tobytes(), f"{name}: the replicas differ"
+
+
+def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) -> dict[str, np.ndarray]:
+    """Run a step, and look at every instruction at what is alive.
+
+    Returns:
+        ``live <device>``: by how much the bytes of all arrays there exceed what the account of the step says, at the beginning and
+        after each instruction; ``held <device>``: what the account says; ``programs``: how many this process has compiled.
+    """
+    engine, key = pipe.engine, (*key, None)[0]
+    account = step_liveness(engine, engine.lower("update", batch, key))
+    plan, local = engine.plan("update", batch, key)
+    moments = iter(own_moments(account.lines, local.bound.lines))
+    mine = [device for device in account.devices if device.process_index == jax.process_index()]
+    own = engine.run("update", engine.copy(engine.leaves(state.held)), batch, key).state  # everything is compiled by now
+    jax.block_until_ready(own.flat())
+    gc.collect()
+    samples = [(0, {device: live_bytes(device) for device in mine})]
+    engine.run("update", own, batch, key, observer=lambda *_: samples.append((next(moments), {d: live_bytes(d) for d in mine})))
+    assert len(samples) == len(plan.instructions) + 1
+    found = {"programs": np.array([engine.programs.num_compiled])}
+    for k, device in enumerate(mine):
+        held = [account.levels[device][moment].sum() for moment, _ in samples]
+        found[f"held {k}"] = np.array(held)
+        found[f"live {k}"] = np.array([sample[device] for _, sample in samples]) - held
+    return found
+
+
+def own_moments(lines: Sequence[Any], own: Sequence[Any]) -> list[int]:
+    """The moments after each of the lines that this process runs, among the lines of all."""
+    found, rest = [], iter(enumerate(lines))
+    for line in own:
+        same = (
+            number
+            for number, other in rest
+            if (line.label, line.place) == (other.label, other.place)
+            and set(line.inputs) <= set(other.inputs)
+            and set(line.outputs) <= set(other.outputs)
+        )
+        found.append(next(same) + 1)
+    return found
+
+
+def main(folder: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Run cases in one of several processes, on the first devices of each, and write what it holds of their results."""
+    warnings.simplefilter("ignore", jaxpp.UnevenStagesWarning)
+    for name, options in cases.items():
+        begun, case = time.perf_counter(), from_json(options)
+        numbers = range(jax.process_count())
+        devices = [device for number in numbers for device in jax.local_devices(process_index=number)[: case.each]]
+        found = run(case, devices)
+        file = Path(folder) / f"{name}.{jax.process_index()}.npz"
+        np.savez(file, names=np.array(list(found)), **{str(number): value for number, value in enumerate(found.values())})
+        print(f"{name}: {time.perf_counter() - begun:.1f} seconds", flush=True)
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """What ``main`` wrote."""
+    with np.load(path) as file:
+        return {str(name): file[str(number)] for number, name in enumerate(file["names"])}
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """As an argument of ``main``."""
+    return dataclasses.asdict(case)
+
+
+def from_json(options: Mapping[str, Any]) -> Case:
+    """As it was before it was an argument."""
+    return Case(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
