@@ -5,6 +5,7 @@ from jaxpp.engine.state import Metrics, State
 from jaxpp.grad import value_and_grad
 from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
+from jaxpp.runtime.processes.array_handler import array_handler
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cuts.uneven import UnevenStagesWarning
 from jaxpp.tasks.bank import Bank
@@ -16,6 +17,7 @@ __all__ = [
     "Pipeline",
     "State",
     "UnevenStagesWarning",
+    "array_handler",
     "gather",
     "observe",
     "schedule",

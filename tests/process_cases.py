@@ -6,6 +6,9 @@
 """
 
 import dataclasses
+import gc
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpp
+from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.observe.memory.liveness import step_liveness
+from jaxpp.runtime.place import devices_of
 from models.gpt import GPT
 from models.mlp import MLP
 
@@ -38,7 +44,7 @@ class Model:
 
 def gpt(batch_size: int = 11) -> Model:
     """Dropout, and an embedding tied to the head, so that the first and the last stage share a parameter."""
-    model = GPT(vocab_size=16, max_length=4, width=8, depth=3, num_heads=2, dropout=0.2)
+    model = GPT(vocab_size=16, max_length=4, width=8, depth=2, num_heads=2, dropout=0.2)
 
     def batch(step):
         return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
@@ -124,7 +130,10 @@ def stacked(batch_size: int = 8) -> Model:
 
 
 MODELS = {"gpt": gpt, "norms": norms, "mlp": mlp, "stacked": stacked}
-RULES = {"gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}}
+RULES = {
+    "mlp": {"dense_[024]": "column", "dense_[135]": "row"},
+    "gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +148,9 @@ class Case:
         grid: sizes of the mesh along pipe, data and model; empty for a device each rank.
         order: the axes of the mesh, that which changes slowest along the devices first; with ``pipe`` later, a rank spans hosts.
         batch_size: examples of a step.
+        each: devices that are used of each process.
         local: whether a process is given only the part of the batch that its stages read.
+        looked: whether it evaluates too, and live bytes and compiled programs are looked at.
     """
 
     model: str
@@ -149,7 +160,9 @@ class Case:
     grid: tuple[int, ...] = ()
     order: tuple[int, ...] = (0, 1, 2)
     batch_size: int = 0
+    each: int = 2
     local: bool = False
+    looked: bool = False
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -175,23 +188,50 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
     """Train for a few steps, and say what this process holds of every result after each.
 
     Returns:
-        arrays by ``step path [begin:end of each axis]``.
+        arrays by ``step path [begin:end of each axis]``; with ``looked`` also what ``look`` returns.
     """
     pipe, model = pipeline(case, devices)
     found: dict[str, np.ndarray] = {}
     state = pipe.init(model.init, jax.random.key(0), model.batch(0))
-    _note(found, "0", state)
+    part = own_part(pipe) if case.local else lambda batch: batch
+    note(found, "0", state.held)
     for step in range(1, STEPS + 1):
         key = [jax.random.key(step)] * model.keyed
-        batch = model.batch(step - 1)
-        state, metrics = pipe.step(state, batch, *key)
-        _note(found, str(step), {"state": state, "metrics": dict(metrics)})
+        state, metrics = pipe.step(state, part(model.batch(step - 1)), *key)
+        jax.block_until_ready((state, metrics))
+        note(found, str(step), {"state": state.held, "metrics": dict(metrics)})
     key = [jax.random.key(7)] * model.keyed
-    _note(found, "evaluate", dict(pipe.evaluate(state, model.batch(9), *key)))
+    if case.looked:
+        note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
+        del metrics
+        found |= look(pipe, state, model.batch(8), *key)
     return found
 
 
-def _note(found: dict[str, np.ndarray], when: str, tree: Any) -> None:
+def own_part(pipe: jaxpp.Pipeline) -> Callable[[Any], Any]:
+    """What takes of a batch what the stages of this process read: shapes for the rest, or global arrays of the rows here."""
+    me = jax.process_index()
+    first, last = (any(device.process_index == me for device in devices_of(pipe.stages[k].device)) for k in (0, -1))
+
+    def part(batch):
+        shapes = jax.eval_shape(lambda: batch)
+        return {"x": batch["x"] if first else shapes["x"], "y": batch["y"] if last else shapes["y"]}
+
+    def rows(batch):
+        return {name: of_rows(leaf) for name, leaf in batch.items()}
+
+    def of_rows(leaf):
+        mesh = pipe.stages[0 if first else -1].device.mesh
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        here = sorted({index[0].indices(len(leaf))[:2] for index in sharding.addressable_devices_indices_map(leaf.shape).values()})
+        mine = leaf[here[0][0] : here[-1][1]]
+        return jax.make_array_from_process_local_data(sharding, mine, leaf.shape)
+
+    return part if isinstance(pipe.stages[0].device, jax.Device) else rows
+
+
+def note(found: dict[str, np.ndarray], when: str, tree: Any) -> None:
+    """Add what this process holds of a tree."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = f"{when} {jax.tree_util.keystr(path)}"
         if not isinstance(leaf, jax.Array):
@@ -200,21 +240,65 @@ def _note(found: dict[str, np.ndarray], when: str, tree: Any) -> None:
         for shard in leaf.addressable_shards:
             ranges = [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape, strict=True)]
             place = ", ".join(f"{begin}:{end}" for begin, end in ranges)
-            data = np.asarray(shard.data)
+            data = np.array(shard.data)  # a copy, which keeps no buffer
             known = found.setdefault(f"{name} [{place}]", data)
             assert known.tobytes() == data.tobytes(), f"{name}: the replicas differ"
 
 
-def main(folder: str, cases: Mapping[str, Mapping[str, Any]], devices_each: int) -> None:
+def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) -> dict[str, np.ndarray]:
+    """Run a step, and look at every instruction at what is alive.
+
+    Returns:
+        ``live <device>``: by how much the bytes of all arrays there exceed what the account of the step says, at the beginning and
+        after each instruction; ``kept <device>``: bytes of the state there, which is left as it is, for the step is given a copy;
+        ``programs``: how many this process has compiled.
+    """
+    engine, key = pipe.engine, (*key, None)[0]
+    account = step_liveness(engine, engine.lower("update", batch, key))
+    plan, local = engine.plan("update", batch, key)
+    moments = iter(own_moments(account.lines, local.bound.lines))
+    mine = [device for device in account.devices if device.process_index == jax.process_index()]
+    own = engine.run("update", engine.copy(engine.leaves(state.held)), batch, key).state  # everything is compiled by now
+    jax.block_until_ready(own.flat())
+    gc.collect()
+    samples = [(0, {device: live_bytes(device) for device in mine})]
+    engine.run("update", own, batch, key, observer=lambda *_: samples.append((next(moments), {d: live_bytes(d) for d in mine})))
+    assert len(samples) == len(plan.instructions) + 1
+    found = {"programs": np.array([engine.programs.num_compiled])}
+    for k, device in enumerate(mine):
+        held = [account.levels[device][moment].sum() for moment, _ in samples]
+        shards = [shard.data for leaf in jax.tree.leaves(state.held) for shard in leaf.addressable_shards]
+        found[f"kept {k}"] = np.array([sum(data.nbytes for data in shards if data.devices() == {device})])
+        found[f"live {k}"] = np.array([sample[device] for _, sample in samples]) - held
+    return found
+
+
+def own_moments(lines: Sequence[Any], own: Sequence[Any]) -> list[int]:
+    """The moments after each of the lines that this process runs, among the lines of all."""
+    found, rest = [], iter(enumerate(lines))
+    for line in own:
+        same = (
+            number
+            for number, other in rest
+            if (line.label, line.place) == (other.label, other.place)
+            and set(line.inputs) <= set(other.inputs)
+            and set(line.outputs) <= set(other.outputs)
+        )
+        found.append(next(same) + 1)
+    return found
+
+
+def main(folder: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
     """Run cases in one of several processes, on the first devices of each, and write what it holds of their results."""
-    devices = [device for device in jax.devices() if device.local_hardware_id is None or device.local_hardware_id < devices_each]
+    warnings.simplefilter("ignore", jaxpp.UnevenStagesWarning)
     for name, options in cases.items():
-        found = run(from_json(options), devices)
-        np.savez(Path(folder) / f"{name}.{jax.process_index()}.npz", names=np.array(list(found)), **_numbered(found))
-
-
-def _numbered(found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {str(number): value for number, value in enumerate(found.values())}
+        begun, case = time.perf_counter(), from_json(options)
+        numbers = range(jax.process_count())
+        devices = [device for number in numbers for device in jax.local_devices(process_index=number)[: case.each]]
+        found = run(case, devices)
+        file = Path(folder) / f"{name}.{jax.process_index()}.npz"
+        np.savez(file, names=np.array(list(found)), **{str(number): value for number, value in enumerate(found.values())})
+        print(f"{name}: {time.perf_counter() - begun:.1f} seconds", flush=True)
 
 
 def load(path: Path) -> dict[str, np.ndarray]:

@@ -1,16 +1,20 @@
 """The pages tell the truth: their code runs as a reader would paste it and prints what stands below; their links lead somewhere.
 
-A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs. Code of other libraries is fenced as
+A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs. A block with the title ``train.py, ...`` is a part of a
+script for several hosts; the parts of a page run in two processes. Code of other libraries is fenced as
 ``{ .python title="..." }``, with the version for which it was written, and does not run. Notebooks and recipes are run by
 ``.ci/docs``, which also runs the tests marked ``pages`` and builds the pages strictly.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import pathlib
 import posixpath
 import re
+import signal
+import socket
 import subprocess
 import sys
 
@@ -24,6 +28,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 OURS = r'^```python(?: title="jaxpp")?\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?'
 """A block, and the output that stands below it."""
+SCRIPT = r'^``` \{ \.python title="train\.py, on (every host|a laptop)" \}\n(.*?)^```$'
+"""A part of a script for several hosts, or what stands in the place of ``jax.distributed.initialize()`` on a laptop."""
 LIBRARIES = ("PyTorch", "DeepSpeed", "Megatron Core", "praxis", "JaxPP")
 
 
@@ -56,6 +62,55 @@ def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_th
         assert not expected or found.rstrip() == expected.rstrip(), block
 
 
+@pytest.mark.pages
+def test_the_script_for_several_hosts_runs_in_two_processes_as_it_would_on_a_laptop(tmp_path):
+    parts = re.findall(SCRIPT, (DOCS / "guide" / "hosts.md").read_text(), re.DOTALL | re.MULTILINE)
+    (laptop,) = (code for where, code in parts if where == "a laptop")
+    script = "\n".join(code for where, code in parts if where == "every host")
+    (line,) = re.findall(r"^jax\.distributed\.initialize\(\).*\n", script, re.MULTILINE)
+    (port,) = re.findall(r"port = .*?(\d+)  #", laptop)
+    (tmp_path / "train.py").write_text(
+        script.replace(line, laptop.replace(port, str(free_ports(3)))).replace("/shared", str(tmp_path))
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": "8"}
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number in "01":
+            files = [stack.enter_context((tmp_path / f"{name}{number}").open("w")) for name in ("out", "errors")]
+            command = [sys.executable, "-W", "error::UserWarning", "train.py", number]
+            processes.append(subprocess.Popen(command, stdout=files[0], stderr=files[1], **options))
+            stack.callback(end, processes[-1])
+        ended = [process.wait(timeout=120) for process in processes]
+    assert ended == [0, 0], "".join((tmp_path / f"errors{number}").read_text()[-3000:] for number in "01")
+    printed = [(tmp_path / f"out{number}").read_text() for number in "01"]  # between what gloo prints, at times in one line with it
+    assert [re.findall(r"step (\d) loss", text) for text in printed] == [["1", "2", "3"], []]
+    held = [re.search(r"process (\d) holds ([\d,]+) of ([\d,]+) bytes; loss ([\d.]+)", text) for text in printed]
+    assert [found[1] for found in held] == ["0", "1"]
+    assert sum(int(found[2].replace(",", "")) for found in held) == int(held[0][3].replace(",", ""))
+    assert held[0][4] == held[1][4] == re.search(r"step 1 loss ([\d.]+)", printed[0])[1]  # the first step of a new state
+
+
+def end(process):
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_ports(count):
+    """The first of so many ports in a row on which nobody listens, below those that systems give to whoever asks for any."""
+    for first in range(20000 + os.getpid() % 10000, 32000):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no ports are free")
+
+
 def test_every_page_whose_output_is_promised_has_been_found():
     promised = {name_of(page) for page in PAGES if "```text\n" in page.read_text()}
     assert promised <= set(map(name_of, with_code()))
@@ -69,7 +124,7 @@ def test_every_fence_is_run_or_says_whose_code_it_is(page):
     for info in theirs:
         title = re.fullmatch(r' \{ \.python title="(.*?)" \}', info)
         assert title, f"{name_of(page)}: ```{info}"
-        assert title[1].startswith(LIBRARIES)
+        assert title[1] in ("train.py, on every host", "train.py, on a laptop") or title[1].startswith(LIBRARIES)
 
 
 def test_no_page_has_prompts():

@@ -176,6 +176,43 @@ def test_dispatch_holds_back_the_start_of_actions_that_are_not_yet_handed_over()
     assert r.makespan == 2 * 16 + 2
 
 
+def test_a_transfer_between_hosts_may_take_longer_than_one_within():
+    # Ranks 0 and 1 are on one host, 2 and 3 on another; the boundaries of interleaved stages are 0-1, 1-2, 2-3, 3-0, 0-1, 1-2, 2-3.
+    schedule = make("interleaved", num_ranks=4, num_microbatches=4)
+    owner = schedule.stage_to_rank
+    hops = [0.25 if owner[s] // 2 == owner[s + 1] // 2 else 1.5 for s in range(schedule.num_stages - 1)]
+    assert hops == [0.25, 1.5, 0.25, 1.5, 0.25, 1.5, 0.25]
+    within, mixed, between = (simulate(schedule, transfer=transfer) for transfer in (0.25, hops, 1.5))
+    assert within.makespan < mixed.makespan < between.makespan
+    assert mixed.starts[7, Kind.F, 0] == 7 + sum(hops)
+
+
+def test_each_process_hands_over_the_actions_of_its_own_ranks():
+    schedule, processes = make("1f1b", num_ranks=4, num_microbatches=8), (0, 0, 1, 1)
+    one, own, free = (simulate(schedule, dispatch=1, rank_to_process=each) for each in (None, processes, range(4)))
+    for process in (0, 1):
+        actions = [action for action in schedule.order if processes[action.stage] == process]
+        for k, action in enumerate(actions):
+            assert own.starts[action] >= k + 1
+    assert own.timing.dispatched is not None
+    assert max(own.timing.dispatched.values()) == 32  # of 64 actions, half
+    assert one.makespan > own.makespan > free.makespan > simulate(schedule).makespan
+    assert one.makespan >= 64
+    assert one.costs.rank_to_process == (0,) * 4
+    assert sum(own.causes[0]) == own.idle[0]
+
+
+def test_one_process_a_rank_is_taken_as_array_too_and_what_is_none_is_refused():
+    schedule = make("1f1b", num_ranks=2, num_microbatches=4)
+    own = simulate(schedule, dispatch=1, rank_to_process=(0, 1))
+    assert simulate(schedule, dispatch=1, rank_to_process=np.arange(2)).makespan == own.makespan
+    for wrong in (2, (0,), (0, 1, 2), (0, -1), (0, 0.5), (0, True), "01", [0, None]):
+        with pytest.raises(ScheduleError, match="each rank has the number of one process") as error:
+            simulate(schedule, rank_to_process=wrong)
+        assert f"Got: rank_to_process={wrong!r}." in str(error.value)
+        assert "Fix: pass 2 of them" in str(error.value)
+
+
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     p=st.integers(1, 5),

@@ -97,7 +97,7 @@ def measure(sizes: Sizes) -> Told:
     """Train over all devices of all processes; every process calls it."""
     problem = mlp(sizes.width, sizes.depth, sizes.batch)
     counts: dict[str, Any] = {"num_stages": sizes.stages, "num_microbatches": sizes.microbatches, "schedule": sizes.schedule}
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4))
     pipe = jaxpp.Pipeline(problem.loss_fn, optimizer, **counts)
     state = pipe.init(problem.init, jax.random.key(0), problem.batch)
     losses = []

@@ -29,14 +29,15 @@ from jaxpp.plan.lower import add_wait, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
 from jaxpp.plan.sum_gradients import add_gradients, add_zero_gradients, packed_sums
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.agreement import agreement
 from jaxpp.runtime.processes.here import local, processes_of
+from jaxpp.runtime.processes.in_flight import limit_of
 from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
@@ -73,6 +74,9 @@ class Engine:
     _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
     _agreed: dict[tuple[Hashable, ...], Callable[[], None]] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        self._limit = limit_of(self.placement)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -177,7 +181,7 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, Lowered]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        shape = loss_fn, _shapes(batch, key)
+        shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
         cache_key = (purpose, donate, watched, flags(), *shape)
         found = self._plans.get(cache_key)
         if found is None:
@@ -307,6 +311,8 @@ class Engine:
             watched: whether the observer asks the instructions whether they are done.
             hold: called before the first buffer of ``leaves`` is taken over.
         """
+        if self._limit is not None:
+            observer = self._limit.beside(observer)
         plan, lowered = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
         step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
+from jaxpp.runtime.processes.gathered import gather_across
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
@@ -172,10 +173,14 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
 
     Args:
         tree: any tree of arrays, such as ``state.params``.
-        device: where to; the first device by default.
+        device: where to; the first device by default. In several processes it is a device of the process that asks, and by default
+            its first: every process calls ``gather`` with the same tree, and all of them get the whole tree, leaf by leaf.
 
     Returns:
         the same tree with every leaf a copy on ``device``; the originals stay.
+
+    Raises:
+        ArgumentError: the processes passed different trees, or a device that is not theirs.
 
     Example:
         >>> import optax
@@ -184,6 +189,8 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         2.0
     """
     check_alive("jaxpp.gather", tree)
+    if jax.process_count() > 1:
+        return gather_across(tree, device, put)
     device = jax.devices()[0] if device is None else device
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 
@@ -219,14 +226,20 @@ def joined_home(home: Home | Slices) -> Sharding:
     """Where a whole leaf is restored to: the sharding of its owner.
 
     For slices (of homes) it is the sharding that ``join_slices`` gives, and where that gives none pinned host memory, from which a
-    step brings each slice to its owner: a whole leaf may be larger than a device.
+    step brings each slice to its owner: a whole leaf may be larger than a device. If the slices are in several processes, each of
+    these has the whole leaf there.
     """
     if not isinstance(home, Slices):
-        return home if isinstance(home, Sharding) else SingleDeviceSharding(home)
+        return as_sharding(home)
     sharding = _over_stages(home.sizes, [None if isinstance(part, NamedSharding) else _device_of(part) for part in home.parts])
-    first = home.parts[0]
-    device = sorted(first.device_set, key=lambda device: device.id)[0] if isinstance(first, Sharding) else first
-    return SingleDeviceSharding(device, memory_kind=HOST_MEMORY) if sharding is None else sharding
+    if sharding is not None:
+        return sharding
+    devices = sorted({device for part in home.parts for device in as_sharding(part).device_set}, key=lambda device: device.id)
+    firsts = list({device.process_index: device for device in reversed(devices)}.values())
+    if len(firsts) > 1:
+        return NamedSharding(Mesh(np.array(firsts[::-1]), ("process",)), PartitionSpec(), memory_kind=HOST_MEMORY)
+    first = sorted(as_sharding(home.parts[0]).device_set, key=lambda device: device.id)[0]
+    return SingleDeviceSharding(first, memory_kind=HOST_MEMORY)
 
 
 def _over_stages(sizes: Sequence[int], devices: Sequence[Device | None]) -> NamedSharding | None:

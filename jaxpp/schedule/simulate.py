@@ -24,6 +24,7 @@ from jaxpp.schedule.clock import Bar, Number, Times, Timing, bars, makespan, rep
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.idle import Idle, bubble_fraction, idle_causes
 from jaxpp.schedule.residual_counts import lifetimes, peaks
+from jaxpp.schedule.validate import is_count
 from jaxpp.tables.html import html_table
 from jaxpp.tables.text import table_lines
 
@@ -38,8 +39,9 @@ class Costs(NamedTuple):
         input_grad: of I, for each stage.
         weight_grad: of W, for each stage; B takes I and W together.
         transfer: across each boundary: of the activation from stage s to s + 1, and of its cotangent back.
-        dispatch: what the host takes to hand over one action.
+        dispatch: what a process takes to hand over one action.
         overlap: whether a rank computes on while it sends.
+        rank_to_process: the process that hands over the actions of each rank.
     """
 
     forward: tuple[Number, ...]
@@ -48,6 +50,7 @@ class Costs(NamedTuple):
     transfer: tuple[Number, ...]
     dispatch: Number
     overlap: bool
+    rank_to_process: tuple[int, ...]
 
     def durations(self, actions: Iterable[Action]) -> dict[Action, Number]:
         """What each action takes."""
@@ -78,8 +81,17 @@ class Simulation(Drawn):
         """What the clock is told: how long each action and each transfer takes, and when the host hands each action over."""
         owner, costs = self.schedule.stage_to_rank, self.costs
         hops = tuple(0 if owner[s] == owner[s + 1] else time for s, time in enumerate(costs.transfer))
-        dispatched = {a: (k + 1) * costs.dispatch for k, a in enumerate(self.schedule.order)} if costs.dispatch else None
-        return Timing(costs.durations(self.schedule.starts), hops, dispatched, costs.overlap)
+        return Timing(costs.durations(self.schedule.starts), hops, self._dispatched() if costs.dispatch else None, costs.overlap)
+
+    def _dispatched(self) -> dict[Action, Number]:
+        """When each action is handed over: every process hands over the actions of its own ranks, one after the other."""
+        dispatch, processes = self.costs.dispatch, self.costs.rank_to_process
+        found, counts = {}, dict.fromkeys(processes, 0)
+        for action in self.schedule.order:
+            process = processes[self.schedule.stage_to_rank[action.stage]]
+            counts[process] += 1
+            found[action] = counts[process] * dispatch
+        return found
 
     @cached_property
     def times(self) -> Times:
@@ -190,6 +202,7 @@ def simulate(
     transfer: Number | Sequence[Number] = 0,
     dispatch: Number = 0,
     overlap: bool = True,
+    rank_to_process: Sequence[int] | None = None,
 ) -> Simulation:
     """Run a schedule on the virtual clock.
 
@@ -199,13 +212,17 @@ def simulate(
         input_grad: time of I, one number, or one number for each stage.
         weight_grad: time of W, one number, or one number for each stage; B takes I and W together.
         transfer: time from one rank to another, one number, or one number for each stage: ``transfer[s]`` is the time across the
-            boundary between stages s and s + 1, in either direction, so the last stage's may be left out. Links are not shared;
-            nothing is sent between stages on the same rank.
-        dispatch: time the host takes to hand over one action, in ``schedule.order``.
+            boundary between stages s and s + 1, in either direction, so the last stage's may be left out. A boundary lies between
+            the ranks ``schedule.stage_to_rank[s]`` and ``[s + 1]``, so links within a host and between hosts may differ. Links are
+            not shared; nothing is sent between stages on the same rank.
+        dispatch: time a process takes to hand over one action, in ``schedule.order``.
         overlap: whether a rank goes on computing while it sends.
+        rank_to_process: the process that hands over the actions of each rank, side by side with the other processes; one process
+            hands over all of them unless given.
 
     Raises:
-        ScheduleError: a cost that is negative or not finite (1e100 is the most), or not one cost for each stage.
+        ScheduleError: a cost that is negative or not finite (1e100 is the most), not one cost for each stage, or not one process
+            for each rank.
 
     Example:
         >>> from jaxpp.schedule import make
@@ -229,8 +246,12 @@ def simulate(
             wrong,
             f"pass one number, or {schedule.num_stages} of them (transfer: {schedule.num_stages - 1} will do)",
         )
-    costs = Costs(**{name: found or () for name, found in staged.items()}, dispatch=host, overlap=overlap)
-    return Simulation(schedule, costs)
+    processes = _plain((0,) * schedule.num_ranks if rank_to_process is None else rank_to_process)
+    if not isinstance(processes, Sequence) or len(processes) != schedule.num_ranks or not all(map(is_count, processes)):
+        got, fix = f"rank_to_process={rank_to_process!r}", f"pass {schedule.num_ranks} of them, such as [rank // 8 for each rank]"
+        raise ScheduleError("simulate(...)", "each rank has the number of one process, at least 0", got, fix)
+    staged = {name: found or () for name, found in staged.items()}
+    return Simulation(schedule, Costs(**staged, dispatch=host, overlap=overlap, rank_to_process=tuple(processes)))
 
 
 def _plain(value: object) -> object:

@@ -5,7 +5,7 @@ pipeline; each compiles, holds and dispatches what has a device here. A value th
 local shards: it has a shape, a type and a sharding, and nobody here can read it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -20,6 +20,7 @@ from jaxpp.types import Array, Aval, Device, DType, Home, Leaf
 __all__ = [
     "LocalRows",
     "as_sharding",
+    "devices_in",
     "elsewhere",
     "is_addressable",
     "is_here",
@@ -36,11 +37,12 @@ def as_sharding(home: Home) -> Sharding:
     return home if isinstance(home, Sharding) else SingleDeviceSharding(home)
 
 
-def _devices(home: Home) -> set[Device]:
+def devices_in(home: Home) -> set[Device]:
+    """The devices of a home."""
     return home.device_set if isinstance(home, Sharding) else {home}
 
 
-def processes_of(devices: Sequence[Device]) -> tuple[int, ...]:
+def processes_of(devices: Iterable[Device]) -> tuple[int, ...]:
     """The processes that have some of these devices, in order."""
     return tuple(sorted({device.process_index for device in devices}))
 
@@ -48,13 +50,13 @@ def processes_of(devices: Sequence[Device]) -> tuple[int, ...]:
 def is_here(home: Home) -> bool:
     """Whether some of a home's devices are of this process."""
     me = jax.process_index()
-    return any(device.process_index == me for device in _devices(home))
+    return any(device.process_index == me for device in devices_in(home))
 
 
 def is_whole_here(home: Home) -> bool:
     """Whether all of a home's devices are of this process."""
     me = jax.process_index()
-    return all(device.process_index == me for device in _devices(home))
+    return all(device.process_index == me for device in devices_in(home))
 
 
 def elsewhere(aval: Aval, home: Home) -> Array:

@@ -15,7 +15,7 @@ from jaxpp.plan.builder import CALLER, GroupMean, Line, Name
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.processes.crossing import crosser
-from jaxpp.runtime.processes.here import LocalRows, elsewhere, is_here, is_whole_here, spread
+from jaxpp.runtime.processes.here import LocalRows, devices_in, elsewhere, is_here, is_whole_here, processes_of, spread
 from jaxpp.runtime.transfer import sender
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, Home, Leaf
@@ -34,15 +34,17 @@ class Crossing:
         aval: shape and dtype, with all axes.
         source: where the value is.
         target: where it goes.
+        taken: whether a later program may take over the value's buffer.
     """
 
     aval: Aval
     source: Home
     target: Home
+    taken: bool
 
     def sender(self) -> Callable[..., Sequence[Array]]:
         """What the line calls."""
-        return crosser(self.aval, self.source, self.target)
+        return crosser(self.aval, self.source, self.target, taken=self.taken)
 
 
 class Shapes:
@@ -56,6 +58,7 @@ class Shapes:
 
     def __init__(self, lines: Sequence[Line], placement: Placement, leaves: Mapping[tuple[Role, int], Aval]):
         self._placement, self._leaves = placement, leaves
+        self._taken = {name for line in lines for name in line.taken}
         self._makers = {name: line for line in reversed(lines) for name in line.outputs}
 
     def __getitem__(self, name: Name) -> jax.ShapeDtypeStruct:
@@ -70,6 +73,10 @@ class Shapes:
         if isinstance(line.call, GroupMean):
             return place.aval(name.ref, line.call.avals[at])
         return self[line.inputs[at]]
+
+    def may_be_taken(self, name: Name) -> bool:
+        """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
+        return name in self._taken or name.ref.role in _LEAVES
 
     def stand_in(self, name: Name) -> Array:
         """What stands here for a value that lives elsewhere."""
@@ -89,12 +96,11 @@ def local_line(line: _Line, place: Place, placement: Placement, shapes: Shapes) 
         return (line, None) if there else None
     home, goal = placement[source.stage].home(source.ref), place.home(target.ref)
     here = is_here(home)
-    if not here and not there:
-        return None
-    if is_whole_here(home) and is_whole_here(goal):
-        return line, None
+    if len(processes_of((*devices_in(home), *devices_in(goal)))) == 1:
+        return (line, None) if here else None
     inputs, outputs = ((name,) if present else () for name, present in ((source, here), (target, there)))
-    return dataclasses.replace(line, inputs=inputs, outputs=outputs), Crossing(shapes[source], home, goal)
+    crossing = Crossing(shapes[source], home, goal, shapes.may_be_taken(source))
+    return dataclasses.replace(line, inputs=inputs, outputs=outputs), crossing
 
 
 def giver(home: Home) -> Callable[[Leaf], Sequence[Array]]:

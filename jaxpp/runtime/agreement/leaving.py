@@ -25,9 +25,9 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxpp.runtime.processes.differences import listed
-from jaxpp.runtime.processes.store import Store, shared_store
-from jaxpp.runtime.processes.watching import Watcher, silent
+from jaxpp.runtime.agreement.differences import listed
+from jaxpp.runtime.agreement.store import Store, shared_store
+from jaxpp.runtime.agreement.watching import Watcher, silent
 
 __all__ = ["FAILED", "left", "named", "watcher"]
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpp.runtime.processes.store import Store
+from jaxpp.runtime.agreement.store import Store
 
 __all__ = ["Watcher", "alarm", "silent"]
 

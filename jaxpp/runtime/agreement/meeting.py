@@ -29,11 +29,11 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jaxpp.errors import ProcessError
-from jaxpp.runtime.processes.differences import difference, listed
+from jaxpp.runtime.agreement.differences import difference, listed
+from jaxpp.runtime.agreement.leaving import FAILED, left, named, watcher
+from jaxpp.runtime.agreement.store import Store, shared_store
+from jaxpp.runtime.agreement.watching import alarm
 from jaxpp.runtime.processes.here import processes_of
-from jaxpp.runtime.processes.leaving import FAILED, left, named, watcher
-from jaxpp.runtime.processes.store import Store, shared_store
-from jaxpp.runtime.processes.watching import alarm
 from jaxpp.types import Device
 
 __all__ = ["Agreement", "agreement"]
