@@ -95,7 +95,7 @@ def test_a_process_that_is_killed_ends_the_others_within_the_heartbeat_time():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_ctrl_c_while_steps_run_ends_all(number):
-    with start(f"{CASES}:steps", 2, {"pause": 0.02}, together=False) as processes:
+    with start(f"{CASES}:steps", 3, {"pause": 0.02}, together=False) as processes:
         for process in processes:
             wait_for(process, "step 3")
         processes[number].send(signal.SIGINT)

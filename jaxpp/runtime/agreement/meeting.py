@@ -79,10 +79,10 @@ class Agreement(abc.ABC):
 
 @contextmanager
 def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
-    """A block in which the processes that have these devices agree on what they do.
+    """A block in which all processes of the run agree on what they do with these devices.
 
-    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices, or if
-    this one has none of them.
+    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices; processes
+    that have none of them take part, for every process calls every transfer.
 
     Args:
         where: the call, as the user wrote it.
@@ -91,9 +91,7 @@ def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
     Raises:
         ProcessError: the texts differ; or another process raised, has ended, or does not come.
     """
-    processes = processes_of(devices)
-    alone = len(processes) < 2 or jax.process_index() not in processes
-    meeting = _Alone() if alone else _company(processes).next(where)
+    meeting = _company().next(where) if len(processes_of(devices)) > 1 else _Alone()
     try:
         yield meeting
     except BaseException as error:
@@ -115,12 +113,12 @@ class _Alone(Agreement):
 
 
 @functools.cache
-def _company(processes: tuple[int, ...]) -> "_Company":
-    return _Company(processes)
+def _company() -> "_Company":
+    return _Company(range(jax.process_count()))
 
 
 class _Company:
-    """Some processes that do the same calls.
+    """The processes of a run, which do the same calls.
 
     Args:
         processes: in order.
@@ -131,7 +129,7 @@ class _Company:
         last: the last of them, for people.
     """
 
-    def __init__(self, processes: tuple[int, ...]):
+    def __init__(self, processes: Sequence[int]):
         self.processes, self.num_meetings, self.num_calls = processes, 0, 0
         self.last = collections.deque[str](maxlen=_REMEMBERED)
         self._digest = 0
@@ -159,7 +157,7 @@ class _Company:
 
     def folder(self, number: int, what: str = "digests") -> str:
         """Where the store has what was said at a meeting."""
-        return f"jaxpp/meetings/{'_'.join(map(str, self.processes))}/{number}/{what}"
+        return f"jaxpp/meetings/{number}/{what}"
 
     def _look(self, store: Store) -> None:
         """If others wait at the next meeting, and this process has gone on without it, say so."""
