@@ -115,6 +115,12 @@ def test_two_processes_give_the_bits_of_one(two, name):
     check(two, name)
 
 
+def test_the_second_step_overflows(two):
+    name = next(name for name, case in TWO.items() if case.model == "norms")
+    for part in two.parts(name):
+        assert [bool(part[f"{step} ['metrics']['finite'] []"]) for step in (1, 2, 3)] == [True, False, True]
+
+
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes_give_the_bits_of_one(four, name):
     check(four, name)
