@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 import jaxpp
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError, ProcessError, StateError
 from jaxpp.types import Tree
 
 
@@ -129,7 +129,7 @@ def gathered() -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     second = jaxpp.gather(tree["params"]["last"], jax.local_devices()[1])
     assert second.devices() == {jax.local_devices()[1]}
-    with pytest.raises(ArgumentError, match="every process passes the same tree"):
+    with pytest.raises(ProcessError, match=r"tree: process 0: \['y'\] f32\[\]\n +tree: process 1: \['x'\] f32\[\]"):
         jaxpp.gather({"x": loss} if me else {"y": loss})
     with pytest.raises(ArgumentError, match="leave device out"):
         jaxpp.gather(loss, jax.devices()[0 if me else 2])
