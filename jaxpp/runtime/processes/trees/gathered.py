@@ -50,7 +50,7 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
             raise ArgumentError(
                 "jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out"
             )
-        agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {describe(leaf)}" for path, leaf in paths)})
+        agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {_described(leaf)}" for path, leaf in paths)})
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
     found = []
@@ -108,6 +108,10 @@ def _brought(
     return part
 
 
+def _described(leaf: Leaf) -> str:
+    return describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
 def _first_devices() -> dict[int, Device]:
     """The first device of each process."""
     devices = sorted(jax.devices(), key=lambda device: device.id, reverse=True)
@@ -140,7 +144,7 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]], targets: Mapping[
         whole = np.flatnonzero(column == _WHOLE)
         if (0 < len(whole) < len(column) and (len(whole) > 1 or (column == _PART).any())) or not column.any():
             where = jax.tree_util.keystr(path) or "the leaf"
-            wrong.append(f"{where}, {describe(leaf)}: whole in {len(whole)} of {len(column)} processes")
+            wrong.append(f"{where}, {_described(leaf)}: whole in {len(whole)} of {len(column)} processes")
     if wrong:
         rule, fix = (
             "a leaf is whole in one process, or in all, or one global array",
