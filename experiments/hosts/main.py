@@ -46,7 +46,7 @@ class Config:
     """
 
     processes: tuple[int, ...] = (2, 4)
-    ranks: int = 4
+    ranks: int = 8
     schedule: str = "1f1b"
     microbatches: int = 8
     width: int = 128
@@ -54,7 +54,7 @@ class Config:
     batch: int = 32
     losses: int = 5
     steps: int = 60
-    rounds: int = 3
+    rounds: int = 2
     seconds: int = 300
     no_spawn: Flag = False
     markdown: Flag = False
