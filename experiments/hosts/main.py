@@ -140,10 +140,13 @@ def run(config: Config) -> Result:
 
     Raises:
         ProcessesError: a process failed, or took too long.
+        SystemExit: this process has joined others and is not process 0, which alone says what was found.
     """
     if config.no_spawn:
         jax.distributed.initialize()
         found = [measure(config.sizes(jax.device_count()))]
+        if jax.process_index() > 0:
+            sys.exit()
         return Result(config=config, rows=(_row(jax.process_count(), found, None),))
     counts = sorted({1, *config.processes})
     rounds: dict[int, list[Told]] = {count: [] for count in counts}
