@@ -81,8 +81,8 @@ class Agreement(abc.ABC):
 def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
     """A block in which all processes of the run agree on what they do with these devices.
 
-    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices; processes
-    that have none of them take part, for every process calls every transfer.
+    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices. A
+    process that has none of them takes part, for every process calls every transfer.
 
     Args:
         where: the call, as the user wrote it.
