@@ -32,6 +32,7 @@ from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.manifest import Json, SavedSet, SetForm, encoded_name, layout_of, read_manifest, write_manifest
+from jaxpp.tasks.set_homes import SetHomes
 from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.tasks.set_packing import HostCopy
 from jaxpp.types import Leaf, Tree
@@ -78,6 +79,7 @@ class BankFiles:
     def __init__(self, optimizer: optax.GradientTransformation, host_store: HostStore, home: SingleDeviceSharding):
         self.optimizer, self.host_store, self._home = optimizer, host_store, home
         self._layouts: dict[Hashable, SetLayout] = {}
+        self._homes: dict[SetLayout, SetHomes] = {}  # where sets live, in several processes, once a pipeline has said so
         self._saved: dict[str, _Directory] = {}  # the last one used is last
 
     def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
@@ -213,6 +215,10 @@ class BankFiles:
                     raise BankError(where, "folders that no manifest names are deleted", _in_words(error), fix) from error
                 gone.append(folder)
         return tuple(gone)
+
+    def _held(self, layout: SetLayout, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        """The leaves of a set that this process holds."""
+        return self._homes[layout].of(leaves) if layout in self._homes else leaves
 
     def _directory(self, path: Any) -> _Directory:
         """What is known of a directory."""
