@@ -76,7 +76,9 @@ class Mean:
                 shards.update(shards_of(result))
         order = tuple(self._devices.flat)
         return [
-            jax.make_array_from_single_device_arrays(value.shape, value.sharding, [shards[device] for device in order if device in shards])
+            jax.make_array_from_single_device_arrays(
+                value.shape, value.sharding, [shards[device] for device in order if device in shards]
+            )
             for shards, value in zip(found, values, strict=False)
         ]
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.processes.crossing import crosser
+from jaxpp.runtime.processes.told import first_devices, from_all
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Device, Home, Leaf, Tree
 
@@ -36,7 +37,7 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
     Raises:
         ArgumentError: the device is another process's, or the processes passed different trees.
     """
-    targets = _first_devices()
+    targets = first_devices()
     mine = targets[jax.process_index()]
     goal: Any = mine if device is None else device
     if goal.process_index != jax.process_index():
@@ -51,34 +52,12 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
     return structure.unflatten(found)
 
 
-def _first_devices() -> dict[int, Device]:
-    """The first device of each process."""
-    devices = sorted(jax.devices(), key=lambda device: device.id, reverse=True)
-    return dict(sorted({device.process_index: device for device in devices}.items()))
-
-
-def _from_all(values: np.ndarray, targets: Mapping[int, Device], put: _Put) -> np.ndarray:
-    """What each process passes, a row each; by sends alone, since a collective may be blocked by the sends of an earlier step."""
-    me = jax.process_index()
-    own = put(values, targets[me])
-    rows = {me: own}
-    for source in targets:
-        for process in sorted(targets.keys() - {source}):
-            if me in (source, process):
-                cross = crosser(own, targets[source], targets[process])
-                if me == source:
-                    cross(own)
-                else:
-                    (rows[source],) = cross()
-    return np.stack([rows[process] for process in sorted(rows)])
-
-
 def _held(
     leaves: Sequence[Leaf], paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]], targets: Mapping[int, Device], put: _Put
 ) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     text = "\n".join(f"{jax.tree_util.keystr(path)} {np.shape(leaf)} {jax.dtypes.result_type(leaf)}" for path, leaf in paths)
-    digests = _from_all(np.array([zlib.crc32(text.encode())], np.uint32), targets, put)[:, 0]
+    digests = from_all(np.array([zlib.crc32(text.encode())], np.uint32))[:, 0]
     rule, fix = (
         "every process passes the same tree",
         "call it with the same tree, at the same place of the script, in all",
@@ -89,7 +68,7 @@ def _held(
         raise ArgumentError("jaxpp.gather(tree)", rule, got, fix)
     if not leaves:
         return []
-    amounts = _from_all(np.array([_amount(leaf) for leaf in leaves], np.int8), targets, put)
+    amounts = from_all(np.array([_amount(leaf) for leaf in leaves], np.int8))
     wrong = []
     for (path, leaf), column in zip(paths, amounts.T, strict=True):
         whole = np.flatnonzero(column == _WHOLE)
