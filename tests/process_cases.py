@@ -44,7 +44,7 @@ class Model:
 
 def gpt(batch_size: int = 11) -> Model:
     """Dropout, and an embedding tied to the head, so that the first and the last stage share a parameter."""
-    model = GPT(vocab_size=16, max_length=4, width=8, depth=3, num_heads=2, dropout=0.2)
+    model = GPT(vocab_size=16, max_length=4, width=8, depth=2, num_heads=2, dropout=0.2)
 
     def batch(step):
         return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
@@ -150,7 +150,7 @@ class Case:
         batch_size: examples of a step.
         each: devices that are used of each process.
         local: whether a process is given only the part of the batch that its stages read.
-        looked: whether live bytes and compiled programs are looked at too.
+        looked: whether it evaluates too, and live bytes and compiled programs are looked at.
     """
 
     model: str
@@ -193,7 +193,7 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
     pipe, model = pipeline(case, devices)
     found: dict[str, np.ndarray] = {}
     state = pipe.init(model.init, jax.random.key(0), model.batch(0))
-    part = own_part(pipe, devices) if case.local else lambda batch: batch
+    part = own_part(pipe) if case.local else lambda batch: batch
     note(found, "0", state.held)
     for step in range(1, STEPS + 1):
         key = [jax.random.key(step)] * model.keyed
@@ -201,14 +201,14 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
         jax.block_until_ready((state, metrics))
         note(found, str(step), {"state": state.held, "metrics": dict(metrics)})
     key = [jax.random.key(7)] * model.keyed
-    note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
     if case.looked:
+        note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
         del metrics
         found |= look(pipe, state, model.batch(8), *key)
     return found
 
 
-def own_part(pipe: jaxpp.Pipeline, devices: Sequence[jax.Device]) -> Callable[[Any], Any]:
+def own_part(pipe: jaxpp.Pipeline) -> Callable[[Any], Any]:
     """What takes of a batch what the stages of this process read: shapes for the rest, or global arrays of the rows here."""
     me = jax.process_index()
     first, last = (any(device.process_index == me for device in devices_of(pipe.stages[k].device)) for k in (0, -1))
@@ -218,15 +218,14 @@ def own_part(pipe: jaxpp.Pipeline, devices: Sequence[jax.Device]) -> Callable[[A
         return {"x": batch["x"] if first else shapes["x"], "y": batch["y"] if last else shapes["y"]}
 
     def rows(batch):
-        mesh = Mesh(np.array(devices), "all")
-        begin, end = (len(devices) * (me + k) // jax.process_count() for k in (0, 1))
+        return {name: of_rows(leaf) for name, leaf in batch.items()}
 
-        def of_all(leaf):
-            each = len(leaf) // len(devices)
-            sharding = NamedSharding(mesh, PartitionSpec("all"))
-            return jax.make_array_from_process_local_data(sharding, leaf[begin * each : end * each], leaf.shape)
-
-        return jax.tree.map(of_all, batch)
+    def of_rows(leaf):
+        mesh = pipe.stages[0 if first else -1].device.mesh
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        here = sorted({index[0].indices(len(leaf))[:2] for index in sharding.addressable_devices_indices_map(leaf.shape).values()})
+        mine = leaf[here[0][0] : here[-1][1]]
+        return jax.make_array_from_process_local_data(sharding, mine, leaf.shape)
 
     return part if isinstance(pipe.stages[0].device, jax.Device) else rows
 
@@ -251,7 +250,8 @@ def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) 
 
     Returns:
         ``live <device>``: by how much the bytes of all arrays there exceed what the account of the step says, at the beginning and
-        after each instruction; ``held <device>``: what the account says; ``programs``: how many this process has compiled.
+        after each instruction; ``kept <device>``: bytes of the state there, which is left as it is, for the step is given a copy;
+        ``programs``: how many this process has compiled.
     """
     engine, key = pipe.engine, (*key, None)[0]
     account = step_liveness(engine, engine.lower("update", batch, key))
@@ -267,7 +267,8 @@ def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) 
     found = {"programs": np.array([engine.programs.num_compiled])}
     for k, device in enumerate(mine):
         held = [account.levels[device][moment].sum() for moment, _ in samples]
-        found[f"held {k}"] = np.array(held)
+        shards = [shard.data for leaf in jax.tree.leaves(state.held) for shard in leaf.addressable_shards]
+        found[f"kept {k}"] = np.array([sum(data.nbytes for data in shards if data.devices() == {device})])
         found[f"live {k}"] = np.array([sample[device] for _, sample in samples]) - held
     return found
 

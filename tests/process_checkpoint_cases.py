@@ -150,20 +150,6 @@ class DiesInTheMiddle:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_while_saving(folder: str) -> None:
-    """Save twice; the last process is killed during the second save."""
-    register()
-    with open_manager(pathlib.Path(folder)) as manager:
-        manager.save(1, args=ocp.args.StandardSave(state_of(1, 1)))
-        manager.wait_until_finished()
-        print("saved", flush=True)
-        if jax.process_index() == jax.process_count() - 1:
-            ocp.type_handlers.register_type_handler(jax.Array, DiesInTheMiddle(jaxpp.array_handler()), override=True)
-        manager.save(2, args=ocp.args.StandardSave(state_of(2, 2)))
-        manager.wait_until_finished()
-        print("saved again", flush=True)
-
-
 def looped(params: Tree, batch: Any, key: jax.Array) -> jax.Array:
     """A loop over layers with dropout, and a layer before and after it."""
 
@@ -179,8 +165,12 @@ def looped(params: Tree, batch: Any, key: jax.Array) -> jax.Array:
 def runs() -> dict[str, Tree]:
     """Parameters by name; a pipeline of them has four stages."""
     random = np.random.default_rng(0)
-    make = lambda *shape: random.normal(size=shape).astype(np.float32) / 2  # noqa: E731
-    return {name: {"in": make(3, 4), "w": make(layers, 4, 4), "out": make(4, 2)} for name, layers in (("equal slices", 8),)}
+
+    def params(num_layers: int) -> dict[str, np.ndarray]:
+        shapes = {"in": (3, 4), "w": (num_layers, 4, 4), "out": (4, 2)}
+        return {name: random.normal(size=shape).astype(np.float32) / 2 for name, shape in shapes.items()}
+
+    return {"equal slices": params(8), "unequal slices": params(7)}
 
 
 def pipeline() -> jaxpp.Pipeline:
@@ -197,8 +187,8 @@ def advance(pipe: jaxpp.Pipeline, state: jaxpp.State, until: int) -> Iterator[ja
         yield state
 
 
-def train(params: Tree, folder: pathlib.Path, until: int) -> jaxpp.State:
-    """Go on from the newest checkpoint to a step, and save every one, as the recipe does."""
+def train(params: Tree, folder: pathlib.Path, until: int, dies: int | None = None) -> jaxpp.State:
+    """Go on from the newest checkpoint to a step, and save every one, as the recipe does; or the last process dies in a save."""
     pipe, arguments = pipeline(), (params, np.zeros((8, 3), np.float32))
     with open_manager(folder) as manager:
         step = manager.latest_step()
@@ -207,14 +197,18 @@ def train(params: Tree, folder: pathlib.Path, until: int) -> jaxpp.State:
         else:
             state = manager.restore(step, args=ocp.args.StandardRestore(pipe.abstract_state(*arguments)))
         for newest in advance(pipe, state, until):
+            if newest.step == dies and jax.process_index() == jax.process_count() - 1:
+                manager.wait_until_finished()
+                ocp.type_handlers.register_type_handler(jax.Array, DiesInTheMiddle(jaxpp.array_handler()), override=True)
             manager.save(newest.step, args=ocp.args.StandardSave(newest))
     return pipe.state
 
 
-def train_all(folder: str, until: int) -> None:
-    """Train every pipeline up to a step, and be killed."""
+def train_killed(folder: str, name: str, until: int, dies: bool) -> None:
+    """Train a pipeline up to a step; or the last process dies while the last step is saved."""
     register()
-    for name, params in runs().items():
-        assert train(params, pathlib.Path(folder) / name, until).step == until
-        print(name, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    state = train(runs()[name], pathlib.Path(folder), until, until if dies else None)
+    whole = jaxpp.gather(state)
+    if jax.process_index() == 1:
+        leaves = jax.tree_util.tree_leaves_with_path(whole)
+        np.savez(pathlib.Path(folder).with_suffix(".npz"), **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})

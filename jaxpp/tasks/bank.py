@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
+from jaxpp.runtime.processes.here import is_addressable, is_whole_here
 from jaxpp.runtime.progress import progress
-from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tables.html import html_remarks, html_table
@@ -103,7 +103,7 @@ class Bank(BankFiles):
         self, sets: Mapping[Any, Params], optimizer: optax.GradientTransformation, *, device: Device | None = None, slots: int = 2
     ):
         self.device = jax.local_devices()[0] if device is None else device
-        if self.device not in jax.local_devices(backend=getattr(self.device, "platform", None)):
+        if not hasattr(self.device, "addressable_memories") or not is_whole_here(self.device):
             fix = "pass one of jax.local_devices(), such as device=jax.local_devices()[0]"
             raise BankError("Bank(device=...)", "sets are used on one of JAX's devices, of this process", shown(device), fix)
         kinds = [memory.kind for memory in self.device.addressable_memories()]

@@ -6,19 +6,22 @@ hold the whole tree: this is for trees that fit on one device.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.processes.crossing import crosser
+from jaxpp.runtime.processes.sliced import slices_of
 from jaxpp.runtime.processes.told import first_devices, from_all
 from jaxpp.stages.jaxpr import describe
-from jaxpp.types import Array, Device, Home, Leaf, Tree
+from jaxpp.stages.loops.stacked import joined
+from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
 
-__all__ = ["gather_across"]
+__all__ = ["brought", "gather_across"]
 
 _Put = Callable[[Leaf, Home], Array]
 
@@ -43,18 +46,64 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
     if goal.process_index != jax.process_index():
         got = f"{goal} of process {goal.process_index}, in process {jax.process_index()}"
         raise ArgumentError("jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out")
-    leaves, structure = jax.tree.flatten(tree)
-    held = _held(leaves, jax.tree_util.tree_leaves_with_path(tree), targets, put)
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    nodes = [slices_of(leaf) or leaf for _, leaf in paths]
+    leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
     found = []
-    for leaf, everywhere in zip(leaves, held, strict=True):
-        whole = leaf if everywhere else _whole(leaf, targets, put)
+    for (_, leaf), everywhere in zip(leaves, _held(leaves, targets, put), strict=True):
+        whole = leaf if everywhere else brought(leaf, targets.keys(), put)
         found.append(jax.block_until_ready(put(whole, goal)))
-    return structure.unflatten(found)
+    filled = jax.tree.structure(nodes).unflatten(found)
+    return structure.unflatten(joined(filled, lambda node: jnp.concatenate(node.parts)))
 
 
-def _held(
-    leaves: Sequence[Leaf], paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]], targets: Mapping[int, Device], put: _Put
-) -> list[bool]:
+def brought(leaf: Array, readers: Collection[int], put: _Put) -> Leaf:
+    """A leaf of some processes in those that read it; every process calls this.
+
+    Args:
+        leaf: which lives in one process, or is a global array.
+        readers: the processes that get it.
+        put: makes a fresh copy of a value on a device of this process.
+
+    Returns:
+        an array on the first device of this process, or, if the leaf comes in parts, one put together on the host; None if this
+        process does not read it.
+    """
+    places: dict[tuple[tuple[int, int], ...], list[Device]] = {}
+    indices = leaf.sharding.devices_indices_map(leaf.shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        box = tuple(one.indices(size)[:2] for one, size in zip(indices[device], leaf.shape, strict=True))
+        places.setdefault(box, []).append(device)
+    here = {shard.device: shard.data for shard in leaf.addressable_shards}
+    aval = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    parts = {box: _brought(aval, devices, here, readers, put) for box, devices in places.items()}
+    if jax.process_index() not in readers:
+        return None
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for box, part in parts.items():
+        whole[tuple(slice(begin, end) for begin, end in box)] = np.asarray(part)
+    return whole
+
+
+def _brought(
+    aval: Aval, devices: Sequence[Device], here: Mapping[Device, Array], readers: Collection[int], put: _Put
+) -> Array | None:
+    """A part that some devices hold: sent by the first of their processes to every reader that has none."""
+    targets, me, first = first_devices(), jax.process_index(), devices[0].process_index
+    holders = {device.process_index for device in devices}
+    part = None
+    if me in holders and (me == first or me in readers):
+        part = put(next(here[device] for device in devices if device in here), targets[me])
+    for process in sorted(set(readers) - holders):
+        came = crosser(aval, targets[first], targets[process])(*([part] if me == first else []))
+        if me == process:
+            (part,) = came
+    return part
+
+
+def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]], targets: Mapping[int, Device], put: _Put) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     text = "\n".join(f"{jax.tree_util.keystr(path)} {np.shape(leaf)} {jax.dtypes.result_type(leaf)}" for path, leaf in paths)
     digests = from_all(np.array([zlib.crc32(text.encode())], np.uint32))[:, 0]
@@ -66,9 +115,9 @@ def _held(
         odd = [str(k) for k, digest in enumerate(digests) if digest != digests[jax.process_index()]]
         got = f"another structure, or other shapes and types, in process {', '.join(odd)} than in process {jax.process_index()}"
         raise ArgumentError("jaxpp.gather(tree)", rule, got, fix)
-    if not leaves:
+    if not paths:
         return []
-    amounts = from_all(np.array([_amount(leaf) for leaf in leaves], np.int8))
+    amounts = from_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
     wrong = []
     for (path, leaf), column in zip(paths, amounts.T, strict=True):
         whole = np.flatnonzero(column == _WHOLE)
@@ -84,38 +133,3 @@ def _amount(leaf: Leaf) -> int:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return _WHOLE
     return _PART if leaf.addressable_shards else _AWAY
-
-
-def _whole(leaf: Array, targets: Mapping[int, Device], put: _Put) -> Leaf:
-    """A leaf of some processes on the first device of this one, or, if it comes in parts, put together on the host."""
-    places: dict[tuple[tuple[int, int], ...], list[Device]] = {}
-    indices = leaf.sharding.devices_indices_map(leaf.shape)
-    for device in sorted(indices, key=lambda device: device.id):
-        box = tuple(one.indices(size)[:2] for one, size in zip(indices[device], leaf.shape, strict=True))
-        places.setdefault(box, []).append(device)
-    here = {shard.device: shard.data for shard in leaf.addressable_shards}
-    parts = {box: _everywhere(leaf, devices, here, targets, put) for box, devices in places.items()}
-    if len(parts) == 1:
-        return next(iter(parts.values()))
-    whole = np.empty(leaf.shape, leaf.dtype)
-    for box, part in parts.items():
-        whole[tuple(slice(begin, end) for begin, end in box)] = np.asarray(part)
-    return whole
-
-
-def _everywhere(
-    leaf: Array, devices: Sequence[Device], here: Mapping[Device, Array], targets: Mapping[int, Device], put: _Put
-) -> Array:
-    """A part that some devices hold, on the first device of this process: from the first holder to every process without one."""
-    me, first = jax.process_index(), devices[0].process_index
-    mine = next((here[device] for device in devices if device in here), None)
-    part = None if mine is None else put(mine, targets[me])
-    aval = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-    holders = {device.process_index for device in devices}
-    for process in sorted(targets.keys() - holders):
-        if me in (first, process):
-            cross = crosser(aval, targets[first], targets[process])
-            found = cross(part) if me == first else cross()
-            part = part if me == first else found[0]
-    assert part is not None
-    return part
