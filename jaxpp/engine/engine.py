@@ -87,7 +87,7 @@ class Engine:
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
     @cached_property
-    def _alone(self) -> bool:
+    def alone(self) -> bool:
         """Whether one process has all devices."""
         return len(processes_of(self.options.devices)) < 2
 
@@ -199,7 +199,7 @@ class Engine:
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
     ) -> tuple[Plan, Lowered]:
         """The plan; the processes that run it agree on it the first time."""
-        if self._alone:
+        if self.alone:
             return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
         if what in self._agreed:

@@ -93,7 +93,9 @@ class BankFiles:
             manager.save(step, args=ocp.args.Composite(**items))
 
         In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
-        processes can restore them. It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
+        processes can restore them.
+
+        It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
         block that uses it. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ...,
         "opt_state": ...}`` that Orbax opens without jaxpp.
 
@@ -132,11 +134,13 @@ class BankFiles:
         with agreement(where, jax.devices()) as agree:
             agree(lambda: {"sets": "\n".join(map(repr, copies)), "sets that changed": "\n".join(map(repr, changed))})
         tokens = fresh_tokens(len(changed))
-        with contextlib.closing(open_writer(ocp)) as orbax, progress(changed, desc="sets saved", unit="set", after=2) as bar:
+        writer, arguments = open_writer(ocp)
+        with contextlib.closing(writer) as orbax, progress(changed, desc="sets saved", unit="set", after=2) as bar:
             for count, name in enumerate(bar):
                 folder = _folder_name(name, tokens[count])
                 done = f"{count} of the {len(changed)} sets that changed are saved, {name!r} is not"
-                _write_set(where, ocp, orbax, path / folder, self._tree_of(name, copies[name].leaves), done)
+                tree = self._tree_of(name, copies[name].leaves)
+                _write_set(where, orbax, path / folder, arguments(tree), done)
                 there.sets[name] = _Version(folder, copies[name].version)
         return write_manifest(there.named_anew(copies), self._layouts)
 
@@ -339,10 +343,10 @@ def _open(where: str, directory: str | os.PathLike[str]) -> tuple[Any, Any]:
     return ocp, epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def _write_set(where: str, ocp: Any, writer: Any, path: Any, tree: Tree, done: str) -> None:
+def _write_set(where: str, writer: Any, path: Any, args: Any, done: str) -> None:
     """Save a set in a folder of its own; if that fails, nothing is left of the folder."""
     try:
-        writer.save(path, args=ocp.args.StandardSave(tree))
+        writer.save(path, args=args)
     except BaseException as error:
         _remove_half(path)
         if not isinstance(error, Exception):

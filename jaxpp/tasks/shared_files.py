@@ -20,10 +20,10 @@ def fresh_tokens(count: int) -> list[str]:
     return [row.tobytes().hex() for row in from_all(drawn)[0].reshape(count, 2)]
 
 
-def open_writer(ocp: Any) -> Any:
-    """Orbax's checkpointer for sets: one that lets each process write what it holds, where there are several."""
+def open_writer(ocp: Any) -> tuple[Any, Any]:
+    """Orbax's checkpointer for sets, and what makes its argument of a tree; of several processes each writes what it holds."""
     if jax.process_count() == 1:
-        return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        return ocp.Checkpointer(ocp.StandardCheckpointHandler()), ocp.args.StandardSave
     numpy = np.ndarray, ocp.type_handlers.NumpyHandler()
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler()), numpy)
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)), ocp.args.PyTreeSave

@@ -50,7 +50,7 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
     found = []
-    for (_, leaf), everywhere in zip(leaves, _held(leaves, targets, put), strict=True):
+    for (_, leaf), everywhere in zip(leaves, _held(leaves), strict=True):
         whole = leaf if everywhere else brought(leaf, targets.keys(), put)
         found.append(jax.block_until_ready(put(whole, goal)))
     filled = jax.tree.structure(nodes).unflatten(found)
@@ -103,7 +103,7 @@ def _brought(
     return part
 
 
-def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]], targets: Mapping[int, Device], put: _Put) -> list[bool]:
+def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     text = "\n".join(f"{jax.tree_util.keystr(path)} {np.shape(leaf)} {jax.dtypes.result_type(leaf)}" for path, leaf in paths)
     digests = from_all(np.array([zlib.crc32(text.encode())], np.uint32))[:, 0]
