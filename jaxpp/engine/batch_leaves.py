@@ -51,16 +51,17 @@ def check_leaves(lowered: Lowered, batch: Batch, leaves: Sequence[Leaf]) -> None
     Raises:
         BatchError: a stage of this process reads a leaf that is a shape here, or rows that are not here.
     """
-    if not any(isinstance(leaf, (jax.ShapeDtypeStruct, LocalRows)) for leaf in leaves):
+    partial = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, (jax.ShapeDtypeStruct, LocalRows))}
+    if not partial:
         return
-    wrong = []
-    for k, lines in sorted(leaves_read(lowered).items()):
-        where = f"batch{jax.tree_util.keystr(_with_paths(batch)[k][0])}: {describe(leaves[k])}"
-        for line in lines:
-            if isinstance(leaves[k], jax.ShapeDtypeStruct):
-                wrong.append(f"{where} is a shape without values, and stage {line.stage} reads it, on {line.place}")
-            elif isinstance(leaves[k], LocalRows) and (row := _lacks(lowered, k, leaves[k], line)) is not None:
-                wrong.append(f"{where} lacks row {row}, and stage {line.stage} reads it, on {line.place}")
+    wrong, lines = [], leaves_read(lowered)
+    for k, leaf in partial.items():
+        where = f"batch{jax.tree_util.keystr(_with_paths(batch)[k][0])}: {describe(leaf)}"
+        for line in lines.get(k, ()):
+            row = None if isinstance(leaf, jax.ShapeDtypeStruct) else _lacks(lowered, k, leaf, line)
+            lacks = f"lacks row {row}" if isinstance(leaf, LocalRows) else "is a shape without values"
+            if row is not None or not isinstance(leaf, LocalRows):
+                wrong.append(f"{where} {lacks}, and stage {line.stage} reads it, on {line.place}")
     if wrong:
         rule = f"process {jax.process_index()} passes the values that its own stages read of a batch"
         fix = "pass them in this process; pipe.reads(batch) says which leaves each process reads"
