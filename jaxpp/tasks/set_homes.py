@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
-from jaxpp.runtime.processes.here import elsewhere, is_here, processes_of
+from jaxpp.runtime.processes.here import elsewhere, is_here, processes_of, spread
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.types import Array, Aval, Leaf
 
@@ -43,15 +42,8 @@ class SetHomes:
         """All leaves, as arrays beside the devices of their stages: those held here, and stand-ins for the others."""
         found = dict(zip(self.here, held, strict=True))
         return [
-            _beside(found[k], sharding) if k in found else elsewhere(aval, sharding.with_memory_kind(HOST_MEMORY))
+            spread(np.asarray(found[k]), sharding, HOST_MEMORY)
+            if k in found
+            else elsewhere(aval, sharding.with_memory_kind(HOST_MEMORY))
             for k, (aval, sharding) in enumerate(zip(shapes, self.shardings, strict=True))
         ]
-
-
-def _beside(leaf: Leaf, sharding: Sharding) -> Array:
-    """A leaf in the host memory of this process, as an array of all processes that hold it."""
-    value, found = np.asarray(leaf), []
-    for device, index in sharding.addressable_devices_indices_map(value.shape).items():
-        part = value if index is None else value[index]
-        found.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=HOST_MEMORY)))
-    return jax.make_array_from_single_device_arrays(value.shape, sharding.with_memory_kind(HOST_MEMORY), found)

@@ -94,12 +94,18 @@ def put_across(value: Leaf, home: Home) -> Array:
     return elsewhere(jax.eval_shape(lambda x: x, aval) if isinstance(aval, np.ndarray) else aval, home)
 
 
-def spread(value: Leaf, home: Home) -> Array:
-    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent."""
+def spread(value: Leaf, home: Home, memory_kind: str | None = None) -> Array:
+    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent.
+
+    With ``memory_kind`` they are not in the devices' own memory, but in that.
+    """
     sharding, shape = as_sharding(home), np.shape(value)
+    if memory_kind is not None:
+        sharding = sharding.with_memory_kind(memory_kind)
     value = value if hasattr(value, "dtype") else np.asarray(value, jax.dtypes.result_type(value))
     indices = sharding.addressable_devices_indices_map(shape)
-    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], device) for device, index in indices.items()]
+    at = {device: SingleDeviceSharding(device, memory_kind=memory_kind) if memory_kind else device for device in indices}
+    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], at[device]) for device, index in indices.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 

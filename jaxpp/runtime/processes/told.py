@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from jaxpp.runtime.processes.crossing import crosser
+from jaxpp.runtime.processes.here import spread
 from jaxpp.types import Device
 
 __all__ = ["first_devices", "from_all"]
@@ -22,7 +23,7 @@ def from_all(values: np.ndarray) -> np.ndarray:
     values that it neither has nor wants (``crossing``).
     """
     me, devices = jax.process_index(), first_devices()
-    own = jax.device_put(np.array(values), devices[me])
+    own = spread(np.array(values), devices[me])
     rows = {me: own}
     for source in devices:
         for process in sorted(devices.keys() - {source}):
