@@ -53,9 +53,9 @@ def ensure_devices(count: int) -> None:
 
 
 def join_hosts() -> None:
-    """Join the processes of this command on the other hosts, which ``jax.distributed.initialize`` finds; only process 0 prints then.
+    """Join the processes of this command on the other hosts, which ``jax.distributed.initialize`` finds.
 
-    Nothing happens where ``jax.distributed.initialize`` was called before, with arguments of its own.
+    From then on only process 0 prints. Whoever called ``jax.distributed.initialize`` before has joined them already.
     """
     if not jax.distributed.is_initialized():
         jax.distributed.initialize()

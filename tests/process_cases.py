@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +25,9 @@ from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.runtime.place import devices_of
 from models.gpt import GPT
-from models.mlp import MLP
 
 STEPS = 3
+DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,56 +59,76 @@ def gpt(batch_size: int = 11) -> Model:
     return Model(loss_fn, init, batch, {"has_aux": True}, keyed=True)
 
 
-class Norms(nn.Module):
-    """Dense layers in half precision, with batch normalisation between them."""
+def tied(batch_size: int = 11) -> Model:
+    """The same in a few equations: dropout, and an embedding that the first and the last stage share."""
 
-    @nn.compact
-    def __call__(self, x, train=True):
-        for k in range(5):
-            x = nn.Dense(8, dtype="float16", name=f"dense_{k}")(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8, dtype="float16", name=f"norm_{k}")(x))
-        return nn.Dense(3, name="head")(x)
+    def batch(step):
+        return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
+
+    def loss_fn(params, batch, key):
+        x = params["embed"][batch[:, :-1]]
+        for k in range(DEPTH):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.8, x.shape)
+            x = x + jnp.where(kept, jnp.tanh(x @ params[f"w{k}"]), 0)
+        logits = x @ params["embed"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(), {"sums": logits.sum((1, 2))}
+
+    def init(key):
+        return {"embed": jax.random.normal(key, (16, 8)), **layers(key)}
+
+    return Model(loss_fn, init, batch, {"has_aux": True}, keyed=True)
 
 
 def norms(batch_size: int = 10) -> Model:
-    """Model state and a loss scale; in the second step a gradient overflows."""
-    model = Norms()
+    """Layers in half precision with running means, and a loss scale; in the second step a gradient overflows."""
 
     def batch(step):
         rng = np.random.default_rng((3, step))
-        scale = np.full((batch_size, 1), 3e4 if step == 1 else 1.0, "float32")
-        return {"x": rng.normal(size=(batch_size, 5)).astype("f"), "y": rng.integers(0, 3, batch_size, "int32"), "scale": scale}
+        scale = np.full((batch_size, 1), 6e4 if step == 1 else 1.0, "float32")
+        return {"x": rng.normal(size=(batch_size, 8)).astype("f"), "y": rng.integers(0, 3, batch_size, "int32"), "scale": scale}
 
     def loss_fn(params, model_state, batch):
-        logits, new = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        x, means = batch["x"].astype("float16"), {}
+        for k in range(DEPTH):
+            x = x @ params[f"w{k}"].astype("float16")
+            mean = x.mean(0)
+            means[f"mean{k}"] = 0.8 * model_state[f"mean{k}"] + 0.2 * jax.lax.stop_gradient(mean)
+            x = jax.nn.relu(x - mean)
+        logits = (x @ params["head"].astype("float16")).astype("float32")
         losses = optax.softmax_cross_entropy_with_integer_labels(logits * batch["scale"], batch["y"])
-        return losses.mean(), (new, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()})
+        return losses.mean(), (means, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()})
 
     def init(key):
-        variables = model.init(key, jnp.asarray(batch(0)["x"][:1]))
-        return variables["params"], {"batch_stats": variables["batch_stats"]}
+        params = layers(key) | {"head": jax.random.normal(key, (8, 3))}
+        return params, {f"mean{k}": jnp.zeros(8) for k in range(DEPTH)}
 
     scale = DynamicScale(scale=2.0**12, growth_interval=2)
     return Model(loss_fn, init, batch, {"has_state": True, "loss_scale": scale})
 
 
 def mlp(batch_size: int = 16) -> Model:
-    """Dense layers; aux has one row an example."""
-    model = MLP(width=8, depth=7)
+    """Layers; aux has one row an example."""
 
     def batch(step):
         rng = np.random.default_rng((4, step))
         return {"x": rng.normal(size=(batch_size, 8)).astype("f"), "y": rng.integers(0, 2, batch_size, "int32")}
 
     def loss_fn(params, batch):
-        logits = model.apply({"params": params}, batch["x"])
+        x = batch["x"]
+        for k in range(DEPTH):
+            x = jnp.tanh(x @ params[f"w{k}"])
+        logits = x @ params["head"]
         aux = {"accuracy": (logits.argmax(-1) == batch["y"]).mean(), "logits": logits}
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), aux
 
     def init(key):
-        return model.init(key, jnp.asarray(batch(0)["x"][:1]))["params"]
+        return layers(key) | {"head": jax.random.normal(key, (8, 2))}
 
     return Model(loss_fn, init, batch, {"has_aux": True})
+
+
+def layers(key: jax.Array) -> dict[str, jax.Array]:
+    return {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (8, 8)) / 2 for k in range(DEPTH)}
 
 
 def stacked(batch_size: int = 8) -> Model:
@@ -129,9 +148,9 @@ def stacked(batch_size: int = 8) -> Model:
     return Model(loss_fn, init, batch, {}, keyed=True)
 
 
-MODELS = {"gpt": gpt, "norms": norms, "mlp": mlp, "stacked": stacked}
+MODELS = {"gpt": gpt, "tied": tied, "norms": norms, "mlp": mlp, "stacked": stacked}
 RULES = {
-    "mlp": {"dense_[024]": "column", "dense_[135]": "row"},
+    "mlp": {"w[0246]": PartitionSpec(None, "model"), "w[1357]": PartitionSpec("model", None)},
     "gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"},
 }
 
@@ -261,10 +280,12 @@ def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) 
     own = engine.run("update", engine.copy(engine.leaves(state.held)), batch, key).state  # everything is compiled by now
     jax.block_until_ready(own.flat())
     gc.collect()
+    found = {"programs": np.array([engine.programs.num_compiled])}
+    if jax.process_count() == 1:
+        return found
     samples = [(0, {device: live_bytes(device) for device in mine})]
     engine.run("update", own, batch, key, observer=lambda *_: samples.append((next(moments), {d: live_bytes(d) for d in mine})))
     assert len(samples) == len(plan.instructions) + 1
-    found = {"programs": np.array([engine.programs.num_compiled])}
     for k, device in enumerate(mine):
         held = [account.levels[device][moment].sum() for moment, _ in samples]
         shards = [shard.data for leaf in jax.tree.leaves(state.held) for shard in leaf.addressable_shards]

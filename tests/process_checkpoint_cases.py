@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 import jaxpp
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError, BankError, ProcessError, StateError
 from jaxpp.types import Tree
 
 
@@ -115,6 +115,7 @@ def by_hand(folder: str) -> None:
         ocp.StandardCheckpointer().save(path / "key", {"key": jax.random.key(0)})
     assert "Got: key: key<fry>[]" in str(error.value) and "jax.random.key_data" in str(error.value)
     gathered()
+    banks()
     if jax.process_index() == 0:
         print("all is as it should be")
 
@@ -129,10 +130,21 @@ def gathered() -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     second = jaxpp.gather(tree["params"]["last"], jax.local_devices()[1])
     assert second.devices() == {jax.local_devices()[1]}
-    with pytest.raises(ArgumentError, match="every process passes the same tree"):
+    with pytest.raises(ProcessError, match=r"tree: process 0: \['y'\] f32\[\]\n +tree: process 1: \['x'\] f32\[\]"):
         jaxpp.gather({"x": loss} if me else {"y": loss})
     with pytest.raises(ArgumentError, match="leave device out"):
         jaxpp.gather(loss, jax.devices()[0 if me else 2])
+
+
+def banks() -> None:
+    """A bank belongs to a process."""
+    bank = jaxpp.Bank({"cat": {"w": np.ones(2, np.float32)}}, optax.sgd(0.5))
+    assert bank.device == jax.local_devices()[0]
+    with bank.use("cat") as task:
+        task.params = jax.tree.map(lambda leaf: leaf + jax.process_index(), task.params)
+    np.testing.assert_array_equal(bank.params("cat")["w"], 1 + jax.process_index())
+    with pytest.raises(BankError, match="a bank is used on a device of its own process"):
+        jaxpp.Bank({}, optax.sgd(0.5), device=jax.devices()[0 if jax.process_index() else -1])
 
 
 class DiesInTheMiddle:

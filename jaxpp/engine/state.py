@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
-from jaxpp.runtime.processes.sliced import are_across, stand_in_for
+from jaxpp.runtime.processes.trees.sliced import are_across, stand_in_for
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
-from jaxpp.runtime.processes.gathered import gather_across
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
+from jaxpp.runtime.processes.trees.gathered import gather_across
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
 from jaxpp.types import Array, Device, Home, Leaf, Tree
@@ -180,7 +180,8 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         the same tree with every leaf a copy on ``device``; the originals stay.
 
     Raises:
-        ArgumentError: the processes passed different trees, or a device that is not theirs.
+        ArgumentError: in several processes, the device belongs to another one.
+        ProcessError: they passed different trees, or one of them failed or does not come.
 
     Example:
         >>> import optax

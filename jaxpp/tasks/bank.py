@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
-from jaxpp.runtime.processes.here import is_addressable, is_whole_here
+from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.stages.jaxpr import shapes_of
@@ -103,9 +103,12 @@ class Bank(BankFiles):
         self, sets: Mapping[Any, Params], optimizer: optax.GradientTransformation, *, device: Device | None = None, slots: int = 2
     ):
         self.device = jax.local_devices()[0] if device is None else device
-        if not hasattr(self.device, "addressable_memories") or not is_whole_here(self.device):
-            fix = "pass one of jax.local_devices(), such as device=jax.local_devices()[0]"
-            raise BankError("Bank(device=...)", "sets are used on one of JAX's devices, of this process", shown(device), fix)
+        if not hasattr(self.device, "addressable_memories"):
+            fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
+            raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
+        if self.device.process_index != jax.process_index():
+            got, fix = f"{self.device} of process {self.device.process_index}", "pass one of jax.local_devices()"
+            raise BankError("Bank(device=...)", "a bank is used on a device of its own process", got, fix)
         kinds = [memory.kind for memory in self.device.addressable_memories()]
         if HOST_MEMORY not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"

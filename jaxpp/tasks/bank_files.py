@@ -132,7 +132,8 @@ class BankFiles:
         for name in changed:
             _check_paths(where, name, self._layouts[name])
         with agreement(where, jax.devices()) as agree:
-            agree(lambda: {"sets": "\n".join(map(repr, copies)), "sets that changed": "\n".join(map(repr, changed))})
+            lines = {"sets": copies, "sets that changed": changed, "homes": [homes.processes for homes in self._homes.values()]}
+            agree(lambda: {part: "\n".join(map(repr, each)) for part, each in lines.items()})
         tokens = fresh_tokens(len(changed))
         writer, arguments = open_writer(ocp)
         with contextlib.closing(writer) as orbax, progress(changed, desc="sets saved", unit="set", after=2) as bar:

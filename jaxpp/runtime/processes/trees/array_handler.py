@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import StateError
-from jaxpp.runtime.processes.gathered import brought
 from jaxpp.runtime.processes.here import elsewhere, is_here
-from jaxpp.runtime.processes.sliced import slices_of
+from jaxpp.runtime.processes.trees.gathered import brought
+from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.runtime.transfer import HOST_MEMORY, put
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices

@@ -5,7 +5,6 @@ that what is on its way is never more than one leaf. Among ``n`` processes, a le
 hold the whole tree: this is for trees that fit on one device.
 """
 
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import ArgumentError
+from jaxpp.runtime.processes.agreement import agreement
 from jaxpp.runtime.processes.crossing import crosser
-from jaxpp.runtime.processes.sliced import slices_of
 from jaxpp.runtime.processes.told import first_devices, from_all
+from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import joined
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
@@ -38,15 +38,20 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
         put: makes a fresh copy of a value on a device of this process.
 
     Raises:
-        ArgumentError: the device is another process's, or the processes passed different trees.
+        ArgumentError: the device is another process's, or a leaf is neither whole in one process or all, nor a global array.
+        ProcessError: the processes passed different trees, or one of them failed or does not come.
     """
     targets = first_devices()
-    mine = targets[jax.process_index()]
-    goal: Any = mine if device is None else device
-    if goal.process_index != jax.process_index():
-        got = f"{goal} of process {goal.process_index}, in process {jax.process_index()}"
-        raise ArgumentError("jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out")
+    me = jax.process_index()
+    goal: Any = targets[me] if device is None else device
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    with agreement("jaxpp.gather", jax.devices()) as agree:
+        if goal.process_index != me:
+            got = f"{goal} of process {goal.process_index}, in process {me}"
+            raise ArgumentError(
+                "jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out"
+            )
+        agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {_described(leaf)}" for path, leaf in paths)})
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
     found = []
@@ -103,18 +108,12 @@ def _brought(
     return part
 
 
+def _described(leaf: Leaf) -> str:
+    return describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
 def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
-    text = "\n".join(f"{jax.tree_util.keystr(path)} {np.shape(leaf)} {jax.dtypes.result_type(leaf)}" for path, leaf in paths)
-    digests = from_all(np.array([zlib.crc32(text.encode())], np.uint32))[:, 0]
-    rule, fix = (
-        "every process passes the same tree",
-        "call it with the same tree, at the same place of the script, in all",
-    )
-    if len(set(digests.tolist())) > 1:
-        odd = [str(k) for k, digest in enumerate(digests) if digest != digests[jax.process_index()]]
-        got = f"another structure, or other shapes and types, in process {', '.join(odd)} than in process {jax.process_index()}"
-        raise ArgumentError("jaxpp.gather(tree)", rule, got, fix)
     if not paths:
         return []
     amounts = from_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
@@ -123,9 +122,13 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
         whole = np.flatnonzero(column == _WHOLE)
         if (0 < len(whole) < len(column) and (len(whole) > 1 or (column == _PART).any())) or not column.any():
             where = jax.tree_util.keystr(path) or "the leaf"
-            wrong.append(f"{where}, {describe(leaf)}: whole in {len(whole)} of {len(column)} processes")
+            wrong.append(f"{where}, {_described(leaf)}: whole in {len(whole)} of {len(column)} processes")
     if wrong:
-        raise ArgumentError("jaxpp.gather(tree)", "a leaf is whole in one process, or in all, or one global array", wrong, fix)
+        rule, fix = (
+            "a leaf is whole in one process, or in all, or one global array",
+            "gather it with the leaves of a state, or leave it out",
+        )
+        raise ArgumentError("jaxpp.gather(tree)", rule, wrong, fix)
     return [bool((column == _WHOLE).all()) for column in amounts.T]
 
 
