@@ -135,8 +135,9 @@ class HostStore:
         """Forget all leaves of a set but some, by their numbers; the set counts as unchanged, and is not in use."""
         self.check_idle(name, "be divided")
         held = self.held(name)
-        leaves, shapes, homes = ([values[k] for k in members] for values in (held.leaves, held.packing.shapes, held.packing.homes))
-        self._hosts[name] = self._packing(tuple(shapes), homes).on_host(leaves, held.version)
+        leaves, packing = held.leaves, held.packing
+        kept = self._packing(tuple(packing.shapes[k] for k in members), [packing.homes[k] for k in members])
+        self._hosts[name] = kept.on_host([leaves[k] for k in members], held.version)
         self._drop(name)
 
     def _packing(self, shapes: tuple[jax.ShapeDtypeStruct, ...], homes: Sequence[Sharding]) -> SetPacking:

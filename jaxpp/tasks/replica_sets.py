@@ -150,7 +150,7 @@ def _over_replicas(home: Sharding, devices: Sequence[Device]) -> Sharding:
     """The sharding of a leaf that all replicas have, of that of one replica."""
     if not isinstance(home, NamedSharding) or len(home.device_set) == len(devices):
         return home
-    return NamedSharding(Mesh(np.array(devices).reshape(-1, home.mesh.devices.size), home.mesh.axis_names), home.spec)
+    return NamedSharding(Mesh(np.array(devices).reshape(-1, len(home.device_set)), home.mesh.axis_names), home.spec)
 
 
 def _process(home: Home) -> int:
