@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
-from jaxpp.runtime.processes.agreement import agreement
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.runtime.processes.told import from_all
 from jaxpp.runtime.transfer import put
