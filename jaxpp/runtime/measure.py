@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
+from jaxpp.runtime.agreement.listing import listing
 from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
@@ -20,7 +21,6 @@ from jaxpp.runtime.processes.told import from_all
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.cut_loss import CutLoss
-from jaxpp.stages.listing import listing
 from jaxpp.stages.loss.trace import key_implementation
 from jaxpp.types import Aval
 
