@@ -7,6 +7,7 @@ under ``/dev`` that a driver makes. It never overrides a choice made before it.
 
 import fnmatch
 import glob
+import io
 import os
 import pkgutil
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["ensure_devices", "has_accelerator", "is_chosen", "runs_on_cpu"]
+__all__ = ["ensure_devices", "has_accelerator", "is_chosen", "join_hosts", "runs_on_cpu"]
 
 FLAG = "--xla_force_host_platform_device_count"
 
@@ -49,6 +50,17 @@ def ensure_devices(count: int) -> None:
     except RuntimeError:  # a backend runs already
         return
     print(f"No accelerator found: forcing {count} CPU devices, which share this machine's cores.", file=sys.stderr)
+
+
+def join_hosts() -> None:
+    """Join the processes of this command on the other hosts, which ``jax.distributed.initialize`` finds.
+
+    From then on only process 0 prints. Whoever called ``jax.distributed.initialize`` before has joined them already.
+    """
+    if not jax.distributed.is_initialized():
+        jax.distributed.initialize()
+    if jax.process_index() != 0:
+        sys.stdout = io.StringIO()
 
 
 def is_chosen(xla_flags: str, configured: int) -> bool:

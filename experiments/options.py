@@ -184,7 +184,7 @@ def check_writable(option: str, path: Path | None) -> None:
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}). Fix: name another file.") from error
     if not there:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def check_folder(option: str, path: Path) -> None:

@@ -89,7 +89,7 @@ def command(name: str, config_type: type[C], description: str, run: Callable[[C]
         found = run(config)
     except (ConfigError, JaxppError) as error:
         raise SystemExit("\n".join([f"{name.rsplit('.', maxsplit=1)[-1]}: {error}", *getattr(error, "__notes__", ())])) from None
-    report(show(found), found.to_json(), config.json, found.figures)
+    report(show(found), found.to_json(), config.json if jax.process_index() == 0 else None, found.figures)
     return found
 
 

@@ -11,11 +11,12 @@ from jaxpp.engine.tracing import same_shapes
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
-from jaxpp.runtime.transfer import check_alive, concatenated_at, to_homes
+from jaxpp.runtime.processes.trees.sliced import stand_in_for
+from jaxpp.runtime.transfer import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.uneven import warn_of
-from jaxpp.stages.loops.stacked import is_slices
-from jaxpp.types import Batch, Device, Key, LossFn, Params, ReduceAux, Remat, Tree
+from jaxpp.stages.loops.stacked import Slices, is_slices, joined
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Remat, Tree
 
 __all__ = ["value_and_grad"]
 
@@ -60,6 +61,10 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
         are where the caller's parameters are. Microbatch i uses ``jax.random.fold_in(key, i)``.
 
+        If the devices belong to several processes, all of them call ``grad_fn`` with the same arguments. Each can read the loss and
+        aux. A gradient stays on the device of its stage, and is an array without local shards in the other processes;
+        ``jaxpp.gather(grads)`` brings all of them to every process.
+
     Raises:
         JaxppError: a ``ValueError`` for every option or input that cannot be run. Tracebacks end at the caller's own line;
             ``jax.config.update("jax_traceback_filtering", "off")`` shows every frame.
@@ -87,13 +92,23 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         if engine is None or not same_shapes(engine.layout.given, (params,)):
             engine = open_engine(options, None, (params,), batch, key, known=engine)
             warn_of(engine.layout.unevenness)
-        engine.plan("grads", batch, key)
+        if engine.alone:
+            engine.plan("grads", batch, key)
         held = engine.sliced(params)
         outcome = engine.run("grads", engine.bring(held), batch, key)
-        homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.devices()[0] for leaf in leaves]
-        made = jax.tree.leaves(jax.tree.structure(held).unflatten(outcome.grads), is_leaf=is_slices)
+        made = jax.tree.structure(held).unflatten(outcome.grads)
+        if not engine.alone:
+            return ((outcome.loss, outcome.aux) if has_aux else outcome.loss), joined(made, _across)
+        homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.local_devices()[0] for leaf in leaves]
+        made = jax.tree.leaves(made, is_leaf=is_slices)
         grads = tree.unflatten(to_homes(list(map(concatenated_at, made, homes)), homes))
         loss, aux = jax.tree.map(lambda leaf: to_homes([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn
+
+
+def _across(node: Slices) -> Array:
+    """A gradient of several stages as one array: sharded over their devices, or, of slices of unequal size, a stand-in."""
+    found = join_slices(node)
+    return stand_in_for(found) if isinstance(found, Slices) else found

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxpp.compiled import Compiled, compile_step
+from jaxpp.engine.batch_leaves import leaves_read
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.init_arguments import Given, are_swapped, read_given, swapped
 from jaxpp.engine.state import Metrics, State
@@ -268,6 +269,33 @@ class Training:
             chosen = self._opened("evaluate").runner.loss(loss_fn)
             outcome = engine.run("forward", leaves, batch, key, loss_fn=chosen)
         return Metrics(loss=outcome.loss, aux=outcome.aux, step=steps_of(state))
+
+    def reads(self, batch: Batch, key: Key | None = None, *, loss_fn: LossFn | None = None) -> Tree:
+        """Which leaves of a batch the stages of this process read, so that it need not load the others.
+
+        In several processes, ``step`` and ``evaluate`` take a ``jax.ShapeDtypeStruct`` for a leaf that no stage of the process
+        reads: ``jax.tree.map(lambda leaf, read: load(leaf) if read else leaf, shapes, pipe.reads(shapes))``. In one process, the
+        leaves that the loss uses.
+
+        Args:
+            batch: as for ``step``, or its shapes.
+            key: as for ``step``; may be left out even if the loss takes a key.
+            loss_fn: another loss, as for ``evaluate``; then ``key`` is what that loss takes.
+
+        Returns:
+            a tree like the batch, of booleans.
+
+        Raises:
+            StateError: before ``init`` or ``abstract_state``, where nothing is cut yet; both take shapes in place of a batch.
+            BatchError: the batch cannot be split.
+        """
+        found = self._opened("reads")
+        chosen = found.runner.loss(loss_fn)
+        if key is None and chosen is None and found.engine.takes_key(batch):
+            key = jax.random.key(0)
+        lowered = found.engine.lower("update" if chosen is None else "forward", batch, key, loss_fn=chosen)
+        read, tree = leaves_read(lowered), jax.tree.structure(batch)
+        return tree.unflatten([leaf in read for leaf in range(tree.num_leaves)])
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.

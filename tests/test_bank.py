@@ -493,6 +493,8 @@ def test_what_cannot_be_a_set_is_refused_before_any_device_work(bank, message, m
 
 def test_a_bank_needs_names_slots_and_a_device_with_pinned_host_memory():
     class Bare:
+        process_index = 0
+
         def addressable_memories(self):
             return []
 

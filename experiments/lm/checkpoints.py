@@ -112,6 +112,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed, and the run is to stop.
         """
+        if jax.process_count() > 1:
+            return  # a process waits for a save together with the others, when the next begins
         if self._saving is not None and not self._manager.is_saving_in_progress():
             self._report(self._end())
 

@@ -19,7 +19,7 @@ import optax
 from tqdm import tqdm
 
 import jaxpp
-from experiments.devices import ensure_devices
+from experiments.devices import ensure_devices, join_hosts
 from experiments.lm import text
 from experiments.lm.checkpoints import Checkpoints, History, Times
 from experiments.lm.interrupts import Interrupted, StopRequest
@@ -45,6 +45,7 @@ class Config:
         microbatches: parts of a batch.
         schedule: order of the actions, such as naive, gpipe or 1f1b.
         plain: train on one device, with one jax.jit step and no pipeline.
+        hosts: this command runs on several hosts, once on each (under Slurm: srun python -m experiments.lm --hosts).
         width: features of the residual stream.
         depth: transformer blocks.
         heads: attention heads a block.
@@ -70,6 +71,7 @@ class Config:
     microbatches: int = 8
     schedule: str = "1f1b"
     plain: bool = False
+    hosts: bool = False
     width: int = 128
     depth: int = 8
     heads: int = 4
@@ -93,6 +95,8 @@ class Config:
     def __post_init__(self):
         check_numbers(self)
         check_multiple(self, "width", "heads", "heads share the width equally")
+        if self.plain and self.hosts:
+            raise ConfigError("--plain --hosts: --plain trains on one device. Fix: pass one of the two.")
         if not (self.lr > 0 and self.temperature > 0):
             raise ConfigError(f"--lr {self.lr} --temperature {self.temperature}: both are above 0. Fix: pass a number above 0.")
 
@@ -148,7 +152,9 @@ def run(config: Config) -> Result:
     """
     began = time.perf_counter()
     corpus = text.read(config.text, config.length)
-    if not config.plain:
+    if config.hosts:
+        join_hosts()
+    elif not config.plain:
         ensure_devices(config.stages)
     checkpoints = open_checkpoints(config, corpus)
     history = History() if checkpoints is None else checkpoints.history
@@ -232,7 +238,7 @@ def train(config: Config, model: GPT, corpus: text.Corpus, meter: Meter, checkpo
     if not meter.history.val_losses:
         evaluate(state)
     first = state.step + 1
-    with StopRequest(wanted=checkpoints is not None) as stop:
+    with StopRequest(wanted=checkpoints is not None and not config.hosts) as stop:  # of several processes none ends alone
         while state.step < config.steps and stop.number is None:
             batch = text.batch(corpus.train, config.length, config.batch, config.seed, state.step)
             state, metrics = trainer.step(state, batch, jax.random.fold_in(train_key, state.step))

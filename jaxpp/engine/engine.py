@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import optax
 
+from jaxpp.engine.batch_leaves import batch_leaves, check_leaves
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, lay_out
 from jaxpp.engine.outcome import Lowered, Outcome, with_reports
@@ -36,7 +37,7 @@ from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.here import local, processes_of
+from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.processes.in_flight import limit_of
 from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
@@ -86,7 +87,7 @@ class Engine:
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
     @cached_property
-    def _alone(self) -> bool:
+    def alone(self) -> bool:
         """Whether one process has all devices."""
         return len(processes_of(self.options.devices)) < 2
 
@@ -147,6 +148,10 @@ class Engine:
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
         return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=True)
 
+    def takes_key(self, batch: Batch) -> bool:
+        """Whether the loss takes a key."""
+        return self.preparer.tracing.takes_key(self.layout.given, batch)
+
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
         names = wanted.flat()
@@ -194,7 +199,7 @@ class Engine:
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
     ) -> tuple[Plan, Lowered]:
         """The plan; the processes that run it agree on it the first time."""
-        if self._alone:
+        if self.alone:
             return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
         if what in self._agreed:
@@ -202,6 +207,7 @@ class Engine:
             return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         with agreement(_CALLS[purpose], self.options.devices) as agree:
             lowered = despite_ctrl_c(self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            check_leaves(lowered, batch, batch_leaves(batch))
             agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
             found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         self._agreed[what] = agree.again
@@ -316,7 +322,8 @@ class Engine:
         plan, lowered = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
         step = lowered.step
         keys = [] if key is None else [raw_key(unaliased(key))]
-        given = [unaliased(local(leaf)) for leaf in jax.tree.leaves(batch)]
+        given = batch_leaves(batch)
+        check_leaves(lowered, batch, given)
         if self.placement.num_replicas > 1:
             given, keys = split_over_replicas(given, keys, self.placement.num_replicas, step.shared)
         if step.weights is not None and not step.weights.looked:

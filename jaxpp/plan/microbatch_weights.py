@@ -40,7 +40,7 @@ class Weights:
     looked: bool = False
 
     def look(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse the first batch if its weights have no mean.
+        """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at.
 
         Args:
             leaves: of the batch; with sub-meshes they have the replicas as their first axis.
@@ -49,8 +49,7 @@ class Weights:
             LossError: the weights add up to 0, or some are no numbers.
         """
         used = [leaves[ref.index] for ref in self.program.inputs]
-        arrays = [leaf for leaf in used if isinstance(leaf, jax.Array)]
-        if all(array.is_fully_addressable for array in arrays):
+        if all(map(_is_whole, used)):
             _check([float(value) for value in jax.jit(self.run)(*map(_on_host, used))])
         self.looked = True
 
@@ -115,6 +114,11 @@ def _check(weights: Sequence[float], *, whole: bool = True) -> None:
         [f"microbatch {k}: {value:g}" for k, value in enumerate(weights)],
         "return how much of a microbatch counts, such as the number of its tokens, and leave out batches in which nothing does",
     )
+
+
+def _is_whole(leaf: Leaf) -> bool:
+    """Whether all values of a leaf are in this process."""
+    return leaf.is_fully_addressable if isinstance(leaf, jax.Array) else isinstance(leaf, np.ndarray) or np.isscalar(leaf)
 
 
 def _on_host(leaf: Leaf) -> Leaf:

@@ -1,4 +1,7 @@
-"""How long each stage really takes, measured once, so that the loss can be cut for equal times rather than equal FLOPs."""
+"""How long each stage really takes, measured once, so that the loss can be cut for equal times rather than equal FLOPs.
+
+In several processes, each measures its own stages, and tells the others: all of them cut by the same times.
+"""
 
 import statistics
 import time
@@ -6,10 +9,15 @@ from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.stages import Compiled
 
+from jaxpp.runtime.agreement.listing import listing
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
+from jaxpp.runtime.processes.here import is_here, processes_of
+from jaxpp.runtime.processes.told import from_all
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.cut_loss import CutLoss
@@ -24,14 +32,23 @@ _RUNS = 5
 def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs) -> list[float]:
     """Seconds that one microbatch takes on each stage, forward and backward.
 
-    The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those.
+    The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those. Every
+    process that has some of the places calls it.
+
+    Raises:
+        ProcessError: in several processes, which differ in what they would measure.
     """
     jobs: list[list[PlacedProgram]] = []
-    for code, place in zip(cut.stages, places, strict=True):
+    devices = [place.devices[0] for place in places]
+    for code, device in zip(cut.stages, devices, strict=True):
         mine = [code.forward, *(backward.then for kind, backward in code.backward.items() if kind in kinds)]
-        jobs.append([PlacedProgram(program, OneDevice(place.devices[0]), program.donated) for program in mine])
+        jobs.append([PlacedProgram(program, OneDevice(device), program.donated) for program in mine if is_here(device)])
+    several = len(processes_of(devices)) > 1
+    with agreement('Pipeline(balance="time")', devices) as agree:
+        agree(lambda: {"loss": listing(cut.loss.graph), "kinds of actions": " ".join(sorted(map(str, kinds)))})
     programs.compile(job for stage in jobs for job in stage)
-    return [sum(_seconds(programs[job], job) for job in stage) for stage in jobs]
+    found = np.array([sum(_seconds(programs[job], job) for job in stage) for stage in jobs], np.float32)
+    return (from_all(found).sum(axis=0) if several else found).tolist()
 
 
 def _seconds(call: Compiled, job: PlacedProgram) -> float:

@@ -63,16 +63,22 @@ class Mean:
         parts = [shards_of(value) for value in values]
         found: list[dict[Device, Array]] = [{} for _ in self.avals]
         for group in self.groups.current:
+            if not any(device in parts[0] for device in self._devices[list(group)].flat):
+                continue  # all its devices are of other processes
             program, homes, devices = self._of(group)
             mine = [
-                jax.make_array_from_single_device_arrays((len(group), *value.shape[1:]), home, [part[device] for device in devices])
+                jax.make_array_from_single_device_arrays(
+                    (len(group), *value.shape[1:]), home, [part[device] for device in devices if device in part]
+                )
                 for value, home, part in zip(values, homes, parts, strict=True)
             ]
             for shards, result in zip(found, program(*mine), strict=True):
                 shards.update(shards_of(result))
         order = tuple(self._devices.flat)
         return [
-            jax.make_array_from_single_device_arrays(value.shape, value.sharding, [shards[device] for device in order])
+            jax.make_array_from_single_device_arrays(
+                value.shape, value.sharding, [shards[device] for device in order if device in shards]
+            )
             for shards, value in zip(found, values, strict=False)
         ]
 

@@ -25,13 +25,16 @@ from tqdm import tqdm
 
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
+from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.tasks.bank_files import BankFiles
 from jaxpp.tasks.bank_table import bank_cells, bank_remarks, few_names, short_remarks
 from jaxpp.tasks.host_store import HostStore
+from jaxpp.tasks.set_homes import SetHomes
 from jaxpp.tasks.set_layout import SetLayout, check_params
 from jaxpp.tasks.subtree import bind_subtree, take
 from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
@@ -175,11 +178,15 @@ class Bank(BankFiles):
         return self.layout(name).fill(self.layout(name).shapes)
 
     def params(self, name: Hashable) -> Params:
-        """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back."""
+        """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back.
+
+        Once a pipeline of several processes uses the bank, they are ``jax.Array``s in host memory, those that live in other
+        processes without local shards; ``jaxpp.gather`` brings them to every process.
+        """
         return self._read(name, f"bank.params({name!r})")[0]
 
     def opt_state(self, name: Hashable) -> Tree:
-        """The optimizer state of a set as NumPy arrays that cannot be written to, and PRNG keys; waits for its write-back."""
+        """The optimizer state of a set, as ``params`` gives the parameters; waits for its write-back."""
         return self._read(name, f"bank.opt_state({name!r})")[1]
 
     def add(self, name: Hashable, params: Params, opt_state: Tree = None) -> None:
@@ -205,11 +212,16 @@ class Bank(BankFiles):
                 rule = "an optimizer state is one that the optimizer made for the parameters"
                 raise BankError(where, rule, wrong, "leave it out")
         leaves, tree = jax.tree.flatten(params)
+        if away := sum(not is_addressable(leaf) for leaf in jax.tree.leaves((params, opt_state))):
+            got, fix = f"{away} arrays that live in other processes", "pass jaxpp.gather(params), and jaxpp.gather(opt_state)"
+            raise BankError(where, "a set is added with all its values, the same in every process", got, fix)
         leaves = to_device(list(map(unaliased, leaves)), (self._home,) * len(leaves))
         moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
         leaves = [_strong(leaf) for leaf in (*leaves, *moments)]
-        self.host_store.put(name, leaves, (self._home,) * len(leaves))
-        self._layouts[name] = SetLayout(tree, opt_tree, self.host_store.shapes(name))
+        layout = SetLayout(tree, opt_tree, shapes_of(leaves))
+        held = self._held(layout, leaves)
+        self.host_store.put(name, held, (self._home,) * len(held))
+        self._layouts[name] = layout
 
     def remove(self, name: Hashable) -> None:
         """Forget a set.
@@ -227,7 +239,7 @@ class Bank(BankFiles):
         Raises:
             BankError: there is no such set, there is no slot beside the set in use (``slots=1``), or the device has no room.
         """
-        layout = self.layout(name, f"bank.prefetch({name!r})")
+        layout = self._whole_layout(name, f"bank.prefetch({name!r})", "pipe.prefetch(name)")
         self.host_store.prefetch(name, (self._home,) * len(layout.shapes))
 
     @managed
@@ -245,7 +257,7 @@ class Bank(BankFiles):
                 does not have the trees and shapes of the set, or its arrays were given up (donated); the set stays as it was.
         """
         where = f"bank.use({name!r})"
-        layout = self.layout(name, where)
+        layout = self._whole_layout(name, where, "pipe.step(..., task=name)")
         if self._task is not None:
             got, fix = f"{self._task.name!r} is in use", "leave its block first; prefetch brings the next"
             raise BankError(where, "one set is in use at a time", got, fix)
@@ -303,9 +315,37 @@ class Bank(BankFiles):
             raise BankError(where, "a name is that of a set in the bank", got, fix)
         return self._layouts[name]
 
+    def divide(self, layout: SetLayout, homes: SetHomes) -> None:
+        """From now on, hold of the sets of this layout only the leaves that live in this process of several.
+
+        Raises:
+            BankError: another pipeline has them in other processes.
+        """
+        known = self._homes.get(layout)
+        if known is not None and known.processes != homes.processes:
+            got = f"processes {known.processes} by the first pipeline, {homes.processes} by this one"
+            fix = "give each pipeline a bank of its own, or the same stages and devices"
+            raise BankError("Pipeline(bank=...)", "each leaf of a set stays in the processes whose stages use it", got, fix)
+        if known is None and len(homes.here) < len(homes.shardings):
+            for name, other in self._layouts.items():
+                if other == layout:
+                    self.host_store.keep_only(name, homes.here)
+        self._homes[layout] = homes
+
+    def _whole_layout(self, name: Hashable, where: str, fix: str) -> SetLayout:
+        """The layout of a set that is whole in this process."""
+        layout = self.layout(name, where)
+        homes = self._homes.get(layout)
+        if homes is not None and len(homes.here) < len(homes.shardings):
+            rule = "once a pipeline of several processes uses a bank, each of them holds the leaves of its own stages only"
+            raise BankError(where, rule, f"{len(homes.here)} of {len(homes.shardings)} leaves are here", f"use it by {fix}")
+        return layout
+
     def _read(self, name: Hashable, where: str) -> tuple[Params, Tree]:
         layout = self.layout(name, where)
         leaves = self.host_store.read(name)
+        if layout in self._homes:
+            return layout.fill(self._homes[layout].all(leaves, layout.shapes))
         return layout.fill([x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in leaves])
 
     def _give_back(self, task: ActiveTask, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:

@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import os
 import re
-import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,12 +27,15 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.manifest import Json, SavedSet, SetForm, encoded_name, layout_of, read_manifest, write_manifest
+from jaxpp.tasks.set_homes import SetHomes
 from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.tasks.set_packing import HostCopy
+from jaxpp.tasks.shared_files import fresh_tokens, open_writer
 from jaxpp.types import Leaf, Tree
 
 __all__ = ["BankFiles"]
@@ -78,6 +80,7 @@ class BankFiles:
     def __init__(self, optimizer: optax.GradientTransformation, host_store: HostStore, home: SingleDeviceSharding):
         self.optimizer, self.host_store, self._home = optimizer, host_store, home
         self._layouts: dict[Hashable, SetLayout] = {}
+        self._homes: dict[SetLayout, SetHomes] = {}  # where sets live, in several processes, once a pipeline has said so
         self._saved: dict[str, _Directory] = {}  # the last one used is last
 
     def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
@@ -88,6 +91,9 @@ class BankFiles:
 
             items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
             manager.save(step, args=ocp.args.Composite(**items))
+
+        In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
+        processes can restore them.
 
         It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
         block that uses it. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ...,
@@ -125,12 +131,17 @@ class BankFiles:
         changed = [name for name, copy in copies.items() if not _is_saved(there.sets.get(name), copy.version, folders)]
         for name in changed:
             _check_paths(where, name, self._layouts[name])
-        writer = contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler()))
-        with writer as orbax, progress(changed, desc="sets saved", unit="set", after=2) as bar:
+        with agreement(where, jax.devices()) as agree:
+            lines = {"sets": copies, "sets that changed": changed, "homes": [homes.processes for homes in self._homes.values()]}
+            agree(lambda: {part: "\n".join(map(repr, each)) for part, each in lines.items()})
+        tokens = fresh_tokens(len(changed))
+        writer, arguments = open_writer(ocp)
+        with contextlib.closing(writer) as orbax, progress(changed, desc="sets saved", unit="set", after=2) as bar:
             for count, name in enumerate(bar):
-                folder = _folder_name(name)
+                folder = _folder_name(name, tokens[count])
                 done = f"{count} of the {len(changed)} sets that changed are saved, {name!r} is not"
-                _write_set(where, ocp, orbax, path / folder, self._tree_of(name, copies[name].leaves), done)
+                tree = self._tree_of(name, copies[name].leaves)
+                _write_set(where, orbax, path / folder, arguments(tree), done)
                 there.sets[name] = _Version(folder, copies[name].version)
         return write_manifest(there.named_anew(copies), self._layouts)
 
@@ -202,17 +213,21 @@ class BankFiles:
         kept = {item.folder for manifest in manifests for item in read_manifest(where, manifest).values()}
         there = self._saved.get(str(path), _Directory({}, set()))
         kept |= {*there.named, *(item.folder for item in there.sets.values())}
-        gone = []
-        for folder in sorted(self._folders(where, path)):
-            found = _FOLDER.fullmatch(folder)
-            if found and found[1] not in kept:
-                try:
-                    (path / folder).rmtree()
-                except OSError as error:
-                    fix = "give the process the right to delete it, then prune again"
-                    raise BankError(where, "folders that no manifest names are deleted", _in_words(error), fix) from error
-                gone.append(folder)
-        return tuple(gone)
+        found = map(_FOLDER.fullmatch, sorted(self._folders(where, path)))
+        gone = tuple(folder[0] for folder in found if folder and folder[1] not in kept)
+        with agreement(where, jax.devices()) as agree:  # all have looked before the first deletes
+            agree(lambda: {"folders": "\n".join(gone)})
+        for folder in gone if jax.process_index() == 0 else ():
+            try:
+                (path / folder).rmtree()
+            except OSError as error:
+                fix = "give the process the right to delete it, then prune again"
+                raise BankError(where, "folders that no manifest names are deleted", _in_words(error), fix) from error
+        return gone
+
+    def _held(self, layout: SetLayout, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        """The leaves of a set that this process holds."""
+        return self._homes[layout].of(leaves) if layout in self._homes else leaves
 
     def _directory(self, path: Any) -> _Directory:
         """What is known of a directory."""
@@ -254,8 +269,11 @@ class BankFiles:
 
     def _tree_of(self, name: Hashable, leaves: Sequence[Leaf]) -> dict[str, Tree]:
         """A set as Orbax saves it."""
+        layout = self._layouts[name]
+        if layout in self._homes:
+            return _as_saved(layout, [leaf if leaf.size else None for leaf in self._homes[layout].all(leaves, layout.shapes)])
         found = [leaf if _is_key(leaf) else np.asarray(leaf) if leaf.size else None for leaf in leaves]
-        return _as_saved(self._layouts[name], found)
+        return _as_saved(layout, found)
 
     def _layouts_of(self, where: str, sets: Mapping[Hashable, SavedSet]) -> dict[Hashable, SetLayout]:
         """The layout of each set: the bank's own, or that of a set with the same tree, or a new one as the form says."""
@@ -293,6 +311,8 @@ class BankFiles:
         avals = [aval if aval.size else None for aval in layout.shapes]
         as_key, as_numpy = ocp.ArrayRestoreArgs(sharding=self._home), ocp.RestoreArgs(restore_type=np.ndarray)
         types = [aval if aval is None else as_key if _is_key(aval) else as_numpy for aval in avals]
+        here = set(self._held(layout, range(len(avals))))  # of a leaf that lives in another process nothing is read
+        avals = [aval if aval is None or k in here else ocp.PLACEHOLDER for k, aval in enumerate(avals)]
         args = ocp.args.PyTreeRestore(item=_as_saved(layout, avals), restore_args=_as_saved(layout, types))
         rule = "a set's folder is as it was saved"
         fix = "restore an earlier manifest; if the folder is a copy, copy it again"
@@ -302,18 +322,17 @@ class BankFiles:
             raise BankError(where, rule, f"{name!r}, in {path}: {_in_words(error)}", fix) from error
         found = iter(jax.tree.leaves((restored["params"], restored["opt_state"])))
         leaves = [next(found) if aval.size else np.zeros(aval.shape, aval.dtype) for aval in layout.shapes]
-        homes = self.host_store.held(name).packing.homes if name in self._layouts else (self._home,) * len(leaves)
-        copy = self.host_store.copied(leaves, homes)
-        if wrong := layout.differences(*layout.fill(copy.packing.shapes)):
+        held = self._held(layout, leaves)
+        homes = self.host_store.held(name).packing.homes if name in self._layouts else (self._home,) * len(held)
+        copy = self.host_store.copied(held, homes)
+        shapes = dict(enumerate(layout.shapes)) | dict(zip(sorted(here), copy.packing.shapes, strict=True))
+        if wrong := layout.differences(*layout.fill([shapes[k] for k in range(len(leaves))])):
             raise BankError(where, rule, [f"{name!r}: {line}" for line in wrong], fix)
         return copy
 
 
 def _open(where: str, directory: str | os.PathLike[str]) -> tuple[Any, Any]:
-    """Orbax, and the directory as a path of its kind, which may be in a cloud; refused where several processes have banks."""
-    if (count := jax.process_count()) > 1:
-        fix = "keep what bank.params(name) and bank.opt_state(name) return in files of your own, and bank.add(name, ...) them"
-        raise BankError(where, "the sets of a bank are saved and restored by a run of one process", f"{count} processes", fix)
+    """Orbax, and the directory as a path of its kind, which may be in a cloud."""
     try:
         ocp, epath = importlib.import_module("orbax.checkpoint"), importlib.import_module("etils.epath")
     except ImportError as error:
@@ -325,10 +344,10 @@ def _open(where: str, directory: str | os.PathLike[str]) -> tuple[Any, Any]:
     return ocp, epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def _write_set(where: str, ocp: Any, writer: Any, path: Any, tree: Tree, done: str) -> None:
+def _write_set(where: str, writer: Any, path: Any, args: Any, done: str) -> None:
     """Save a set in a folder of its own; if that fails, nothing is left of the folder."""
     try:
-        writer.save(path, args=ocp.args.StandardSave(tree))
+        writer.save(path, args=args)
     except BaseException as error:
         _remove_half(path)
         if not isinstance(error, Exception):
@@ -362,9 +381,9 @@ def _check_paths(where: str, name: Hashable, layout: SetLayout) -> None:
         seen[joined] = mine
 
 
-def _folder_name(name: Hashable) -> str:
-    """A folder that does not exist yet: it says whose it is, and is as good as never drawn twice."""
-    return f"set-{re.sub(r'[^A-Za-z0-9]+', '-', str(name))[:40].strip('-')}-{secrets.token_hex(8)}"
+def _folder_name(name: Hashable, token: str) -> str:
+    """A folder that does not exist yet: it says whose it is."""
+    return f"set-{re.sub(r'[^A-Za-z0-9]+', '-', str(name))[:40].strip('-')}-{token}"
 
 
 def _remove_half(path: Any) -> None:

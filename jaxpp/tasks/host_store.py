@@ -122,17 +122,28 @@ class HostStore:
         """
         self._settle()
         self.check_idle(name, "be replaced")
-        here = SingleDeviceSharding(jax.devices()[0])
+        here = SingleDeviceSharding(jax.local_devices()[0])
         homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
         self.replace({name: self.copied(leaves, homes)})
 
     def copied(self, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> HostCopy:
         """A host copy of leaves, beside the device sharding of each; waits until it is there. ``replace`` takes it in."""
         new = jax.block_until_ready(to_host([unaliased(leaf) for leaf in leaves], homes))
-        shapes = shapes_of(new)
+        return self._packing(shapes_of(new), homes).on_host(new)
+
+    def keep_only(self, name: Hashable, members: Sequence[int]) -> None:
+        """Forget all leaves of a set but some, by their numbers; the set counts as unchanged, and is not in use."""
+        self.check_idle(name, "be divided")
+        held = self.held(name)
+        leaves, packing = held.leaves, held.packing
+        kept = self._packing(tuple(packing.shapes[k] for k in members), [packing.homes[k] for k in members])
+        self._hosts[name] = kept.on_host([leaves[k] for k in members], held.version)
+        self._drop(name)
+
+    def _packing(self, shapes: tuple[jax.ShapeDtypeStruct, ...], homes: Sequence[Sharding]) -> SetPacking:
         if shapes not in self._packings:
             self._packings[shapes] = SetPacking(shapes, homes)
-        return self._packings[shapes].at(homes).on_host(new)
+        return self._packings[shapes].at(homes)
 
     def replace(self, copies: Mapping[Hashable, HostCopy]) -> None:
         """Take host copies in, in place of sets of these names, none of which is in use: all of them, or none."""

@@ -21,7 +21,6 @@ from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.processes.here import processes_of
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import batch_avals
@@ -32,7 +31,7 @@ from jaxpp.tasks.replica_sets import ReplicaSets
 from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree
 
-__all__ = ["BankRunner", "Runner", "check_bank", "check_processes", "check_scaling", "waiting_names", "with_set"]
+__all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
 
@@ -51,14 +50,6 @@ def check_scaling(options: Options) -> None:
         where, got = "loss_scale with a bank and data parallelism", f"{options.placement.num_replicas} replicas"
         rule = "a gradient that is not finite skips the step for all, and each task has its own sum of gradients"
         raise ArgumentError(where, rule, got, "pass one replica, or compute in bfloat16, which needs no scale")
-
-
-def check_processes(options: Options) -> None:
-    """Refuse a bank where the devices of a pipeline are those of several processes."""
-    if len(processes := processes_of(options.devices)) > 1:
-        rule = "the sets of a bank are on one host, so the pipeline that uses them runs in one process"
-        got = f"devices of {len(processes)} processes"
-        raise BankError("Pipeline(bank=...)", rule, got, "pass devices=jax.local_devices(), or train without a bank")
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:
@@ -125,7 +116,7 @@ class BankRunner(Runner):
         super().__init__(engine)
         self.bank = bank
         layout = bank.layout(bank.tasks[0])
-        self._first = ReplicaSets(engine, layout)
+        self._first = self._divided(engine, layout)
         self._known: dict[SetLayout, ReplicaSets] = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
@@ -187,7 +178,7 @@ class BankRunner(Runner):
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
             engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
-            found = ReplicaSets(engine, layout)
+            found = self._divided(engine, layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"
                 fix = "pass cuts=[...] to the Pipeline, so that it is cut where you say"
@@ -195,37 +186,45 @@ class BankRunner(Runner):
             self._known[layout] = found
         return self._known[layout]
 
+    def _divided(self, engine: Engine, layout: SetLayout) -> ReplicaSets:
+        """The sets of this layout, of which this process of several holds the leaves of its own stages from now on."""
+        found = ReplicaSets(engine, layout)
+        if jax.process_count() > 1:
+            self.bank.divide(layout, found.whole)
+        return found
+
     def _row(self, replica: int) -> Hashable:
         return self._token, replica
 
     def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Write the sets back that a step has changed: each from the first replica that ran it."""
-        rows = self._sets(names[0]).of_rows(leaves)
-        for name in dict.fromkeys(names):
-            mine = [r for r, other in enumerate(names) if other == name]
+        sets = self._sets(names[0])
+        rows = sets.of_rows(leaves)
+        for name, changed in sets.exchanged(names, rows).items():
+            mine = [r for r in sets.rows if names[r] == name]
             try:
-                self.bank.host_store.write_back(name, rows[mine[0]], [self._row(r) for r in mine], [rows[r] for r in mine])
+                self.bank.host_store.write_back(name, changed, [self._row(r) for r in mine], [rows[r] for r in mine])
             except BankError as error:  # the state that the step has made must not be lost by it
                 self.bank.host_store.tell_later(error)
 
     def _keep(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
         """Give unchanged sets back."""
-        for r, (name, row) in enumerate(zip(names, self._sets(names[0]).of_rows(leaves), strict=True)):
-            self.bank.host_store.keep(name, row, self._row(r))
+        for r, row in self._sets(names[0]).of_rows(leaves).items():
+            self.bank.host_store.keep(names[r], row, self._row(r))
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring the sets of a later step; waits for nothing."""
         names = self.names(task)
-        homes = self._sets(names[0]).homes
-        for r, name in enumerate(names):
-            self.bank.host_store.prefetch(name, homes[r], self._row(r))
+        sets = self._sets(names[0])
+        for r in sets.rows:
+            self.bank.host_store.prefetch(names[r], sets.homes[r], self._row(r))
 
     @contextmanager
     def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
         """The leaves of the replicas' sets, at their stages. The caller gives them back; after an exception, they are released."""
         sets, store = self._sets(names[0]), self.bank.host_store
         try:
-            yield sets.of_replicas([store.fetch(name, sets.homes[r], self._row(r)) for r, name in enumerate(names)])
+            yield sets.of_replicas([store.fetch(names[r], sets.homes[r], self._row(r)) for r in sets.rows])
         except BaseException:
             for r, name in enumerate(names):  # some may not have been fetched
                 store.release(name, (self._row(r),))

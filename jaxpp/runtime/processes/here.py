@@ -94,12 +94,18 @@ def put_across(value: Leaf, home: Home) -> Array:
     return elsewhere(jax.eval_shape(lambda x: x, aval) if isinstance(aval, np.ndarray) else aval, home)
 
 
-def spread(value: Leaf, home: Home) -> Array:
-    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent."""
+def spread(value: Leaf, home: Home, memory_kind: str | None = None) -> Array:
+    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent.
+
+    With ``memory_kind`` they are not in the devices' own memory, but in that.
+    """
     sharding, shape = as_sharding(home), np.shape(value)
+    if memory_kind is not None:
+        sharding = sharding.with_memory_kind(memory_kind)
     value = value if hasattr(value, "dtype") else np.asarray(value, jax.dtypes.result_type(value))
     indices = sharding.addressable_devices_indices_map(shape)
-    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], device) for device, index in indices.items()]
+    at = {device: SingleDeviceSharding(device, memory_kind=memory_kind) if memory_kind else device for device in indices}
+    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], at[device]) for device, index in indices.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
@@ -107,16 +113,21 @@ def _is_all(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:
     return index is None or all(one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=True))
 
 
-def local(leaf: Leaf) -> Leaf:
-    """A leaf of the caller's, as far as it is in this process: a global array as the rows that are here."""
+def local(leaf: Leaf, where: str) -> Leaf:
+    """A leaf of the caller's batch, as far as it is in this process: a global array as the rows that are here.
+
+    Of an array that lives in other processes there is only the shape. ``where`` is the leaf's path, for an error.
+    """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
-    return leaf.addressable_data(0) if leaf.is_fully_replicated else LocalRows.of(leaf)
+    if not leaf.addressable_shards:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else LocalRows.of(leaf, where)
 
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a global array that are in this process; reading others is an error.
+    """The rows of a global array that are in this process; ``lacks`` says whether they are those that are read here.
 
     Attributes:
         rows: the rows that are here, by the first and the one after the last.
@@ -131,15 +142,15 @@ class LocalRows:
     num_replicas: int = 0
 
     @classmethod
-    def of(cls, array: Array) -> "LocalRows":
-        """The rows of an array that is sharded over its first axis."""
+    def of(cls, array: Array, where: str = "batch") -> "LocalRows":
+        """The rows of an array that is sharded over its first axis; ``where`` it stands, for the error."""
         found = {}
         for shard in array.addressable_shards:
             first, *rest = (one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True))
             if rest != [(0, size) for size in array.shape[1:]]:
                 rule = "a leaf of a batch that lives in several processes is divided along its first axis, the examples"
                 fix = 'pass jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), rows)'
-                raise BatchError("batch", rule, f"{describe(array)} with the sharding {array.sharding}", fix)
+                raise BatchError(where, rule, f"{describe(array)} with the sharding {array.sharding}", fix)
             found[first] = np.asarray(shard.data)
         return cls(found, array.shape, array.dtype)
 
@@ -157,6 +168,16 @@ class LocalRows:
             raise BatchError("batch", rule, got, "pass a batch whose size is a multiple, or the whole batch in every process")
         return replace(self, shape=(num_replicas, whole, *self.shape[1:]), num_replicas=num_replicas)
 
+    def lacks(self, home: Home) -> int | None:
+        """The first row that devices of this process read at a home and that is not here; None if all of them are."""
+        each = self.shape[1] if self.num_replicas else 1
+        for index in as_sharding(home).addressable_devices_indices_map(self.shape).values():
+            begin, end, _ = (index or (slice(None),))[0].indices(self.shape[0])
+            for row in range(begin * each, end * each):
+                if not any(first <= row < last for first, last in self.rows):
+                    return row
+        return None
+
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """A part, all of whose rows are here."""
         begin, end, _ = index[0].indices(self.shape[0])
@@ -167,11 +188,7 @@ class LocalRows:
     def _read(self, begin: int, end: int) -> np.ndarray:
         parts = []
         while begin < end:
-            at = next((key for key in self.rows if key[0] <= begin < key[1]), None)
-            if at is None:
-                rule = "a process passes the rows of the batch that its own stages read: those of its replicas"
-                fix = "pass the whole batch in every process, or put data across the hosts, and only then a part in each"
-                raise BatchError("batch", rule, f"row {begin} lives in another process", fix)
+            at = next(key for key in self.rows if key[0] <= begin < key[1])
             parts.append(self.rows[at][begin - at[0] : end - at[0]])
             begin = min(end, at[1])
         return np.concatenate(parts)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.processes.crossing import crosser
+from jaxpp.runtime.processes.told import first_devices, from_all
 from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import joined
@@ -40,7 +41,7 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
         ArgumentError: the device is another process's, or a leaf is neither whole in one process or all, nor a global array.
         ProcessError: the processes passed different trees, or one of them failed or does not come.
     """
-    targets = _first_devices()
+    targets = first_devices()
     me = jax.process_index()
     goal: Any = targets[me] if device is None else device
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -54,7 +55,7 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
     found = []
-    for (_, leaf), everywhere in zip(leaves, _held(leaves, targets, put), strict=True):
+    for (_, leaf), everywhere in zip(leaves, _held(leaves), strict=True):
         whole = leaf if everywhere else brought(leaf, targets.keys(), put)
         found.append(jax.block_until_ready(put(whole, goal)))
     filled = jax.tree.structure(nodes).unflatten(found)
@@ -95,16 +96,15 @@ def _brought(
     aval: Aval, devices: Sequence[Device], here: Mapping[Device, Array], readers: Collection[int], put: _Put
 ) -> Array | None:
     """A part that some devices hold: sent by the first of their processes to every reader that has none."""
-    targets, me, first = _first_devices(), jax.process_index(), devices[0].process_index
+    targets, me, first = first_devices(), jax.process_index(), devices[0].process_index
     holders = {device.process_index for device in devices}
     part = None
     if me in holders and (me == first or me in readers):
         part = put(next(here[device] for device in devices if device in here), targets[me])
     for process in sorted(set(readers) - holders):
-        if me == first:
-            crosser(aval, targets[first], targets[process])(part)
-        elif me == process:
-            (part,) = crosser(aval, targets[first], targets[process])()
+        came = crosser(aval, targets[first], targets[process])(*([part] if me == first else []))
+        if me == process:
+            (part,) = came
     return part
 
 
@@ -112,33 +112,11 @@ def _described(leaf: Leaf) -> str:
     return describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def _first_devices() -> dict[int, Device]:
-    """The first device of each process."""
-    devices = sorted(jax.devices(), key=lambda device: device.id, reverse=True)
-    return dict(sorted({device.process_index: device for device in devices}.items()))
-
-
-def _from_all(values: np.ndarray, targets: Mapping[int, Device], put: _Put) -> np.ndarray:
-    """What each process passes, a row each; by sends alone, since a collective may be blocked by the sends of an earlier step."""
-    me = jax.process_index()
-    own = put(values, targets[me])
-    rows = {me: own}
-    for source in targets:
-        for process in sorted(targets.keys() - {source}):
-            if me in (source, process):
-                cross = crosser(own, targets[source], targets[process])
-                if me == source:
-                    cross(own)
-                else:
-                    (rows[source],) = cross()
-    return np.stack([rows[process] for process in sorted(rows)])
-
-
-def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]], targets: Mapping[int, Device], put: _Put) -> list[bool]:
+def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     if not paths:
         return []
-    amounts = _from_all(np.array([_amount(leaf) for _, leaf in paths], np.int8), targets, put)
+    amounts = from_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
     wrong = []
     for (path, leaf), column in zip(paths, amounts.T, strict=True):
         whole = np.flatnonzero(column == _WHOLE)
