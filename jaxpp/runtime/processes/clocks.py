@@ -1,14 +1,16 @@
 """The clocks of several processes, aligned by a hand-shake.
 
 Problem: each process has a clock of its own (``time.perf_counter``), with a beginning of its own. Idea (Cristian's): process k asks
-process 0 what time it is. It notes when it asked and when the answer came, and takes the answer for the time in the middle. That is
-wrong by half the round trip at most, however the trip divides into there and back. So it asks many times, and believes the answer
-that came quickest.
+process 0 what time it is, and notes when it asked and when the answer came. Process 0 looked at its clock somewhere in between. So
+each answer says that the offset of the two clocks lies within the round trip. It asks many times: the quickest way there bounds the
+offset from one side, the quickest way back from the other, and the middle is wrong by half of both ways at most, however a single
+trip divides into there and back.
 
 References:
     F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989).
 """
 
+import math
 import time
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ class Alignment(NamedTuple):
 
     Attributes:
         offset: seconds to add to ``time.perf_counter()``.
-        error: seconds by which the sum may be wrong: half the shortest round trip; 0 in process 0.
+        error: seconds by which the sum may be wrong: half of the quickest way there and back; 0 in process 0.
     """
 
     offset: float = 0.0
@@ -36,16 +38,16 @@ class Alignment(NamedTuple):
 
 def align_clocks() -> Alignment:
     """Align the clock of this process with that of process 0; every process calls it, and nothing is asked in a run of one."""
-    me, found = jax.process_index(), list[Alignment]()
+    least, most = -math.inf, math.inf
     for process in range(1, jax.process_count()):
         for _ in range(_ROUNDS):
             asked = time.perf_counter()
             sent(np.zeros(2, np.uint32), process, 0)
             answer = sent(_as_words(time.perf_counter()), 0, process)
             if answer is not None:
-                came = time.perf_counter()
-                found.append(Alignment(_as_seconds(answer) - (asked + came) / 2, (came - asked) / 2))
-    return min(found, key=lambda each: each.error) if me else Alignment()
+                least = max(least, _as_seconds(answer) - time.perf_counter())
+                most = min(most, _as_seconds(answer) - asked)
+    return Alignment((least + most) / 2, (most - least) / 2) if jax.process_index() else Alignment()
 
 
 def _as_words(seconds: float) -> np.ndarray:
