@@ -6,8 +6,8 @@ the stamps and runs of every line, as one process with all devices would have se
 both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
-import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,12 +38,27 @@ class Step(NamedTuple):
         ended: when all results were there.
         stamps: of each line; empty if nobody looked.
         runs: of each line the run of its program; None for a send, and empty without a trace.
+        seconds: how long each line took, if each waited for the one before.
     """
 
     begun: float
     ended: float
     stamps: tuple[Stamp, ...] = ()
     runs: tuple[Run | None, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def timed(self) -> "Step":
+        """With the seconds of each line.
+
+        The trace says so for programs. For the rest, such as sends, it is the time on the host's clock from when the host went on
+        (of two, the last) to when the result was there.
+        """
+        pairs = zip(self.stamps, self.runs or [None] * len(self.stamps), strict=True)
+        return self._replace(seconds=tuple(_seconds(stamp) if run is None else run.end - run.start for stamp, run in pairs))
+
+
+def _seconds(stamp: Stamp) -> float:
+    return max(0.0, stamp.done - max(stamp.handed, stamp.asked))
 
 
 class Seen(NamedTuple):
@@ -94,6 +109,7 @@ class Company:
                 "at": [step.begun + shift, step.ended + shift],
                 "stamps": [[time + shift for time in stamp[:3]] for stamp in step.stamps],
                 "runs": [run and [time + shift for time in run] for run in step.runs],
+                "seconds": step.seconds,
             }
             for step in mine.steps
         ]
@@ -106,17 +122,18 @@ class Company:
     def _step(self, told: Sequence[Mapping[str, Any]]) -> Step:
         """A step of which each process tells."""
         begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
-        stamps, runs = list[Stamp](), list[Run | None]()
+        stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
         for number, line in enumerate(self._bound.lines if told[0]["stamps"] else ()):
             givers, owners = self._of(number, line)
             seen = {k: told[k]["stamps"][self._places[k][number]] for k in {*givers, *owners}}
-            first, asked = (givers or owners)[0], max(seen[k][1] for k in owners)
-            done = max(seen[k][2] for k in owners)
-            stamps.append(Stamp(*seen[first][:2], max(done, seen[first][1]), asked if givers else seen[first][0], first))
-            mine = [told[k]["runs"][self._places[k][number]] for k in owners if told[k]["runs"]]
+            first = min(givers or owners, key=lambda k, seen=seen: seen[k])
+            asked, done = (max(seen[k][at] for k in owners) for at in (1, 2))
+            stamps.append(Stamp(*seen[first][:2], max(done, seen[first][1]), asked if givers else -math.inf, first))
+            mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
             there = [run for run in mine if run is not None]
             runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
-        return Step(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else ())
+            seconds.append(_seconds(stamps[-1]) if givers else max(took, default=0.0))
+        return Step(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
 
     def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
         """The processes that give what a line sends between processes, and those that run it or receive it."""
@@ -128,7 +145,7 @@ class Company:
         if not line.is_send or line.inputs[0].stage == CALLER:
             return [], owners
         givers = having(self._placement[line.inputs[0].stage])
-        return (givers, owners) if {*givers, *owners} != {owners[0]} else ([], owners)
+        return ([], owners) if set(givers) == set(owners) else (givers, owners)  # if they are the same, each sends to itself
 
     def ledger(self, mine: Ledger) -> Ledger:
         """What all processes found on their devices; a rank that spans processes is told of by the first of them."""

@@ -122,7 +122,7 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None,
     if company is not None:
         plan, seen = company.plan, company.seen(seen)
     plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
-    alone = durations_of(plan, [_seconds(step) for step in apart])
+    alone = durations_of(plan, [step.seconds for step in apart])
     if seen.missing:
         together, found = _watched(steps, num_steps, company, plan)
     else:
@@ -151,10 +151,10 @@ def _seen(plan: Plan, steps: _Steps, num_steps: int) -> Seen:
             read = read_runs(Path(folder))
             runs, missing = matched(plan, read, len(found)), ""
         except (TraceError, FileNotFoundError) as error:
-            return Seen((*plain, *(step for step, _ in found)), str(error), 0.0)
+            return Seen((*plain, *(step.timed() for step, _ in found)), str(error), 0.0)
     offset, error = min((_offset(window, begun) for (_, window), begun in zip(found, read.steps, strict=True)), key=lambda o: o[1])
     traced = [
-        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each))
+        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed()
         for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
     ]
     return Seen((*plain, *traced), missing, error)
@@ -189,19 +189,6 @@ def _session(folder: str) -> Iterator[None]:
         yield
     finally:
         jax.profiler.stop_trace()
-
-
-def _seconds(step: Step) -> list[float]:
-    """How long each instruction took, in a step where each waited for the one before.
-
-    The trace says so for programs. For the rest, such as sends, it is the time on the host's clock from when the host went on (of
-    two, the last) to when the result was there.
-    """
-    known = step.runs or [None] * len(step.stamps)
-    return [
-        max(0.0, stamp.done - max(stamp.handed, stamp.asked)) if run is None else run.end - run.start
-        for stamp, run in zip(step.stamps, known, strict=True)
-    ]
 
 
 def _watched(
