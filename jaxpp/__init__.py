@@ -5,7 +5,7 @@ from jaxpp.engine.state import Metrics, State
 from jaxpp.grad import value_and_grad
 from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
-from jaxpp.runtime.processes.array_handler import array_handler
+from jaxpp.runtime.processes.trees.array_handler import array_handler
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cuts.uneven import UnevenStagesWarning
 from jaxpp.tasks.bank import Bank

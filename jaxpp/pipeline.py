@@ -25,7 +25,7 @@ from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
 from jaxpp.stages.stage_table import Stages, bytes_in_words
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
+from jaxpp.tasks.pipeline import check_bank, check_processes, check_scaling, waiting_names, with_set
 from jaxpp.training import Training
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat, TaskNames, Tree
 from jaxpp.verify import check_comparable, verify_step
@@ -144,6 +144,7 @@ class Pipeline(Training):
             optimizer = join_optimizers(optimizer, bank.optimizer)
         options = Options.of(loss_fn, **given)
         if bank is not None:
+            check_processes(options)
             check_scaling(options)
         super().__init__(options, optimizer, bank)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +25,9 @@ from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.runtime.place import devices_of
 from models.gpt import GPT
-from models.mlp import MLP
 
 STEPS = 3
+DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Model:
 
 def gpt(batch_size: int = 11) -> Model:
     """Dropout, and an embedding tied to the head, so that the first and the last stage share a parameter."""
-    model = GPT(vocab_size=16, max_length=4, width=8, depth=3, num_heads=2, dropout=0.2)
+    model = GPT(vocab_size=16, max_length=4, width=8, depth=2, num_heads=2, dropout=0.2)
 
     def batch(step):
         return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
@@ -60,56 +59,76 @@ def gpt(batch_size: int = 11) -> Model:
     return Model(loss_fn, init, batch, {"has_aux": True}, keyed=True)
 
 
-class Norms(nn.Module):
-    """Dense layers in half precision, with batch normalisation between them."""
+def tied(batch_size: int = 11) -> Model:
+    """The same in a few equations: dropout, and an embedding that the first and the last stage share."""
 
-    @nn.compact
-    def __call__(self, x, train=True):
-        for k in range(5):
-            x = nn.Dense(8, dtype="float16", name=f"dense_{k}")(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8, dtype="float16", name=f"norm_{k}")(x))
-        return nn.Dense(3, name="head")(x)
+    def batch(step):
+        return np.random.default_rng((2, step)).integers(0, 16, (batch_size, 5), "int32")
+
+    def loss_fn(params, batch, key):
+        x = params["embed"][batch[:, :-1]]
+        for k in range(DEPTH):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.8, x.shape)
+            x = x + jnp.where(kept, jnp.tanh(x @ params[f"w{k}"]), 0)
+        logits = x @ params["embed"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(), {"sums": logits.sum((1, 2))}
+
+    def init(key):
+        return {"embed": jax.random.normal(key, (16, 8)), **layers(key)}
+
+    return Model(loss_fn, init, batch, {"has_aux": True}, keyed=True)
 
 
 def norms(batch_size: int = 10) -> Model:
-    """Model state and a loss scale; in the second step a gradient overflows."""
-    model = Norms()
+    """Layers in half precision with running means, and a loss scale; in the second step a gradient overflows."""
 
     def batch(step):
         rng = np.random.default_rng((3, step))
-        scale = np.full((batch_size, 1), 3e4 if step == 1 else 1.0, "float32")
-        return {"x": rng.normal(size=(batch_size, 5)).astype("f"), "y": rng.integers(0, 3, batch_size, "int32"), "scale": scale}
+        scale = np.full((batch_size, 1), 6e4 if step == 1 else 1.0, "float32")
+        return {"x": rng.normal(size=(batch_size, 8)).astype("f"), "y": rng.integers(0, 3, batch_size, "int32"), "scale": scale}
 
     def loss_fn(params, model_state, batch):
-        logits, new = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        x, means = batch["x"].astype("float16"), {}
+        for k in range(DEPTH):
+            x = x @ params[f"w{k}"].astype("float16")
+            mean = x.mean(0)
+            means[f"mean{k}"] = 0.8 * model_state[f"mean{k}"] + 0.2 * jax.lax.stop_gradient(mean)
+            x = jax.nn.relu(x - mean)
+        logits = (x @ params["head"].astype("float16")).astype("float32")
         losses = optax.softmax_cross_entropy_with_integer_labels(logits * batch["scale"], batch["y"])
-        return losses.mean(), (new, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()})
+        return losses.mean(), (means, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()})
 
     def init(key):
-        variables = model.init(key, jnp.asarray(batch(0)["x"][:1]))
-        return variables["params"], {"batch_stats": variables["batch_stats"]}
+        params = layers(key) | {"head": jax.random.normal(key, (8, 3))}
+        return params, {f"mean{k}": jnp.zeros(8) for k in range(DEPTH)}
 
     scale = DynamicScale(scale=2.0**12, growth_interval=2)
     return Model(loss_fn, init, batch, {"has_state": True, "loss_scale": scale})
 
 
 def mlp(batch_size: int = 16) -> Model:
-    """Dense layers; aux has one row an example."""
-    model = MLP(width=8, depth=7)
+    """Layers; aux has one row an example."""
 
     def batch(step):
         rng = np.random.default_rng((4, step))
         return {"x": rng.normal(size=(batch_size, 8)).astype("f"), "y": rng.integers(0, 2, batch_size, "int32")}
 
     def loss_fn(params, batch):
-        logits = model.apply({"params": params}, batch["x"])
+        x = batch["x"]
+        for k in range(DEPTH):
+            x = jnp.tanh(x @ params[f"w{k}"])
+        logits = x @ params["head"]
         aux = {"accuracy": (logits.argmax(-1) == batch["y"]).mean(), "logits": logits}
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), aux
 
     def init(key):
-        return model.init(key, jnp.asarray(batch(0)["x"][:1]))["params"]
+        return layers(key) | {"head": jax.random.normal(key, (8, 2))}
 
     return Model(loss_fn, init, batch, {"has_aux": True})
+
+
+def layers(key: jax.Array) -> dict[str, jax.Array]:
+    return {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (8, 8)) / 2 for k in range(DEPTH)}
 
 
 def stacked(batch_size: int = 8) -> Model:
@@ -129,9 +148,9 @@ def stacked(batch_size: int = 8) -> Model:
     return Model(loss_fn, init, batch, {}, keyed=True)
 
 
-MODELS = {"gpt": gpt, "norms": norms, "mlp": mlp, "stacked": stacked}
+MODELS = {"gpt": gpt, "tied": tied, "norms": norms, "mlp": mlp, "stacked": stacked}
 RULES = {
-    "mlp": {"dense_[024]": "column", "dense_[135]": "row"},
+    "mlp": {"w[0246]": PartitionSpec(None, "model"), "w[1357]": PartitionSpec("model", None)},
     "gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"},
 }
 
@@ -150,7 +169,7 @@ class Case:
         batch_size: examples of a step.
         each: devices that are used of each process.
         local: whether a process is given only the part of the batch that its stages read.
-        looked: whether live bytes and compiled programs are looked at too.
+        looked: whether it evaluates too, and live bytes and compiled programs are looked at.
     """
 
     model: str
@@ -193,7 +212,7 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
     pipe, model = pipeline(case, devices)
     found: dict[str, np.ndarray] = {}
     state = pipe.init(model.init, jax.random.key(0), model.batch(0))
-    part = own_part(pipe, devices) if case.local else lambda batch: batch
+    part = own_part(pipe) if case.local else lambda batch: batch
     note(found, "0", state.held)
     for step in range(1, STEPS + 1):
         key = [jax.random.key(step)] * model.keyed
@@ -201,14 +220,14 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
         jax.block_until_ready((state, metrics))
         note(found, str(step), {"state": state.held, "metrics": dict(metrics)})
     key = [jax.random.key(7)] * model.keyed
-    note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
     if case.looked:
+        note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
         del metrics
         found |= look(pipe, state, model.batch(8), *key)
     return found
 
 
-def own_part(pipe: jaxpp.Pipeline, devices: Sequence[jax.Device]) -> Callable[[Any], Any]:
+def own_part(pipe: jaxpp.Pipeline) -> Callable[[Any], Any]:
     """What takes of a batch what the stages of this process read: shapes for the rest, or global arrays of the rows here."""
     me = jax.process_index()
     first, last = (any(device.process_index == me for device in devices_of(pipe.stages[k].device)) for k in (0, -1))
@@ -218,15 +237,14 @@ def own_part(pipe: jaxpp.Pipeline, devices: Sequence[jax.Device]) -> Callable[[A
         return {"x": batch["x"] if first else shapes["x"], "y": batch["y"] if last else shapes["y"]}
 
     def rows(batch):
-        mesh = Mesh(np.array(devices), "all")
-        begin, end = (len(devices) * (me + k) // jax.process_count() for k in (0, 1))
+        return {name: of_rows(leaf) for name, leaf in batch.items()}
 
-        def of_all(leaf):
-            each = len(leaf) // len(devices)
-            sharding = NamedSharding(mesh, PartitionSpec("all"))
-            return jax.make_array_from_process_local_data(sharding, leaf[begin * each : end * each], leaf.shape)
-
-        return jax.tree.map(of_all, batch)
+    def of_rows(leaf):
+        mesh = pipe.stages[0 if first else -1].device.mesh
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        here = sorted({index[0].indices(len(leaf))[:2] for index in sharding.addressable_devices_indices_map(leaf.shape).values()})
+        mine = leaf[here[0][0] : here[-1][1]]
+        return jax.make_array_from_process_local_data(sharding, mine, leaf.shape)
 
     return part if isinstance(pipe.stages[0].device, jax.Device) else rows
 
@@ -251,7 +269,8 @@ def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) 
 
     Returns:
         ``live <device>``: by how much the bytes of all arrays there exceed what the account of the step says, at the beginning and
-        after each instruction; ``held <device>``: what the account says; ``programs``: how many this process has compiled.
+        after each instruction; ``kept <device>``: bytes of the state there, which is left as it is, for the step is given a copy;
+        ``programs``: how many this process has compiled.
     """
     engine, key = pipe.engine, (*key, None)[0]
     account = step_liveness(engine, engine.lower("update", batch, key))
@@ -261,13 +280,16 @@ def look(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, *key: jax.Array) 
     own = engine.run("update", engine.copy(engine.leaves(state.held)), batch, key).state  # everything is compiled by now
     jax.block_until_ready(own.flat())
     gc.collect()
+    found = {"programs": np.array([engine.programs.num_compiled])}
+    if jax.process_count() == 1:
+        return found
     samples = [(0, {device: live_bytes(device) for device in mine})]
     engine.run("update", own, batch, key, observer=lambda *_: samples.append((next(moments), {d: live_bytes(d) for d in mine})))
     assert len(samples) == len(plan.instructions) + 1
-    found = {"programs": np.array([engine.programs.num_compiled])}
     for k, device in enumerate(mine):
         held = [account.levels[device][moment].sum() for moment, _ in samples]
-        found[f"held {k}"] = np.array(held)
+        shards = [shard.data for leaf in jax.tree.leaves(state.held) for shard in leaf.addressable_shards]
+        found[f"kept {k}"] = np.array([sum(data.nbytes for data in shards if data.devices() == {device})])
         found[f"live {k}"] = np.array([sample[device] for _, sample in samples]) - held
     return found
 

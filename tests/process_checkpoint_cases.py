@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 import jaxpp
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError, BankError, ProcessError, StateError
 from jaxpp.types import Tree
 
 
@@ -115,6 +115,7 @@ def by_hand(folder: str) -> None:
         ocp.StandardCheckpointer().save(path / "key", {"key": jax.random.key(0)})
     assert "Got: key: key<fry>[]" in str(error.value) and "jax.random.key_data" in str(error.value)
     gathered()
+    banks()
     if jax.process_index() == 0:
         print("all is as it should be")
 
@@ -129,10 +130,30 @@ def gathered() -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     second = jaxpp.gather(tree["params"]["last"], jax.local_devices()[1])
     assert second.devices() == {jax.local_devices()[1]}
-    with pytest.raises(ArgumentError, match="every process passes the same tree"):
+    with pytest.raises(ProcessError, match=r"tree: process 0: \['y'\] f32\[\]\n +tree: process 1: \['x'\] f32\[\]"):
         jaxpp.gather({"x": loss} if me else {"y": loss})
     with pytest.raises(ArgumentError, match="leave device out"):
         jaxpp.gather(loss, jax.devices()[0 if me else 2])
+
+
+def banks() -> None:
+    """A bank belongs to a process."""
+    bank = jaxpp.Bank({"cat": {"w": np.ones(2, np.float32)}}, optax.sgd(0.5))
+    assert bank.device == jax.local_devices()[0]
+    with bank.use("cat") as task:
+        task.params = jax.tree.map(lambda leaf: leaf + jax.process_index(), task.params)
+    np.testing.assert_array_equal(bank.params("cat")["w"], 1 + jax.process_index())
+    for call in (lambda: bank.save("sets"), lambda: bank.restore("sets", {}), lambda: bank.prune("sets", [])):
+        with pytest.raises(BankError, match="saved and restored by a run of one process"):
+            call()
+    with pytest.raises(BankError, match="a bank is used on a device of its own process"):
+        jaxpp.Bank({}, optax.sgd(0.5), device=jax.devices()[0 if jax.process_index() else -1])
+
+    def loss_fn(params: Tree, task_params: Tree, batch: Any) -> jax.Array:
+        return jnp.mean((batch @ params["w"] @ task_params["w"]) ** 2)
+
+    with pytest.raises(BankError, match="the pipeline that uses them runs in one process"):
+        jaxpp.Pipeline(loss_fn, optax.sgd(0.5), num_stages=2, num_microbatches=2, bank=bank, devices=jax.devices()[1:3])
 
 
 class DiesInTheMiddle:
@@ -150,20 +171,6 @@ class DiesInTheMiddle:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_while_saving(folder: str) -> None:
-    """Save twice; the last process is killed during the second save."""
-    register()
-    with open_manager(pathlib.Path(folder)) as manager:
-        manager.save(1, args=ocp.args.StandardSave(state_of(1, 1)))
-        manager.wait_until_finished()
-        print("saved", flush=True)
-        if jax.process_index() == jax.process_count() - 1:
-            ocp.type_handlers.register_type_handler(jax.Array, DiesInTheMiddle(jaxpp.array_handler()), override=True)
-        manager.save(2, args=ocp.args.StandardSave(state_of(2, 2)))
-        manager.wait_until_finished()
-        print("saved again", flush=True)
-
-
 def looped(params: Tree, batch: Any, key: jax.Array) -> jax.Array:
     """A loop over layers with dropout, and a layer before and after it."""
 
@@ -179,8 +186,12 @@ def looped(params: Tree, batch: Any, key: jax.Array) -> jax.Array:
 def runs() -> dict[str, Tree]:
     """Parameters by name; a pipeline of them has four stages."""
     random = np.random.default_rng(0)
-    make = lambda *shape: random.normal(size=shape).astype(np.float32) / 2  # noqa: E731
-    return {name: {"in": make(3, 4), "w": make(layers, 4, 4), "out": make(4, 2)} for name, layers in (("equal slices", 8),)}
+
+    def params(num_layers: int) -> dict[str, np.ndarray]:
+        shapes = {"in": (3, 4), "w": (num_layers, 4, 4), "out": (4, 2)}
+        return {name: random.normal(size=shape).astype(np.float32) / 2 for name, shape in shapes.items()}
+
+    return {"equal slices": params(8), "unequal slices": params(7)}
 
 
 def pipeline() -> jaxpp.Pipeline:
@@ -197,8 +208,8 @@ def advance(pipe: jaxpp.Pipeline, state: jaxpp.State, until: int) -> Iterator[ja
         yield state
 
 
-def train(params: Tree, folder: pathlib.Path, until: int) -> jaxpp.State:
-    """Go on from the newest checkpoint to a step, and save every one, as the recipe does."""
+def train(params: Tree, folder: pathlib.Path, until: int, dies: int | None = None) -> jaxpp.State:
+    """Go on from the newest checkpoint to a step, and save every one, as the recipe does; or the last process dies in a save."""
     pipe, arguments = pipeline(), (params, np.zeros((8, 3), np.float32))
     with open_manager(folder) as manager:
         step = manager.latest_step()
@@ -207,14 +218,18 @@ def train(params: Tree, folder: pathlib.Path, until: int) -> jaxpp.State:
         else:
             state = manager.restore(step, args=ocp.args.StandardRestore(pipe.abstract_state(*arguments)))
         for newest in advance(pipe, state, until):
+            if newest.step == dies and jax.process_index() == jax.process_count() - 1:
+                manager.wait_until_finished()
+                ocp.type_handlers.register_type_handler(jax.Array, DiesInTheMiddle(jaxpp.array_handler()), override=True)
             manager.save(newest.step, args=ocp.args.StandardSave(newest))
     return pipe.state
 
 
-def train_all(folder: str, until: int) -> None:
-    """Train every pipeline up to a step, and be killed."""
+def train_killed(folder: str, name: str, until: int, dies: bool) -> None:
+    """Train a pipeline up to a step; or the last process dies while the last step is saved."""
     register()
-    for name, params in runs().items():
-        assert train(params, pathlib.Path(folder) / name, until).step == until
-        print(name, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    state = train(runs()[name], pathlib.Path(folder), until, until if dies else None)
+    whole = jaxpp.gather(state)
+    if jax.process_index() == 1:
+        leaves = jax.tree_util.tree_leaves_with_path(whole)
+        np.savez(pathlib.Path(folder).with_suffix(".npz"), **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})

@@ -29,14 +29,9 @@ __all__ = ["Ended", "Processes", "ProcessesError", "launch", "start"]
 
 
 def start(target: str, count: int, arguments: Mapping[str, Any] | None = None, **options: Any) -> Processes:
-    """Processes with the compiler's flags of this one, and its folder of compiled programs.
-
-    A collective on CPU devices keeps a thread for each of them while it waits, and XLA has as many threads as there are cores or
-    devices; with a few more, something else can always run.
-    """
+    """Processes with the compiler's flags of this one, and its folder of compiled programs."""
     config: Any = jax.config
     environment = {
-        "NPROC": "16",
         "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(config.jax_persistent_cache_min_compile_time_secs),
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": str(config.jax_persistent_cache_min_entry_size_bytes),

@@ -16,7 +16,7 @@ from experiments.options import ConfigError
 A_GPU, A_HOST = LAYOUTS
 SMALL = Config(hosts=(1, 2, 4), gpus=2, microbatches=(8, 16), no_figure=True)
 GUIDE = (pathlib.Path(__file__).parent.parent / "docs" / "guide" / "hosts.md").read_text()
-FREE = {"host_link": 1e15, "gpu_link": 1e15, "host_latency": 0.0, "gpu_latency": 0.0, "dispatch": 0.0}
+FREE = {"host_link": 1e15, "gpu_link": 1e15, "host_latency": 0.0, "gpu_latency": 0.0, "dispatch": 0.0, "passing": 0.0}
 """Links and a host that cost nothing."""
 
 
@@ -45,7 +45,7 @@ def test_with_free_links_a_step_and_its_bubble_equal_their_formulae(layout, name
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_microbatch_after_the_other_crosses_every_link_twice(layout):
-    config = dataclasses.replace(SMALL, schedules=("naive",), dispatch=0.0)
+    config = dataclasses.replace(SMALL, schedules=("naive",), dispatch=0.0, passing=0.0)
     costs = costs_of(layout, config)
     for row in rows_of(config, layout=layout):
         between = row.hosts - 1
@@ -56,7 +56,7 @@ def test_one_microbatch_after_the_other_crosses_every_link_twice(layout):
 
 def test_slower_links_and_a_slower_host_never_shorten_a_step():
     config = dataclasses.replace(SMALL, schedules=("1f1b", "interleaved", "zb-h1", "zb-v"), microbatches=(16,))
-    slower = {"host_link": 4.0, "gpu_link": 4.0, "host_latency": 2e3, "gpu_latency": 2e3, "dispatch": 5e3}
+    slower = {"host_link": 4.0, "gpu_link": 4.0, "host_latency": 2e3, "gpu_latency": 2e3, "dispatch": 5e3, "passing": 5e3}
     before = run(config).rows
     for name, value in slower.items():
         for one, other in zip(before, run(dataclasses.replace(config, **{name: value})).rows, strict=True):
@@ -92,10 +92,12 @@ def test_what_leaves_a_host_by_the_axis_that_crosses():
 
 
 def test_every_process_hands_over_its_part():
-    for row in rows_of(SMALL):
+    for row in rows_of(dataclasses.replace(SMALL, passing=0.0)):
         assert row.own_dispatch * row.hosts == pytest.approx(row.all_dispatch)
     few = rows_of(SMALL, schedule="1f1b", microbatches=8, hosts=4, layout=A_GPU)[0]
     assert few.all_dispatch == pytest.approx(1e-4 * 8 * 8 * 2)  # F and B of 8 microbatches on 8 ranks
+    passing = 2 * 8 * 2  # over the two of the three boundaries between hosts that the first host has no part in
+    assert few.own_dispatch == pytest.approx(1e-4 * 8 * 2 * 2 + 35e-6 * passing)
     slow = dataclasses.replace(SMALL, dispatch=1e5)  # 0.1 s an action: the host is the bottleneck
     for row in rows_of(slow, layout=A_GPU):
         assert row.seconds >= row.own_dispatch
@@ -121,7 +123,7 @@ def test_the_table_says_what_is_assumed_and_has_a_line_for_every_number_of_hosts
     assert text.startswith("\n".join(assumptions(SMALL)))
     for words in ("hidden 4096", "4 on each GPU", "1 x 2048 tokens", "989 TFLOP/s", "40%", "400 Gbit/s", "450 GB/s", "20 and 5 us"):
         assert words in text
-    assert "in 100 us each" in text
+    assert "takes 100 us for each action of its ranks, and 35 us for each transfer between others" in text
     for layout in LAYOUTS:
         for count in SMALL.microbatches:
             lines = text.split(f"{layout}, {count} microbatches: seconds of a step and its bubble\n")[1].splitlines()

@@ -27,7 +27,11 @@ def lines(ended) -> list[dict]:
 
 EXPECTED = {
     "code": ["pipe.init: all processes run the same pipeline", "loss, line", ": process 0: ", " = tanh", ": process 1: ", " = sin"],
-    "batch": ["batch, line 1: process 0: x f32[16,8]", "batch, line 1: process 1: x f32[8,8]", "Fix: pass batches of the same shapes"],
+    "batch": [
+        "batch, line 1: process 0: x f32[16,8]",
+        "batch, line 1: process 1: x f32[8,8]",
+        "Fix: pass batches of the same shapes",
+    ],
     "optimizer": ["optimizer, line", "Fix: start the same script"],
     "rate": ["optimizer, line", "0.01", "0.001"],
     "schedule": ["schedule, line 1: process 0: 1f1b", "schedule, line 1: process 1: gpipe"],

@@ -90,6 +90,7 @@ class Row:
         ratio: over the step of one process; the median of the rounds' ratios. None if one process was not measured.
         host: seconds until ``pipe.step`` returns, for each process.
         cpu: seconds of these in which the thread that called it ran.
+        crossing: seconds of these for sends between processes.
         instructions: that each process dispatches in a step.
         programs: that each process has compiled for its steps.
         crossings: what processes send each other in a step.
@@ -103,6 +104,7 @@ class Row:
     ratio: float | None
     host: tuple[float, ...]
     cpu: tuple[float, ...]
+    crossing: tuple[float, ...]
     instructions: tuple[int, ...]
     programs: tuple[int, ...]
     crossings: tuple[Crossing, ...]
@@ -178,6 +180,7 @@ def _row(count: int, rounds: Sequence[Told], alone: Sequence[Told] | None) -> Ro
         ratio=ratio,
         host=tuple(map(statistics.median, zip(*(told.host for told in rounds), strict=True))),
         cpu=tuple(map(statistics.median, zip(*(told.cpu for told in rounds), strict=True))),
+        crossing=tuple(map(statistics.median, zip(*(told.crossing for told in rounds), strict=True))),
         instructions=rounds[0].instructions,
         programs=rounds[0].programs,
         crossings=rounds[0].crossings,
@@ -189,12 +192,25 @@ def _row(count: int, rounds: Sequence[Told], alone: Sequence[Told] | None) -> Ro
 
 def table(result: Result) -> str:
     """The rows as tables: of text, or of Markdown."""
-    step = [["processes", "devices each", "step, ms", "over one", "host, us", "of it CPU", "instructions", "programs", "losses"]]
+    step = [
+        [
+            "processes",
+            "devices each",
+            "step, ms",
+            "over one",
+            "host, us",
+            "of it CPU",
+            "for crossings",
+            "instructions",
+            "programs",
+            "losses",
+        ]
+    ]
     sent = [["processes", "sends", *KINDS, "bytes between processes"]]
     for row in result.rows:
         count = row.processes
         times = [f"{1e3 * row.seconds:.1f}", "" if row.ratio is None else f"{row.ratio:.2f}"]
-        host = [_most([1e6 * value for value in values]) for values in (row.host, row.cpu)]
+        host = [_most([1e6 * value for value in values]) for values in (row.host, row.cpu, row.crossing)]
         own = [_most(row.instructions), _most(row.programs)]
         devices = jax.device_count() if result.config.no_spawn else result.config.ranks
         step.append([str(count), str(devices // count), *times, *host, *own, _said(row)])

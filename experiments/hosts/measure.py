@@ -20,6 +20,7 @@ import jaxpp
 from experiments.problems import mlp
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.plan.builder import CALLER
+from jaxpp.plan.plan import Instruction
 from jaxpp.runtime.place import devices_of
 from jaxpp.stages.program import Role
 
@@ -79,6 +80,7 @@ class Told(NamedTuple):
         seconds: of a step, the median; of every process.
         host: seconds until ``pipe.step`` returns, the median; of every process.
         cpu: seconds of these in which the thread that called it ran.
+        crossing: seconds of these in which it handed over sends between processes, those of others included; of every process.
         instructions: that a process dispatches in a step.
         programs: that a process has compiled for its steps.
         crossings: from each process to each other.
@@ -88,6 +90,7 @@ class Told(NamedTuple):
     seconds: tuple[float, ...]
     host: tuple[float, ...]
     cpu: tuple[float, ...]
+    crossing: tuple[float, ...]
     instructions: tuple[int, ...]
     programs: tuple[int, ...]
     crossings: tuple[Crossing, ...]
@@ -112,17 +115,42 @@ def measure(sizes: Sizes) -> Told:
         jax.block_until_ready((state, metrics))
         times.append((time.perf_counter() - begun, host, cpu))
     plan, _ = pipe.engine.plan("update", problem.batch, None)
-    own = [*np.median(times[_WARM_UP:], axis=0), len(plan.instructions), pipe.engine.programs.num_compiled, *losses]
-    seconds, host, cpu, instructions, programs, *found = _from_all(own).T
+    crossing = _in_crossings(pipe, state, problem.batch, sizes.steps)
+    own = [*np.median(times[_WARM_UP:], axis=0), crossing, len(plan.instructions), pipe.engine.programs.num_compiled, *losses]
+    seconds, host, cpu, crossing, instructions, programs, *found = _from_all(own).T
     return Told(
         losses=tuple(map(tuple, np.transpose(found).tolist())),
         seconds=tuple(seconds.tolist()),
         host=tuple(host.tolist()),
         cpu=tuple(cpu.tolist()),
+        crossing=tuple(crossing.tolist()),
         instructions=tuple(map(int, instructions)),
         programs=tuple(map(int, programs)),
         crossings=crossings(pipe, problem.batch),
     )
+
+
+class _Clock:
+    """An observer: the time of this thread after each instruction."""
+
+    def __init__(self):
+        self.times = [time.thread_time()]
+
+    def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
+        del instruction, slots
+        self.times.append(time.thread_time())
+
+
+def _in_crossings(pipe: jaxpp.Pipeline, state: jaxpp.State, batch: Any, steps: int) -> float:
+    """Seconds of a step in which this thread hands over sends between processes; the median step. The state is left as it is."""
+    engine, taken = pipe.engine, []
+    _, lowered = engine.plan("update", batch, None, donate=False)
+    crosses = np.array([line.crossing is not None for line in lowered.bound.lines])
+    for _ in range(steps):
+        clock = _Clock()
+        engine.run("update", engine.leaves(state.held), batch, None, donate=False, observer=clock)
+        taken.append(float(np.diff(clock.times)[crosses].sum()))
+    return float(np.median(taken))
 
 
 def _from_all(numbers: Sequence[float]) -> np.ndarray:

@@ -33,7 +33,7 @@ LAYOUTS = ("a rank a GPU", "a rank a host")
 _REDUCED = 2
 """All-reduces of an activation in a layer's forward, and as many in its backward: after the attention, and after the MLP."""
 _RATES = ("teraflops", "utilisation", "host_link", "gpu_link")
-_DELAYS = ("host_latency", "gpu_latency", "dispatch")
+_DELAYS = ("host_latency", "gpu_latency", "dispatch", "passing")
 _GIB = 2**30
 
 
@@ -57,6 +57,7 @@ class Config:
         host_latency: of a transfer between hosts, in microseconds.
         gpu_latency: of a transfer between GPUs of a host, in microseconds.
         dispatch: what a process takes to hand over an action and its sends, in microseconds.
+        passing: what it takes for a transfer between two other hosts, in microseconds: JAX counts the transfers in each process.
         figure: file for the figure; its folder is made if there is none.
         no_figure: draw none.
         json: file to add the line of results to.
@@ -77,6 +78,7 @@ class Config:
     host_latency: float = 20.0
     gpu_latency: float = 5.0
     dispatch: float = 100.0
+    passing: float = 35.0
     figure: Path = Path("experiments/hosts/out/on_paper.png")
     no_figure: Flag = False
     json: Path | None = None
@@ -254,17 +256,23 @@ def _row(case: tuple[str, int, str, int], config: Config) -> Row:
     on_free_links = functools.partial(
         simulate, schedule, forward=costs.forward / v, input_grad=costs.input_grad / v, weight_grad=costs.weight_grad / v
     )
-    step = on_free_links(
-        transfer=[costs.inside if a == b else costs.between for a, b in hops] + [0.0],
-        dispatch=1e-6 * config.dispatch,
-        rank_to_process=host,
-    )
-    sent = [0] * hosts
+    transfers = [0] * hosts  # that leave each host
     for a, b in hops:
         if a != b:  # the activation leaves the one host, and its cotangent the other
-            sent[a] += microbatches * costs.crossing
-            sent[b] += microbatches * costs.crossing
-    actions, most = [len(row) for row in schedule.rows], hosts == max(config.hosts)
+            transfers[a] += microbatches
+            transfers[b] += microbatches
+    actions = [sum(len(row) for row in schedule.rows[k : k + each]) for k in range(0, schedule.num_ranks, each)]
+    # As many come to a host as leave it; all others pass by.
+    dispatch = [
+        1e-6 * (config.dispatch * own + config.passing * (sum(transfers) - 2 * crossing))
+        for own, crossing in zip(actions, transfers, strict=True)
+    ]
+    step = on_free_links(
+        transfer=[costs.inside if a == b else costs.between for a, b in hops] + [0.0],
+        dispatch=max(dispatch) / max(actions),
+        rank_to_process=host,
+    )
+    most = hosts == max(config.hosts)
     return Row(
         layout=layout,
         hosts=hosts,
@@ -275,9 +283,9 @@ def _row(case: tuple[str, int, str, int], config: Config) -> Row:
         bubble=step.bubble_fraction,
         sending=step.makespan - on_free_links().makespan if most else None,
         efficiency=microbatches * costs.useful / step.makespan,
-        link=max(sent) / (config.host_link * 1e9 / 8) / step.makespan,
+        link=max(transfers) * costs.crossing / (config.host_link * 1e9 / 8) / step.makespan,
         in_flight=max(step.peak_residuals) / v if most else None,
-        own_dispatch=1e-6 * config.dispatch * max(sum(actions[k : k + each]) for k in range(0, len(actions), each)),
+        own_dispatch=max(dispatch),
         all_dispatch=1e-6 * config.dispatch * sum(actions),
     )
 
@@ -309,7 +317,8 @@ def assumptions(config: Config) -> list[str]:
         f"latencies {config.host_latency:g} and {config.gpu_latency:g} us.",
         f"An activation: {config.activation / 2**20:g} MiB; "
         f"{1e3 * gpu.between:.2f} ms to another host, {1e3 * gpu.inside:.2f} ms inside a host.",
-        f"A process for each host, which hands over the actions of its ranks in {config.dispatch:g} us each. No optimizer update.",
+        f"A process for each host, which takes {config.dispatch:g} us for each action of its ranks, "
+        f"and {config.passing:g} us for each transfer between others. No optimizer update.",
     ]
 
 

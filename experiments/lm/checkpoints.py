@@ -242,4 +242,5 @@ def _orbax() -> Any:
         fix = 'pip install "jaxpp[checkpoint]"'
         raise ConfigError(f"--checkpoint: Orbax saves checkpoints, and is not installed. Fix: {fix}.") from None
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    found.type_handlers.register_type_handler(jax.Array, jaxpp.array_handler(), override=True)  # for several hosts
     return found

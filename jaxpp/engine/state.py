@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
+from jaxpp.runtime.processes.trees.sliced import are_across, stand_in_for
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
@@ -36,9 +37,9 @@ class State(_Parts):
 
     Where a loop over layers is cut, or stages read rows of one leaf, such leaves are arrays sharded over the stages' devices. If
     that cannot be (the slices differ in size, or share a device), the pipeline holds the slices, and whoever looks at the state
-    finds the whole leaves, put together on the host: by name, index or unpacking, in ``jax.tree.map`` and in Orbax. So a state has
-    the same trees whatever the cuts. (Slices of which some live in other processes are found as slices, a node with an array for
-    each.) ``print(state)`` says what it holds, and where.
+    finds the whole leaves, put together on the host: by name, index or unpacking, in ``jax.tree.map`` and in Orbax. (If the slices
+    live in several processes, the leaf is an array without local shards, which ``gather`` and Orbax read.) So a state has the same
+    trees whatever the cuts. ``print(state)`` says what it holds, and where.
 
     Attributes:
         params: the user's parameter tree.
@@ -69,10 +70,14 @@ class State(_Parts):
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tree:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = super().__getitem__(index)
-        return tuple(map(assembled, found)) if isinstance(found, tuple) and isinstance(index, slice) else assembled(found)
+        return tuple(map(self._whole, found)) if isinstance(found, tuple) and isinstance(index, slice) else self._whole(found)
 
     def __iter__(self) -> Iterator[Tree]:
-        return map(assembled, super().__iter__())
+        return map(self._whole, super().__iter__())
+
+    def _whole(self, part: Tree) -> Tree:
+        """A part with whole leaves; with stand-ins for those that are slices in several processes."""
+        return assembled(part, stand_in_for if are_across(self.held) else None)
 
     def _asdict(self) -> dict[str, Tree]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The parts by name."""

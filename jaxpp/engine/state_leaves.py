@@ -15,6 +15,7 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import StateError, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.runtime.transfer import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
@@ -158,9 +159,17 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
         if leaf.sizes == node.sizes:
             return leaf.parts
         leaf = assembled(leaf)
+    if isinstance(leaf, jax.Array) and (known := slices_of(leaf)) is not None:
+        if known.sizes == node.sizes:
+            return known.parts
+        rule = "a leaf that is cut unequally, and lives in several processes, is stepped by a pipeline that cuts it the same way"
+        fix = "save a checkpoint and restore it to the abstract_state of this pipeline"
+        raise StateError("state", rule, f"slices of {known.sizes} rows, and the pipeline has {node.sizes}", fix)
     found = split_slices(leaf) if isinstance(leaf, jax.Array) else ()
     if tuple(part.shape[0] for part in found) == node.sizes:
         return found
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.addressable_shards:  # nor is any slice here
+        return [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in node.sizes]
     if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
         leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
     return [leaf[a:b] for a, b in rows(node.sizes)]

@@ -51,7 +51,7 @@ def execute(
                 if observer is not None:
                     observer(instruction, slots)
                 for slot in free:
-                    slots[slot] = None
+                    slots[slot] = value = None  # ``value`` is an array of an earlier line if this one has returned nothing
     except BaseException as error:
         slots.clear()  # a traceback that somebody keeps, as a notebook does, holds nothing of the step
         if instruction is not None and isinstance(error, Exception):

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
-from jaxpp.runtime.processes.gathered import gather_across
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
+from jaxpp.runtime.processes.trees.gathered import gather_across
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
 from jaxpp.types import Array, Device, Home, Leaf, Tree
@@ -180,7 +180,8 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         the same tree with every leaf a copy on ``device``; the originals stay.
 
     Raises:
-        ArgumentError: the processes passed different trees, or a device that is not theirs.
+        ArgumentError: in several processes, the device belongs to another one.
+        ProcessError: they passed different trees, or one of them failed or does not come.
 
     Example:
         >>> import optax
@@ -226,14 +227,20 @@ def joined_home(home: Home | Slices) -> Sharding:
     """Where a whole leaf is restored to: the sharding of its owner.
 
     For slices (of homes) it is the sharding that ``join_slices`` gives, and where that gives none pinned host memory, from which a
-    step brings each slice to its owner: a whole leaf may be larger than a device.
+    step brings each slice to its owner: a whole leaf may be larger than a device. If the slices are in several processes, each of
+    these has the whole leaf there.
     """
     if not isinstance(home, Slices):
-        return home if isinstance(home, Sharding) else SingleDeviceSharding(home)
+        return as_sharding(home)
     sharding = _over_stages(home.sizes, [None if isinstance(part, NamedSharding) else _device_of(part) for part in home.parts])
-    first = home.parts[0]
-    device = sorted(first.device_set, key=lambda device: device.id)[0] if isinstance(first, Sharding) else first
-    return SingleDeviceSharding(device, memory_kind=HOST_MEMORY) if sharding is None else sharding
+    if sharding is not None:
+        return sharding
+    devices = sorted({device for part in home.parts for device in as_sharding(part).device_set}, key=lambda device: device.id)
+    firsts = list({device.process_index: device for device in reversed(devices)}.values())
+    if len(firsts) > 1:
+        return NamedSharding(Mesh(np.array(firsts[::-1]), ("process",)), PartitionSpec(), memory_kind=HOST_MEMORY)
+    first = sorted(as_sharding(home.parts[0]).device_set, key=lambda device: device.id)[0]
+    return SingleDeviceSharding(first, memory_kind=HOST_MEMORY)
 
 
 def _over_stages(sizes: Sequence[int], devices: Sequence[Device | None]) -> NamedSharding | None:

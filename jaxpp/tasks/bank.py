@@ -69,7 +69,7 @@ class Bank(BankFiles):
     Args:
         sets: the parameters of each task by its name, which is any hashable value; the bank takes copies.
         optimizer: what makes the optimizer state of each set (``optimizer.init``).
-        device: where sets are used; by default the first device.
+        device: where sets are used; by default the first device of this process.
         slots: how many sets the device may hold (the devices of each pipeline hold as many of their own); with 1 there is no room
             to prefetch while a set is in use.
 
@@ -99,10 +99,13 @@ class Bank(BankFiles):
     def __init__(
         self, sets: Mapping[Any, Params], optimizer: optax.GradientTransformation, *, device: Device | None = None, slots: int = 2
     ):
-        self.device = jax.devices()[0] if device is None else device
+        self.device = jax.local_devices()[0] if device is None else device
         if not hasattr(self.device, "addressable_memories"):
             fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
             raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
+        if self.device.process_index != jax.process_index():
+            got, fix = f"{self.device} of process {self.device.process_index}", "pass one of jax.local_devices()"
+            raise BankError("Bank(device=...)", "a bank is used on a device of its own process", got, fix)
         kinds = [memory.kind for memory in self.device.addressable_memories()]
         if HOST_MEMORY not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"

@@ -310,7 +310,10 @@ class BankFiles:
 
 
 def _open(where: str, directory: str | os.PathLike[str]) -> tuple[Any, Any]:
-    """Orbax, and the directory as a path of its kind, which may be in a cloud."""
+    """Orbax, and the directory as a path of its kind, which may be in a cloud; refused where several processes have banks."""
+    if (count := jax.process_count()) > 1:
+        fix = "keep what bank.params(name) and bank.opt_state(name) return in files of your own, and bank.add(name, ...) them"
+        raise BankError(where, "the sets of a bank are saved and restored by a run of one process", f"{count} processes", fix)
     try:
         ocp, epath = importlib.import_module("orbax.checkpoint"), importlib.import_module("etils.epath")
     except ImportError as error:

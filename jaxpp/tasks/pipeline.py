@@ -21,6 +21,7 @@ from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.processes.here import processes_of
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import batch_avals
@@ -31,7 +32,7 @@ from jaxpp.tasks.replica_sets import ReplicaSets
 from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree
 
-__all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
+__all__ = ["BankRunner", "Runner", "check_bank", "check_processes", "check_scaling", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
 
@@ -50,6 +51,14 @@ def check_scaling(options: Options) -> None:
         where, got = "loss_scale with a bank and data parallelism", f"{options.placement.num_replicas} replicas"
         rule = "a gradient that is not finite skips the step for all, and each task has its own sum of gradients"
         raise ArgumentError(where, rule, got, "pass one replica, or compute in bfloat16, which needs no scale")
+
+
+def check_processes(options: Options) -> None:
+    """Refuse a bank where the devices of a pipeline are those of several processes."""
+    if len(processes := processes_of(options.devices)) > 1:
+        rule = "the sets of a bank are on one host, so the pipeline that uses them runs in one process"
+        got = f"devices of {len(processes)} processes"
+        raise BankError("Pipeline(bank=...)", rule, got, "pass devices=jax.local_devices(), or train without a bank")
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:

@@ -99,9 +99,8 @@ def local_line(line: _Line, place: Place, placement: Placement, shapes: Shapes) 
     if len(processes_of((*devices_in(home), *devices_in(goal)))) == 1:
         return (line, None) if here else None
     inputs, outputs = ((name,) if present else () for name, present in ((source, here), (target, there)))
-    return dataclasses.replace(line, inputs=inputs, outputs=outputs), Crossing(
-        shapes[source], home, goal, shapes.may_be_taken(source)
-    )
+    crossing = Crossing(shapes[source], home, goal, shapes.may_be_taken(source))
+    return dataclasses.replace(line, inputs=inputs, outputs=outputs), crossing
 
 
 def giver(home: Home) -> Callable[[Leaf], Sequence[Array]]:

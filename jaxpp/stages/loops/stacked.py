@@ -66,14 +66,14 @@ def joined(tree: Tree, join: Callable[[Slices], Leaf]) -> Tree:
     return jax.tree.map(joined_leaf, tree, is_leaf=is_slices)
 
 
-def assembled(tree: Tree) -> Tree:
-    """The user's tree: whole arrays instead of slices, put together on the host; the tree itself if it has none.
+def assembled(tree: Tree, join: Callable[[Slices], Leaf] | None = None) -> Tree:
+    """The user's tree: whole arrays instead of slices, put together on the host or by ``join``; the tree itself if it has none.
 
-    Slices some of which live in other processes stay as they are: nobody can read all of their rows.
+    Slices some of which live in other processes stay as they are without ``join``: nobody can read all of their rows.
     """
     if not any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices))):
         return tree
-    return joined(tree, _on_host)
+    return joined(tree, join or _on_host)
 
 
 def _on_host(node: Slices) -> np.ndarray | Slices:

@@ -7,17 +7,22 @@ its final name after the last process, and any number of processes can restore i
 """
 
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.processes.here import elsewhere, is_here
+from jaxpp.runtime.processes.trees.gathered import brought
+from jaxpp.runtime.processes.trees.sliced import slices_of
+from jaxpp.runtime.transfer import HOST_MEMORY, put
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loops.stacked import Slices
 from jaxpp.types import Array
 
 __all__ = ["array_handler"]
@@ -92,6 +97,7 @@ class _ByHolders:
             fix = "keep the numbers that a key is made of in the state, jax.random.key_data(key)"
             raise StateError("a checkpoint", "several processes save arrays of numbers", keys, fix)
         args = [self._save_args()] * len(values) if args is None else args
+        values = _collected(values)
         mine = [
             (_seen_by_all(value), info, arg)
             for value, info, arg in zip(values, infos, args, strict=True)
@@ -117,6 +123,24 @@ class _ByHolders:
 
 def _is_key(value: Array) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def _collected(values: Sequence[Array]) -> list[Array]:
+    """The values; those held as slices in several processes are whole in the host memory of one process, each in the next one's."""
+    found, keepers = [], itertools.cycle(range(jax.process_count()))
+    for value in values:
+        node = slices_of(value)
+        found.append(value if node is None else _collected_at(next(keepers), value, node))
+    return found
+
+
+def _collected_at(keeper: int, stand_in: Array, node: Slices) -> Array:
+    """The whole leaf in the host memory of one process; in the others the stand-in. Every process calls this."""
+    parts = [brought(part, {keeper}, put) for part in node.parts]
+    if jax.process_index() != keeper:
+        return stand_in
+    home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
+    return put(np.concatenate([np.asarray(part) for part in parts]), home)
 
 
 def _is_away(arg: Any) -> bool:
