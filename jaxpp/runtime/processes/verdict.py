@@ -31,7 +31,8 @@ def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -
     except Exception as found:  # noqa: BLE001  (the others must not wait for this process)
         error, said = found, {"parts": found.parts} if isinstance(found, kind) else {"failed": named(found)}
     told = [json.loads(text) for text in texts_of_all(json.dumps(said))]
-    if error is not None and (not isinstance(error, kind) or told.index(said) == jax.process_index()):
+    first = next((process for process, other in enumerate(told) if "parts" in other), None)
+    if error is not None and (not isinstance(error, kind) or first == jax.process_index()):
         raise error
     for process, other in enumerate(told):
         if "parts" in other:

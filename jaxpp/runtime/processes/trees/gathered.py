@@ -101,10 +101,10 @@ def _brought(
     if me in holders and (me == first or me in readers):
         part = put(next(here[device] for device in devices if device in here), targets[me])
     for process in sorted(set(readers) - holders):
-        if me == first:
-            crosser(aval, targets[first], targets[process])(part)
-        elif me == process:
-            (part,) = crosser(aval, targets[first], targets[process])()
+        cross = crosser(aval, targets[first], targets[process])  # which all call, as JAX numbers the transfers of each process
+        found = cross(part) if me == first else cross()
+        if me == process:
+            (part,) = found
     return part
 
 
@@ -125,12 +125,10 @@ def _from_all(values: np.ndarray, targets: Mapping[int, Device], put: _Put) -> n
     rows = {me: own}
     for source in targets:
         for process in sorted(targets.keys() - {source}):
-            if me in (source, process):
-                cross = crosser(own, targets[source], targets[process])
-                if me == source:
-                    cross(own)
-                else:
-                    (rows[source],) = cross()
+            cross = crosser(own, targets[source], targets[process])
+            found = cross(own) if me == source else cross()
+            if me == process:
+                (rows[source],) = found
     return np.stack([rows[process] for process in sorted(rows)])
 
 
