@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxpp.engine.engine import Engine
 from jaxpp.observe.memory.liveness import Liveness, step_liveness, temporaries
-from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
+from jaxpp.runtime.bind import BoundLine, compile_lines
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.place import DATA, MODEL, OneDevice, Place, Submesh
 from jaxpp.types import Batch, Device, Key
@@ -43,8 +43,9 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Key | None) -> Liveness:
     _, chosen = compile_lines(list(lines.values()), others, "the ranks of other processes, for the forecast")
     bound = dataclasses.replace(whole.bound, chosen={**chosen, **own.chosen})
     extra = [0] * len(bound.lines)
-    for numbers, mine, programs in ((own.numbers, own, engine.programs), (lines, _of(own, tuple(lines.values())), others)):
-        for number, needs in zip(numbers, temporaries(mine, programs), strict=True):
+    away = dataclasses.replace(own, lines=tuple(lines.values()), numbers=tuple(lines))
+    for mine, programs in ((own, engine.programs), (away, others)):
+        for number, needs in zip(mine.numbers or (), temporaries(mine, programs), strict=True):
             extra[number] = needs
     found = step_liveness(engine, dataclasses.replace(whole, bound=bound))
     return dataclasses.replace(found, temporaries=tuple(extra), unknown=tuple(unknown))
@@ -58,7 +59,3 @@ def stand_in(place: Place, devices: Sequence[Device]) -> Place | None:
         return OneDevice(devices[0])
     grid = np.array(devices[: len(place.devices)]).reshape(place.mesh.devices.shape)
     return dataclasses.replace(place, mesh=Mesh(grid, (DATA, MODEL)))
-
-
-def _of(bound: Bound, lines: tuple[BoundLine, ...]) -> Bound:
-    return dataclasses.replace(bound, lines=lines)

@@ -112,7 +112,9 @@ class Forecast:
             lines.append("peak: " + ", ".join(f"{device} {_size(peak)}" for device, peak in self.peaks.items()))
         if self.liveness.unknown:
             where = ", ".join(map(str, self.liveness.unknown))
-            lines.append(f"temporaries of {where} are not known here and not counted: this process has fewer devices than a rank there")
+            lines.append(
+                f"temporaries of {where} are not known here and not counted: this process has fewer devices than a rank there"
+            )
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)

@@ -139,8 +139,9 @@ def step_liveness(
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
-    Of lines that one of several processes runs, only the devices of this process are told of. ``homes`` are the devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are
-    counted if the programs are ``compiled``.
+    If the lines are those of one process of several, the result tells of the devices of that process alone. ``homes`` are the
+    devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are counted if the
+    programs are ``compiled``.
     """
     bound = lowered.bound
     first, last = _forwards(bound), bound.last_uses

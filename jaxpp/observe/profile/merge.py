@@ -92,12 +92,11 @@ class Company:
         read = [name for line in self._bound.lines for name in (*line.inputs, *line.outputs)]
         self._names = list(dict.fromkeys([*whole.inputs, *self._bound.constants, *read]))
         self.plan = _plan_of(self._bound)
-        told = [json.loads(text) for text in texts_of_all(json.dumps({"numbers": self._numbers, "error": clock.error}))]
-        self.error = max(each["error"] for each in told)
-        self._places = [{number: k for k, number in enumerate(each["numbers"])} for each in told]
+        told = [json.loads(text) for text in texts_of_all(json.dumps(list(self._numbers)))]
+        self._places = [{number: k for k, number in enumerate(numbers)} for numbers in told]
 
     @property
-    def _numbers(self) -> tuple[int, ...]:
+    def _numbers(self) -> Sequence[int]:
         """Where the lines of this process are among all; a process that has no devices of the pipeline has those that cross."""
         return range(len(self._own.lines)) if self._own.numbers is None else self._own.numbers
 
@@ -113,11 +112,12 @@ class Company:
             }
             for step in mine.steps
         ]
-        texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": mine.error}))
+        error = mine.error + self._clock.error
+        texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": error}))
         told: list[dict[str, Any]] = [json.loads(text) for text in texts]
         missing = [f"process {k}: {each['missing']}" for k, each in enumerate(told) if each["missing"]]
         found = [self._step([each["steps"][k] for each in told]) for k in range(len(mine.steps))]
-        return Seen(tuple(found), missing[0] if missing else "", self.error + max(each["error"] for each in told))
+        return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
 
     def _step(self, told: Sequence[Mapping[str, Any]]) -> Step:
         """A step of which each process tells."""
@@ -128,7 +128,8 @@ class Company:
             seen = {k: told[k]["stamps"][self._places[k][number]] for k in {*givers, *owners}}
             first = min(givers or owners, key=lambda k, seen=seen: seen[k])
             asked, done = (max(seen[k][at] for k in owners) for at in (1, 2))
-            stamps.append(Stamp(*seen[first][:2], max(done, seen[first][1]), asked if givers else -math.inf, first))
+            begins, handed, _ = seen[first]
+            stamps.append(Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first))
             mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
             there = [run for run in mine if run is not None]
             runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
@@ -200,5 +201,5 @@ def _plan_of(bound: Bound) -> Plan:
     return Plan(tuple(lines), len(slots), (), (), (), len(lines))
 
 
-def _elsewhere(*values: Array) -> Sequence[Array]:
+def _elsewhere(*_: Array) -> Sequence[Array]:
     raise AssertionError("a plan that is only looked at is not run")

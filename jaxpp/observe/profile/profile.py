@@ -277,9 +277,9 @@ class Profile(Drawn):
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
         if self.num_processes > 1:
-            half = "the error of a hand-shake, half its round trip, and of what each process traced"
             what = f"{self.num_processes} processes, whose clocks are aligned to within {1e6 * self.clock_error:.0f} us"
-            lines.append(f"{what} ({half}): a transfer between them is known no better")
+            half = "half of the quickest way there and back"
+            lines.append(f"{what} ({half}): when something happened in two of them can be compared no better")
         slow = []
         for boundary, hop in enumerate(map(float, self.measured.hops)):
             hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (boundary + 1, Kind.F)])

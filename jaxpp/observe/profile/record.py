@@ -19,8 +19,8 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.merge import Company, Seen, Step
+from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.spans import (
     Span,
     Stamp,
@@ -136,8 +136,8 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None,
     places, shown = engine.placement.by_rank, engine.placement.ranks_shown
     shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     clock = clock or ("isolated" if shared else "trace")
-    several = () if company is None else (len(processes), seen.error)
-    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, seen.missing, *several)
+    error = 0.0 if company is None else seen.error
+    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, seen.missing, len(processes), error)
 
 
 def _seen(plan: Plan, steps: _Steps, num_steps: int) -> Seen:
@@ -191,9 +191,7 @@ def _session(folder: str) -> Iterator[None]:
         jax.profiler.stop_trace()
 
 
-def _watched(
-    steps: _Steps, num_steps: int, company: Company | None, plan: Plan
-) -> tuple[tuple[Step, ...], list[tuple[Span, ...]]]:
+def _watched(steps: _Steps, num_steps: int, company: Company | None, plan: Plan) -> tuple[tuple[Step, ...], list[tuple[Span, ...]]]:
     """Steps whose results are polled, and their spans."""
     engine = steps.engine
     watched, _ = engine.plan("update", steps.batch, steps.key, watched=True)
