@@ -16,7 +16,7 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.options import Options
 from jaxpp.plan.init_params import trace_init
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.processes.agreement import Agreement, agreement
+from jaxpp.runtime.agreement.meeting import Agreement, agreement
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of

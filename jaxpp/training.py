@@ -18,8 +18,8 @@ from jaxpp.errors.tracebacks import entries
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.agreement.meeting import Agreement, agreement
 from jaxpp.runtime.interrupts import Hold, despite_ctrl_c
-from jaxpp.runtime.processes.agreement import Agreement, agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages

@@ -1,4 +1,4 @@
-"""What the processes of ``test_process_faults.py`` run: pipelines that differ from process to process, and steps that are cut short."""
+"""What the processes of ``test_process_faults.py`` run: pipelines that differ between processes, and steps that are cut short."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import optax
 
 import jaxpp
 from jaxpp.errors import ProcessError
-from jaxpp.runtime.processes import agreement, leaving
+from jaxpp.runtime.agreement import leaving, meeting
 
 PARAMS = {f"w{k}": np.full((8, 8), 0.1 * (k + 1), np.float32) for k in range(3)}
 BATCH = {"x": np.ones((16, 8), np.float32), "y": np.zeros((16, 8), np.float32)}
@@ -92,7 +92,7 @@ def differences(pipe: jaxpp.Pipeline, state: jaxpp.State, me: int) -> dict[str, 
 
 
 def mismatches() -> None:
-    """Try all differences in turn, then go on, and at last part ways at a batch of another shape."""
+    """Try all differences in turn, then go on, part ways at a batch of another shape, and wait."""
     me = jax.process_index()
     pipe = make()
     state = pipe.init(PARAMS, BATCH)
@@ -105,7 +105,11 @@ def mismatches() -> None:
             error = f"{type(caught).__name__}: {caught}"
         print(json.dumps({"name": name, "error": error, "seconds": time.monotonic() - begun}), flush=True)
     for size in (16, 16, (16, 8)[me]):
-        state, metrics = pipe.step(state, first(size))
+        try:
+            state, metrics = pipe.step(state, first(size))
+        except ProcessError as error:
+            print(json.dumps({"name": "another batch", "error": str(error)}), flush=True)
+            time.sleep(60)  # until Ctrl-C; process 0 waits for the devices of this one
         print(json.dumps({"loss": float(metrics.loss)}), flush=True)
 
 
@@ -141,18 +145,18 @@ def other_order() -> None:
     me, devices = jax.process_index(), jax.devices()
     known = []
     for name in ("pipe.step", "pipe.evaluate"):
-        with agreement.agreement(name, devices) as agree:
+        with meeting.agreement(name, devices) as agree:
             agree(lambda: {"batch": "x f32[8]"})
         known.append(agree.again)
     for again in known[:: (1, -1)[me]]:
         again()
-    with agreement.agreement("pipe.step", devices) as agree:
+    with meeting.agreement("pipe.step", devices) as agree:
         agree(lambda: {"batch": "x f32[4]"})
 
 
 def without_store() -> None:
     """Some differences, found without the store that the processes share."""
-    agreement.shared_store = leaving.shared_store = lambda: None
+    meeting.shared_store = leaving.shared_store = lambda: None
     me = jax.process_index()
     pipe = make()
     state = pipe.init(PARAMS, BATCH)

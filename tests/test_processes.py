@@ -142,6 +142,7 @@ def test_a_process_holds_what_the_account_says_of_its_ranks_and_compiles_their_p
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")
 @pytest.mark.parametrize("name", GRIDS)
 def test_the_full_grid_gives_the_bits_of_one(tmp_path, name):
     count, cases = GRIDS[name]

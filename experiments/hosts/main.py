@@ -46,7 +46,7 @@ class Config:
     """
 
     processes: tuple[int, ...] = (2, 4)
-    ranks: int = 4
+    ranks: int = 8
     schedule: str = "1f1b"
     microbatches: int = 8
     width: int = 128
@@ -54,7 +54,7 @@ class Config:
     batch: int = 32
     losses: int = 5
     steps: int = 60
-    rounds: int = 3
+    rounds: int = 2
     seconds: int = 300
     no_spawn: Flag = False
     markdown: Flag = False
@@ -140,10 +140,13 @@ def run(config: Config) -> Result:
 
     Raises:
         ProcessesError: a process failed, or took too long.
+        SystemExit: this process has joined others and is not process 0, which alone says what was found.
     """
     if config.no_spawn:
         jax.distributed.initialize()
         found = [measure(config.sizes(jax.device_count()))]
+        if jax.process_index() > 0:
+            sys.exit()
         return Result(config=config, rows=(_row(jax.process_count(), found, None),))
     counts = sorted({1, *config.processes})
     rounds: dict[int, list[Told]] = {count: [] for count in counts}

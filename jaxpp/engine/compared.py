@@ -15,12 +15,12 @@ from jaxpp.engine.outcome import Lowered
 from jaxpp.engine.placed import Placed
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
+from jaxpp.runtime.agreement.listing import listing, plain
+from jaxpp.runtime.agreement.surroundings import flags_text, versions_text
 from jaxpp.runtime.processes.here import is_addressable
-from jaxpp.runtime.processes.surroundings import flags_text, versions_text
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.listing import listing, plain
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Batch, Key, Tree

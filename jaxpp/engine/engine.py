@@ -29,13 +29,13 @@ from jaxpp.plan.lower import add_wait, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
 from jaxpp.plan.sum_gradients import add_gradients, add_zero_gradients, packed_sums
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.agreement import agreement
 from jaxpp.runtime.processes.here import local, processes_of
 from jaxpp.runtime.processes.in_flight import limit_of
 from jaxpp.runtime.processes.reports import add_reports
@@ -201,8 +201,8 @@ class Engine:
             self._agreed[what]()  # counts the call
             return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         with agreement(_CALLS[purpose], self.options.devices) as agree:
-            lower = partial(despite_ctrl_c, self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
-            agree(lambda: step_texts(self.options, self.placed, lower(), batch, key))
+            lowered = despite_ctrl_c(self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
             found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         self._agreed[what] = agree.again
         return found

@@ -124,7 +124,7 @@ class StateError(JaxppError):
 
 
 class ProcessError(JaxppError):
-    """The processes of a run do not do the same: they differ in code, settings or shapes, or one of them failed or does not come."""
+    """The processes of a run do not do the same: they differ in code, settings or shapes, or one of them failed or is missing."""
 
 
 class PullbackError(JaxppError):

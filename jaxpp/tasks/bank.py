@@ -103,13 +103,13 @@ class Bank(BankFiles):
         if not hasattr(self.device, "addressable_memories"):
             fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
             raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
-        if self.device.process_index != jax.process_index():
-            got, fix = f"{self.device} of process {self.device.process_index}", "pass one of jax.local_devices()"
-            raise BankError("Bank(device=...)", "a bank is used on a device of its own process", got, fix)
         kinds = [memory.kind for memory in self.device.addressable_memories()]
         if HOST_MEMORY not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"
             raise BankError("Bank(device=...)", f"the device can reach {HOST_MEMORY} memory", got, "use another device or backend")
+        if self.device.process_index != jax.process_index():
+            got, fix = f"{self.device} of process {self.device.process_index}", "pass one of jax.local_devices()"
+            raise BankError("Bank(device=...)", "a bank is used on a device of its own process", got, fix)
         if not callable(getattr(optimizer, "init", None)):
             raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
         super().__init__(optimizer, HostStore(slots), SingleDeviceSharding(self.device))

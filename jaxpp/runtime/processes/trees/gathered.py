@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.processes.agreement import agreement
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.processes.crossing import crosser
 from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.stages.jaxpr import describe

@@ -1,6 +1,6 @@
 """What several processes say of the same thing, and how the error message shows where they differ."""
 
-import os
+import itertools
 from collections.abc import Mapping, Sequence
 
 from jaxpp.errors import ProcessError
@@ -17,14 +17,14 @@ _BEFORE, _WIDTH = 40, 120
 """Letters of a line that are shown before the first difference, and in all."""
 
 _RULE = "all processes run the same pipeline, made by the same code"
-_CALLS = "give every process the same batches, and call the same methods in the same order, also where one of them alone prints or saves"
+_CALLS = "give every process the same batches, and call the same methods in the same order, also where one of them prints or saves"
 _REMEDIES = {
     "earlier calls": _CALLS,
     "call": _CALLS,
     "versions": "install the same versions on every host",
     "flags": "set the same options of JAX, and the same XLA_FLAGS, in every process",
     "devices": "give every process the same devices or mesh, made of jax.devices(), which lists those of all processes",
-    "batch": "pass batches of the same shapes in every process; a loader that divides the data gives each the same number of examples",
+    "batch": "pass batches of the same shapes in every process; a loader that divides the data gives each as many examples",
     "key": "make the key of the same seed in every process",
 }
 _SAME_CODE = "start the same script, with the same arguments, on every host"
@@ -68,7 +68,7 @@ def _shown(part: str, said: Mapping[int, str]) -> list[str]:
     """The first line in which the texts of a part differ, once for all processes that say the same."""
     lines = {process: text.splitlines() for process, text in said.items()}
     longest = max(map(len, lines.values()))
-    at = {process: "(nothing)" for process in lines}
+    at = dict.fromkeys(lines, "(nothing)")
     number = 0
     for number in range(longest):
         at = {process: text[number] if number < len(text) else "(nothing)" for process, text in lines.items()}
@@ -78,7 +78,8 @@ def _shown(part: str, said: Mapping[int, str]) -> list[str]:
     for process, line in at.items():
         groups.setdefault(line, []).append(process)
     where = part if longest == 1 else f"{part}, line {number + 1}"
-    begin = max(0, len(os.path.commonprefix(list(groups))) - _BEFORE)
+    same = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*groups, strict=False)))
+    begin = max(0, same - _BEFORE)
     return [f"{where}: {listed(who)}: {_window(line, begin)}" for line, who in groups.items()]
 
 

@@ -8,10 +8,9 @@ script has ended with an exception: the others wait for what this process will n
   read the note, and raise at once; all others print it (``watching``).
 - A process whose script has ended with an exception asks the others whether they live, and prints which of them do not answer; for
   its own exception may only say that a connection was closed.
-- Then it waits five seconds for the others, in which they may fail too and all end in
-  good order. After that it ends without them, at once. For the others it is then as if it had been killed: a value that they wait for
-  becomes an error where the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away
-  (``heartbeat_timeout_seconds``, 100 by default).
+- Then it waits five seconds for the others, in which they may fail too and all end in good order. After that it ends without them,
+  at once. For the others it is then as if it had been killed: a value that they wait for becomes an error where the connection
+  breaks (on CPU), or else JAX ends them when the heartbeats stay away (``heartbeat_timeout_seconds``, 100 by default).
 
 In a run of one process all of this does nothing. ``sys.exit`` is no exception: a script that ends by it waits for the others.
 """
@@ -26,9 +25,9 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxpp.runtime.processes.differences import listed
-from jaxpp.runtime.processes.store import Store, shared_store
-from jaxpp.runtime.processes.watching import Watcher, silent
+from jaxpp.runtime.agreement.differences import listed
+from jaxpp.runtime.agreement.store import Store, shared_store
+from jaxpp.runtime.agreement.watching import Watcher, silent
 
 __all__ = ["FAILED", "left", "named", "watcher"]
 
@@ -47,10 +46,10 @@ def left(store: Store) -> Mapping[int, str]:
 
 
 def named(error: BaseException) -> str:
-    """An error as one line.
+    r"""An error as one line.
 
     Example:
-        >>> named(ValueError("too small\\nby far")), named(KeyboardInterrupt())
+        >>> named(ValueError("too small\nby far")), named(KeyboardInterrupt())
         ('ValueError: too small', 'KeyboardInterrupt')
     """
     lines = str(error).splitlines()
@@ -80,14 +79,15 @@ def _print_failures(store: Store, told: set[int]) -> None:
 @atexit.register  # so it runs before what JAX registered earlier, which waits for the other processes
 def _leave() -> None:
     """Tell the others that this process ends; after an exception, do not wait for them for long."""
-    if not jax.distributed.is_initialized():
-        return
     error = getattr(sys, "last_value", None)  # Python has printed its traceback
     with contextlib.suppress(Exception):  # the store ends with process 0
         store = shared_store()
         if store is not None:
             _tell(store, error)
-    if error is not None:
+    found = watcher() if watcher.cache_info().currsize else None
+    if found is not None:
+        found.stop()
+    if error is not None and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         with open(os.devnull, "w") as nowhere:  # a thread cannot be started any more; this timer is none of Python's
@@ -95,7 +95,7 @@ def _leave() -> None:
 
 
 def _tell(store: Store, error: BaseException | None) -> None:
-    """Leave a note, and stop listening."""
+    """Leave a note; after an exception, look who is left."""
     me = store.process
     store.put(f"{_FOLDER}/{me}", "has come to the end of its script" if error is None else f"{FAILED} {named(error)}")
     if error is not None:
@@ -104,7 +104,3 @@ def _tell(store: Store, error: BaseException | None) -> None:
         if lost := silent(store, left(store)):
             what = f"{listed(lost)} does not answer: killed (out of memory?), or its host is lost; resume from the last checkpoint"
             print(f"jaxpp: {what}", file=sys.stderr, flush=True)
-    if watcher.cache_info().currsize:
-        found = watcher()
-        if found is not None:
-            found.stop()

@@ -22,17 +22,18 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jaxpp.errors import ProcessError
-from jaxpp.runtime.processes.differences import difference, listed
+from jaxpp.runtime.agreement.differences import difference, listed
+from jaxpp.runtime.agreement.leaving import FAILED, left, named, watcher
+from jaxpp.runtime.agreement.store import Store, shared_store
+from jaxpp.runtime.agreement.watching import alarm
 from jaxpp.runtime.processes.here import processes_of
-from jaxpp.runtime.processes.leaving import FAILED, left, named, watcher
-from jaxpp.runtime.processes.store import Store, shared_store
-from jaxpp.runtime.processes.watching import alarm
 from jaxpp.types import Device
 
 __all__ = ["Agreement", "agreement"]
@@ -218,7 +219,7 @@ class _Meeting(Agreement):
             said = json.dumps({"failed": named(error)})
             self._store.put(f"{self._company.folder(self._number)}/{self._store.process}", said)
 
-    def _all(self, folder: str) -> Mapping[int, Mapping[str, Mapping[str, str]]]:
+    def _all(self, folder: str) -> Mapping[int, Mapping[str, Any]]:
         """What all processes have written to a folder.
 
         Raises:
@@ -284,15 +285,17 @@ class _Collective(Agreement):
         """Compare texts."""
         if self._over:
             return
-        texts = {"earlier calls": self._company.history, "call": self._where, **{part: text[:_LARGEST] for part, text in parts().items()}}
+        said = {part: text[:_LARGEST] for part, text in parts().items()}
+        texts = {"earlier calls": self._company.history, "call": self._where, **said}
         digest = hashlib.sha256(json.dumps(texts).encode()).digest()
         digests = process_allgather(np.frombuffer(digest, np.uint8))
         self._over = True
         if (digests == digests[0]).all():
-            return self.again()
-        said = np.frombuffer(_packed(texts).encode(), np.uint8)
-        lengths = process_allgather(np.array([said.size], np.int32)).ravel()
-        rows = process_allgather(np.pad(said, (0, int(lengths.max()) - said.size)))
+            self.again()
+            return
+        mine = np.frombuffer(_packed(texts).encode(), np.uint8)
+        lengths = process_allgather(np.array([mine.size], np.int32)).ravel()
+        rows = process_allgather(np.pad(mine, (0, int(lengths.max()) - mine.size)))
         theirs = [_unpacked(row[:length].tobytes().decode()) for row, length in zip(rows, lengths, strict=True)]
         known = dict.fromkeys(part for each in theirs for part in each)
         differ = {part: {process: each.get(part, "") for process, each in enumerate(theirs)} for part in known}

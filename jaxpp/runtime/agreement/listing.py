@@ -67,8 +67,8 @@ def _lines(graph: Graph) -> Iterator[str]:
     for var, value in graph.constants.items():
         yield f"{define(var)} constant {_digest(value)}"
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
-        made = ", ".join(map(define, eqn.outvars))
-        yield " ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *map(read, eqn.invars), *([f"({name})"] if name else ())])
+        made, module = ", ".join(map(define, eqn.outvars)), [f"({name})"] if name else []
+        yield " ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *map(read, eqn.invars), *module])
     yield " ".join(["out", *map(read, graph.outputs)])
 
 

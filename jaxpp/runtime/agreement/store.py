@@ -1,9 +1,9 @@
 """The key-value store that the processes of a run share, where it can be reached.
 
 ``jax.distributed.initialize`` starts a coordination service in process 0: it has the processes meet, watches their heartbeats, and
-keeps texts under names. JAX has no public function for these texts. So the client that JAX made is looked up with care, and whoever
-uses the store can do without it: ``agreement`` then compares digests by a public collective (``process_allgather``), which finds the
-same differences, but cannot tell who is missing, and waits for them without a limit.
+keeps texts under names. JAX has no public function for these texts. So the client that JAX made is looked up with care, and who
+uses the store can do without it: ``agreement`` then compares digests by a public collective (``process_allgather``). That finds the
+same differences, but cannot tell who is missing, and waits without a limit.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Store:
 def shared_store() -> Store | None:
     """The store of this run; None in a run of one process, and where this version of JAX has no such client."""
     state = getattr(distributed, "global_state", None)
-    client, *numbers = (getattr(state, name, None) for name in ("client", "process_id", "num_processes"))
-    if None in numbers or not all(hasattr(client, method) for method in _METHODS):
+    client, process, count = (getattr(state, name, None) for name in ("client", "process_id", "num_processes"))
+    if process is None or count is None or not all(hasattr(client, method) for method in _METHODS):
         return None
-    return Store(client, *numbers)
+    return Store(client, process, count)

@@ -1,4 +1,4 @@
-"""What a process runs on, as text that all processes of a run have in common: versions, and the options of JAX that change results."""
+"""What a process runs on, as text that should be the same in all: versions, and the options of JAX that change results."""
 
 import functools
 import importlib.metadata
@@ -7,11 +7,10 @@ import platform
 from typing import Any
 
 import jax
-import jaxlib
 
 __all__ = ["flags_text", "versions_text"]
 
-_PACKAGES = ("jaxpp", "flax", "optax", "numpy")
+_PACKAGES = ("jaxlib", "jaxpp", "flax", "optax", "numpy")
 _OPTIONS = """
 enable_x64 default_matmul_precision default_prng_impl threefry_partitionable enable_custom_prng numpy_dtype_promotion
 numpy_rank_promotion softmax_custom_jvp high_dynamic_range_gumbel random_seed_offset disable_jit debug_nans debug_infs
@@ -26,7 +25,7 @@ _FREE = ("--xla_dump", "--xla_gpu_dump", "--xla_gpu_per_fusion_autotune_cache_di
 @functools.cache
 def versions_text() -> str:
     """The versions of Python and of the libraries."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "jax": jax.__version__}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
