@@ -28,7 +28,7 @@ from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
 from jaxpp.training import Training
 from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat, TaskNames, Tree
-from jaxpp.verify import check_comparable, verify_grads, verify_update
+from jaxpp.verify import check_comparable, verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
@@ -204,15 +204,15 @@ class Pipeline(Training):
         float32, 6% in bfloat16. A gradient that moves further when the parameters' last digits change (a bias before a batch
         normalisation) may differ by as much.
 
+        Of several processes all call it, each with the whole batch. Each is sent the whole model, computes the plain step on its
+        own first device, and raises what any of them finds.
+
         Raises:
             VerifyError: naming the first leaf that differs, with both values; or what is NaN in both.
         """
         check_comparable(self._options)
         with self._whole("verify", state, batch, key, task) as (engine, leaves):
-            found = engine.run("grads", leaves, batch, key)
-            verify_grads(engine, leaves, batch, key, found)
-            stepped = engine.run("update", leaves, batch, key, donate=False)
-            verify_update(engine, leaves, found, stepped.state)
+            verify_step(engine, leaves, batch, key)
 
     def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
         """Memory of a step before the first one, from shapes alone; and what to change if it does not fit.

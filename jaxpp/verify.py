@@ -18,19 +18,23 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State
 from jaxpp.engine.state_leaves import states_of
-from jaxpp.errors import ArgumentError, VerifyError
+from jaxpp.errors import ArgumentError, BatchError, VerifyError
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.transfer import gather
+from jaxpp.runtime.agreement.meeting import agreement
+from jaxpp.runtime.processes.here import processes_of
+from jaxpp.runtime.processes.verdict import raise_alike
+from jaxpp.runtime.transfer import check_alive, gather, put
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
+from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
-__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_grads", "verify_update"]
+__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_step"]
 
 GRAD_FLOOR = 0.01
 """A gradient smaller than this part of the largest one is compared as if it had that size."""
@@ -168,6 +172,42 @@ def check_comparable(options: Options) -> None:
         raise ArgumentError("pipe.verify", rule, f"cut_gradient={got}", "make a pipeline without cut_gradient")
 
 
+def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> None:
+    """Compare a step that leaves the state as it is with the plain step.
+
+    Each of several processes gets the whole of what the step gave and computes the plain step on its own first device; what one of
+    them finds, all raise.
+    """
+    where, rule = "pipe.verify", "every process computes the plain step, and needs the whole batch for it"
+    if len(processes_of(engine.options.devices)) < 2:
+        found = engine.run("grads", leaves, batch, key)
+        verify_grads(engine, leaves, batch, key, found)
+        verify_update(engine, leaves, found, engine.run("update", leaves, batch, key, donate=False).state)
+        return
+    with agreement(where, engine.options.devices) as agree:
+        parts = jax.tree_util.tree_leaves_with_path(batch)
+        shapes = [path_name(path) for path, leaf in parts if isinstance(leaf, jax.ShapeDtypeStruct)]
+        if shapes:
+            raise BatchError(where, rule, f"only the shape of {', '.join(shapes)}", "pass the arrays in every process")
+        agree(dict)
+    found = engine.run("grads", leaves, batch, key)._replace(squares=())
+    after = engine.run("update", leaves, batch, key, donate=False).state
+    found, after, leaves, batch, key = gather((found, after, leaves, batch, key))
+
+    def check() -> None:
+        verify_grads(engine, leaves, batch, key, found)
+        verify_update(engine, leaves, found, after)
+
+    raise_alike(where, check, VerifyError)
+
+
+def _on_one_device(tree: Tree) -> Tree:
+    """What this process has, on its first device."""
+    check_alive("pipe.verify", tree)
+    device = jax.local_devices()[0]
+    return jax.tree.map(lambda leaf: put(leaf, device), tree)
+
+
 def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> None:
     """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's."""
     config, layout = engine.options, engine.layout
@@ -178,7 +218,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     groups = engine.preparer.groups.current if _own(engine) else ()
     options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers, "groups": groups}
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
-    params, old, batch, key = gather((state.params, state.model_state, batch, key))
+    params, old, batch, key = _on_one_device((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}
     if config.loss_scale is not None:
         options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}
@@ -265,7 +305,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     state, after = (states_of(engine).wrap(given, step=None) for given in (leaves, stepped))
     grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    grads, whole, model_state, loss = gather((grads, State(*state), model_state, found.loss))
+    grads, whole, model_state, loss = _on_one_device((grads, State(*state), model_state, found.loss))
     if _own(engine):
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
         made = [update(grad, whole._replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]

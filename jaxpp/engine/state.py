@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
+from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees.sliced import are_across, stand_in_for
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
@@ -183,9 +184,18 @@ def _title(state: State) -> str:
         return f"{title}, consumed by a later step ({gone} of {len(leaves)} leaves are gone): go on with pipe.state"
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return f"{title}: traced, no arrays"
+    if not all(map(is_addressable, leaves)):
+        title += f"; {_here(leaves)}"
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     shardings = " and shardings" if any(leaf.sharding is not None for leaf in shapes) else ""
     return f"{title}: shapes{shardings}, no arrays" if shapes else title
+
+
+def _here(leaves: Sequence[Leaf]) -> str:
+    """Which part of a state this process holds."""
+    found = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.addressable_devices}
+    names = ", ".join(f"{device.platform}:{device.id}" for device in sorted(found, key=lambda device: device.id))
+    return f"process {jax.process_index()} of {jax.process_count()} holds " + (f"what is on {names}" if names else "nothing of it")
 
 
 def _is_deleted(leaf: Leaf) -> bool:

@@ -52,9 +52,13 @@ class JaxppError(ValueError):
         got: names and numbers; several violations are several lines, of which at most ten are shown, and how many more there are.
         fix: what to do, imperative.
         picture: a table or listing with the bad cell marked; shown last.
+
+    Attributes:
+        parts: the arguments, so that another process can raise the same.
     """
 
     def __init__(self, where: str, rule: str, got: str | Sequence[str], fix: str, picture: str = ""):
+        self.parts = (where, rule, got if isinstance(got, str) else tuple(got), fix, picture)
         lines = [got] if isinstance(got, str) else list(got)
         more = len(lines) - _MOST_LINES
         if more > 0:

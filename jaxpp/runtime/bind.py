@@ -30,7 +30,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home
 
-__all__ = ["Bound", "BoundLine", "Check", "Runnable", "bind_lines", "compile_plan"]
+__all__ = ["Bound", "BoundLine", "Check", "Runnable", "bind_lines", "compile_lines", "compile_plan"]
 
 _SMALL = 1 << 16
 """Bytes of a result that may be held on to while a step is watched."""
@@ -76,6 +76,7 @@ class Bound:
         first_names: for a name that is another name of a value, the name under which the value was first known.
         chosen: how the compiler has sharded what it may shard as it likes; known when the plan is compiled.
         placed: the arrays of the constants; there when the plan is compiled.
+        numbers: where these lines are among those of all processes; None if they are the lines of all.
     """
 
     lines: tuple[BoundLine, ...]
@@ -84,6 +85,7 @@ class Bound:
     first_names: Mapping[Name, Name]
     chosen: Mapping[Name, Sharding] = field(default_factory=dict)
     placed: Mapping[Name, jax.Array] = field(default_factory=dict)
+    numbers: tuple[int, ...] | None = None
 
     def resolve(self, name: Name) -> Name:
         """The name under which a value was first known."""
@@ -104,10 +106,12 @@ class Bound:
         shapes = Shapes(self.lines, self.placement, leaves)
         found = [local_line(line, line.place, self.placement, shapes) for line in self.lines]
         lines = tuple(dataclasses.replace(line, crossing=crossing) for line, crossing in filter(None, found))
+        numbers = tuple(number for number, line in enumerate(found) if line is not None)
         read = {name for line in lines for name in line.inputs}
         constants = {name: constant for name, constant in self.constants.items() if name in read}
         away = [name for name in map(self.resolve, outputs) if not self.placement[name.stage].is_here]
-        return dataclasses.replace(self, lines=lines, constants=constants), {name: shapes.stand_in(name) for name in away}
+        here = dataclasses.replace(self, lines=lines, constants=constants, numbers=numbers)
+        return here, {name: shapes.stand_in(name) for name in away}
 
 
 def bind_lines(builder: Builder, placement: Placement) -> Bound:
@@ -170,7 +174,7 @@ def compile_plan(
     if check is not None:
         lines = [dataclasses.replace(line, donated=()) for line in lines]
     watch = _watch(lines, programs) if watched else [None] * len(lines)
-    compiled, chosen = _compile(lines, programs, what)
+    compiled, chosen = compile_lines(lines, programs, what)
     placed = {name: programs.constant(found, bound.placement[name.stage], name.ref) for name, found in bound.constants.items()}
     made = dataclasses.replace(bound, chosen=chosen, placed=placed)
     last = last_uses(lines)
@@ -247,7 +251,7 @@ def _small(program: Program, names: Sequence[Name]) -> list[Name]:
     return [name for name, aval in zip(names, program.results, strict=True) if count_bytes(aval) <= _SMALL]
 
 
-def _compile(lines: Sequence[BoundLine], programs: Programs, what: str) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
+def compile_lines(lines: Sequence[BoundLine], programs: Programs, what: str) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
     """The compiled program of each line that has one, and the shardings that the compiler chose.
 
     Programs that read what the compiler sharded as it liked wait for those that make it; all others are compiled at once.

@@ -152,7 +152,7 @@ class Programs:
     def __getitem__(self, job: PlacedProgram) -> Compiled:
         """The compiled program, however its arguments are sharded."""
         program, place, donated = job
-        found = self._compiled[program]
+        found = self._compiled.get(program) or self._compiled[self._tokened[id(program)]]
         return next(made.call for key, made in found.items() if key[:2] == (place, donated))
 
     def __len__(self) -> int:

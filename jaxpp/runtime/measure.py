@@ -16,8 +16,8 @@ from jaxpp.runtime.agreement.listing import listing
 from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
+from jaxpp.runtime.processes.exchange import rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
-from jaxpp.runtime.processes.told import from_all
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cuts.cut_loss import CutLoss
@@ -48,7 +48,7 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
         agree(lambda: {"loss": listing(cut.loss.graph), "kinds of actions": " ".join(sorted(map(str, kinds)))})
     programs.compile(job for stage in jobs for job in stage)
     found = np.array([sum(_seconds(programs[job], job) for job in stage) for stage in jobs], np.float32)
-    return (from_all(found).sum(axis=0) if several else found).tolist()
+    return (rows_of_all(found).sum(axis=0) if several else found).tolist()
 
 
 def _seconds(call: Compiled, job: PlacedProgram) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp.runtime.processes.told import from_all
+from jaxpp.runtime.processes.exchange import rows_of_all
 from jaxpp.runtime.processes.trees.array_handler import array_handler
 
 __all__ = ["fresh_tokens", "open_writer"]
@@ -17,7 +17,7 @@ def fresh_tokens(count: int) -> list[str]:
     if jax.process_count() == 1 or not count:
         return [secrets.token_hex(8) for _ in range(count)]
     drawn = np.frombuffer(secrets.token_bytes(8 * count), np.uint32)
-    return [row.tobytes().hex() for row in from_all(drawn)[0].reshape(count, 2)]
+    return [row.tobytes().hex() for row in rows_of_all(drawn)[0].reshape(count, 2)]
 
 
 def open_writer(ocp: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.errors import JaxppError
+from jaxpp.observe.memory.all_ranks import liveness_of_all
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.options import Options
 from jaxpp.runtime.progress import progress
@@ -74,7 +75,7 @@ def changes(
     for peak, what, other in [] if fitting else sorted(missed, key=lambda miss: miss[0])[:_COMPILED]:
         if peak > 2 * room:
             break
-        liveness = step_liveness(other, other.plan("update", batch, key)[1], compiled=True)
+        liveness = liveness_of_all(other, batch, key)
         exact = max(map(liveness.most, liveness.devices))
         if exact <= room:
             fitting[what] = Change(what, exact, _time(other.options) / _time(now))

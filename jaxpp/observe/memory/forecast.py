@@ -14,8 +14,10 @@ from typing import NamedTuple
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.advice import Change, changes
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, step_liveness
+from jaxpp.observe.memory.all_ranks import liveness_of_all
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
 from jaxpp.plan.builder import Name
+from jaxpp.runtime.processes.here import is_here
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
@@ -108,6 +110,11 @@ class Forecast:
         lines = ["in brackets: microbatches whose residuals are held; at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
             lines.append("peak: " + ", ".join(f"{device} {_size(peak)}" for device, peak in self.peaks.items()))
+        if self.liveness.unknown:
+            where = ", ".join(map(str, self.liveness.unknown))
+            lines.append(
+                f"temporaries of {where} are not known here and not counted: this process has fewer devices than a rank there"
+            )
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
@@ -135,13 +142,14 @@ def _size(num_bytes: int) -> str:
 def forecast(engine: Engine, batch: Batch, key: Key | None, room: int | None = None, waiting: Sequence[Name] = ()) -> Forecast:
     """The memory of a step that takes over the buffers of its state; leaves on the host are counted where they are sent.
 
-    ``room`` is the bytes that each device has; what the devices say themselves unless given. Of the leaves that are ``waiting``
+    All ranks are told of, also those of other processes, which are not asked. ``room`` is the bytes that each device has; what the
+    devices of this process say themselves unless given. Of the leaves that are ``waiting``
     another copy waits for the next step (the prefetched set of a bank), once for each time that they are named.
     """
-    limits = [stats["bytes_limit"] for d in engine.options.devices if "bytes_limit" in (stats := d.memory_stats() or {})]
+    mine = [device for device in engine.options.devices if is_here(device)]
+    limits = [stats["bytes_limit"] for device in mine if "bytes_limit" in (stats := device.memory_stats() or {})]
     room = min(limits, default=None) if room is None else room
-    _, lowered = engine.plan("update", batch, key)
-    liveness = step_liveness(engine, lowered, compiled=True)
+    liveness = liveness_of_all(engine, batch, key)
     if waiting:
         held = {life.name: life for life in liveness.lives if life.begins == 0}
         copies = (held[name]._replace(ends=len(liveness.lines) + 1) for name in waiting)

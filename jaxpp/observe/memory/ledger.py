@@ -21,6 +21,7 @@ from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
+from jaxpp.runtime.processes.here import is_here
 from jaxpp.stages.program import Role
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
@@ -113,14 +114,14 @@ class Ledger:
 def live_bytes(device: Device) -> int:
     """Bytes of all arrays in a device's own memory, each buffer once; arrays in host memory do not count.
 
-    Of a rank that has several devices, only the first device counts.
+    Of a rank that has several devices, only the first of this process counts.
     """
     return sum(_buffers(jax.live_arrays(), device).values())
 
 
 def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
     """Bytes of each buffer on a device, by address."""
-    device = devices_of(device)[0]
+    device = _looked_at(device)
     kinds = (None, device.default_memory().kind)
     known = (array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted())
     known = (array for array in known if array.sharding.memory_kind in kinds)
@@ -129,8 +130,16 @@ def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
     return {data.block_until_ready().unsafe_buffer_pointer(): data.nbytes for data in here if data.nbytes}
 
 
+def _looked_at(device: Device) -> Device:
+    """The first device of a rank that is of this process."""
+    return next(filter(is_here, devices_of(device)))
+
+
 def sample_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> tuple[Ledger, Leaves[Array]]:
-    """Run one step, which consumes the leaves of its state, and look at what is alive; it waits at each look."""
+    """Run one step, which consumes the leaves of its state, and look at what is alive; it waits at each look.
+
+    Each of several processes looks at its own devices.
+    """
     plan, lowered = engine.plan("update", batch, key)
     liveness = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
@@ -141,7 +150,7 @@ def sample_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
     outcome = engine.run("update", leaves, batch, key, observer=sampler)
     values = dict(zip(lowered.outputs, jax.tree.leaves(outcome), strict=True))
     sampler.look(len(liveness.lines) + 1, state | values, liveness.devices)
-    stats = {device: found for device in liveness.devices if (found := devices_of(device)[0].memory_stats())}
+    stats = {device: found for device in liveness.devices if (found := _looked_at(device).memory_stats())}
     return Ledger(liveness, tuple(sampler.samples), stats), outcome.state
 
 
@@ -166,7 +175,7 @@ class _Sampler:
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
         """Called by the executor after each instruction."""
-        self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=True))
+        self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=False))  # a token more
         self._moment += 1
         devices = [device for device, moment in self._peaks.items() if moment == self._moment]
         if devices:

@@ -23,6 +23,9 @@ from jaxpp.engine.outcome import Lowered
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.compile import PlacedProgram, Programs
+from jaxpp.runtime.place import Place
+from jaxpp.runtime.processes.here import as_sharding
+from jaxpp.runtime.processes.local_lines import Crossing
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
@@ -77,17 +80,19 @@ class Liveness:
     """When each value of a step is alive, and where.
 
     Attributes:
-        devices: in the order of the ranks.
+        devices: in the order of the ranks: of all, or of those of this process.
         lines: of the step.
         lives: of its values.
         temporaries: bytes that the compiled program of each line needs while it runs, besides its arguments and results; empty if
             the programs are not compiled.
+        unknown: devices of other processes whose temporaries are not known, and count as 0.
     """
 
     devices: tuple[Device, ...]
     lines: tuple[BoundLine, ...]
     lives: tuple[Life, ...]
     temporaries: tuple[int, ...] = ()
+    unknown: tuple[Device, ...] = ()
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -134,15 +139,16 @@ def step_liveness(
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
-    ``homes`` are the devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are
-    counted if the programs are ``compiled``.
+    If the lines are those of one process of several, the result tells of the devices of that process alone. ``homes`` are the
+    devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are counted if the
+    programs are ``compiled``.
     """
     bound = lowered.bound
     first, last = _forwards(bound), bound.last_uses
     end = len(bound.lines) + 1
     sizes = _given(engine, lowered)
     places = bound.placement.places
-    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER}
+    begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, lowered.outputs)], end)
     taken: set[Name] = set()
     for number, line in enumerate(bound.lines):
@@ -151,6 +157,8 @@ def step_liveness(
         ends.update((name, number) for name in gone)
         if line.placed is not None:
             results = _made(bound, line, line.placed)
+        elif line.crossing is not None:
+            results = [_arriving(line.crossing)] * len(line.outputs)
         elif line.is_send:
             (source,) = line.inputs
             there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
@@ -165,9 +173,20 @@ def step_liveness(
         until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
         life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in taken)
         lives += _split(life, first.get((name.stage, name.microbatch), end), bound.lines[min(last.get(name, 0), end - 2)])
-    devices = tuple(dict.fromkeys(engine.placement.ranks_shown))
+    devices = tuple(dict.fromkeys(place.shown for place in engine.placement.by_rank if _is_told(bound, place)))
     extra = temporaries(bound, engine.programs) if compiled else ()
     return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra)
+
+
+def _is_told(bound: Bound, place: Place) -> bool:
+    """Whether the lines tell what happens at a place: those of one process do so of its own places."""
+    return bound.numbers is None or place.is_here
+
+
+def _arriving(crossing: Crossing) -> int:
+    """Bytes on each device of what comes from another process."""
+    shape = as_sharding(crossing.target).shard_shape(crossing.aval.shape)
+    return count_bytes(jax.ShapeDtypeStruct(shape, crossing.aval.dtype))
 
 
 def _made(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:

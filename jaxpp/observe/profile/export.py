@@ -13,7 +13,7 @@ __all__ = ["to_html", "to_json", "to_perfetto"]
 _COMPUTE, _ARRIVALS, _HOST = 0, 1, 2
 _NUMBERS = (
     "seconds step_seconds bubble_fraction simulated_seconds simulated_bubble_fraction trace_cost beside clock missing "
-    "host_seconds latencies"
+    "host_seconds latencies num_processes clock_error"
 ).split()
 
 _STYLE = """
@@ -28,7 +28,7 @@ summary { cursor: pointer }
 
 
 def to_perfetto(profile: Profile) -> str:
-    """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; the host has a lane too.
+    """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; each host has one too.
 
     Args:
         profile: of a step.
@@ -41,12 +41,14 @@ def to_perfetto(profile: Profile) -> str:
     for rank in range(ranks):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         events += [_name("thread_name", rank, lane, text) for lane, text in ((_COMPUTE, "computes"), (_ARRIVALS, "receives"))]
-    events += [_name("process_name", ranks, 0, "host"), _name("thread_name", ranks, _HOST, "hands over")]
+    for process in sorted({span.process for span in profile.spans}):
+        called = f"host of process {process}" if profile.num_processes > 1 else "host"
+        events += [_name("process_name", ranks + process, 0, called), _name("thread_name", ranks + process, _HOST, "hands over")]
     for span in profile.spans:
         kind = "rest" if span.action is None else str(span.action.kind)
         lane = _ARRIVALS if span.sends else _COMPUTE
         events.append(_slice(span.label, "send" if span.sends else kind, span.rank, lane, span.start, span.end))
-        events.append(_slice(span.label, "host", ranks, _HOST, span.begun, span.handed))
+        events.append(_slice(span.label, "host", ranks + span.process, _HOST, span.begun, span.handed))
     for rank, curve in enumerate(profile.memory):
         for time, level in zip(curve.times, curve.levels, strict=True):
             bytes_of = dict(zip(MEMORY_KINDS, level, strict=True))

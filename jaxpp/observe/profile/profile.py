@@ -70,6 +70,8 @@ class Profile(Drawn):
         trace_cost: a traced step over one that is not: the ratio of the medians.
         ledger: what memory held.
         missing: what the trace of this backend lacks, so that the results were asked for instead and starts are inferred; or empty.
+        num_processes: how many processes ran the step and tell of it.
+        clock_error: seconds by which times of different processes may be wrong beside each other.
     """
 
     schedule: Schedule
@@ -81,6 +83,8 @@ class Profile(Drawn):
     trace_cost: float
     ledger: Ledger
     missing: str = ""
+    num_processes: int = 1
+    clock_error: float = 0.0
 
     @property
     def shown(self) -> tuple[Span, ...]:
@@ -272,6 +276,10 @@ class Profile(Drawn):
             f"{self.trace_cost:.2f} of one that is not",
             f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
         ]
+        if self.num_processes > 1:
+            what = f"{self.num_processes} processes, whose clocks are aligned to within {1e6 * self.clock_error:.0f} us"
+            half = "half of the quickest way there and back"
+            lines.append(f"{what} ({half}): when something happened in two of them can be compared no better")
         slow = []
         for boundary, hop in enumerate(map(float, self.measured.hops)):
             hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (boundary + 1, Kind.F)])

@@ -19,12 +19,23 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
+from jaxpp.observe.profile.merge import Company, Seen, Step
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.spans import Span, Stamp, durations_of, isolated_spans, traced_spans, watched_spans
+from jaxpp.observe.profile.spans import (
+    Span,
+    Stamp,
+    beginning,
+    durations_of,
+    isolated_spans,
+    traced_spans,
+    watched_spans,
+)
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
 from jaxpp.observe.profile.watch import Watch
 from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.plan import Instruction
+from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.runtime.processes.clocks import align_clocks
+from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Array, Batch, Key, Leaf
 
@@ -63,10 +74,11 @@ class _Steps:
         self.engine, self.batch, self.key = engine, batch, key
         self.leaves = engine.copy(leaves)
 
-    def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> float:
-        """Run a step to its end; returns its seconds."""
+    def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> tuple[Step, Run]:
+        """Run a step to its end; returns it, with the stamps of the observer, and between when and when its annotation begins."""
         begun = time.perf_counter()
         with jax.profiler.TraceAnnotation(STEP):
+            entered = time.perf_counter()
             if isinstance(observer, _Stamps):
                 observer.begin()
             outcome = self.engine.run("update", self.leaves, self.batch, self.key, observer=observer, watched=watched)
@@ -74,7 +86,8 @@ class _Steps:
             if isinstance(observer, Watch):
                 observer.stamps()  # it looks while the results arrive, not when all are there
             jax.block_until_ready(outcome)  # the norm of the gradients too, or its program would run in the next step
-        return time.perf_counter() - begun
+        stamps = observer.stamps if isinstance(observer, _Stamps) else () if observer is None else observer.stamps()
+        return Step(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
 
 
 def check_profile(num_steps: int, clock: str | None) -> None:
@@ -94,37 +107,68 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None,
     """Run steps under the profiler, then one step whose memory is looked at; the profile is of the traced step of median length.
 
     The leaves of the state are copied, and stay as they are. The numbers are those of the isolated clock where devices share what
-    they compute with, unless a clock is given.
+    they compute with, unless a clock is given. Several processes tell each other what they saw, and all return the same profile.
 
     Raises:
         ArgumentError: somebody else is taking a trace.
     """
     plan, _ = engine.plan("update", batch, key)
     schedule, steps = engine.options.schedule, _Steps(engine, leaves, batch, key)
-    plain = [steps.run() for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
-    together, apart = [_Stamps(waits=False) for _ in range(num_steps)], [_Stamps(waits=True) for _ in range(_ALONE)]
-    with tempfile.TemporaryDirectory() as folder:
-        with _session(folder):
-            lengths = [steps.run(stamps) for stamps in together]
-            for stamps in apart:
-                steps.run(stamps)
-        try:
-            runs, missing = matched(plan, read_runs(Path(folder)), num_steps + _ALONE), ""
-        except (TraceError, FileNotFoundError) as error:
-            runs, missing = [], str(error)
-    alone = durations_of(plan, [_seconds(stamps.stamps, runs[num_steps + k :][:1]) for k, stamps in enumerate(apart)])
-    if runs:
-        found = [traced_spans(plan, runs[k], stamps.stamps, alone, schedule) for k, stamps in enumerate(together)]
+    for _ in range(_WARM_UP):
+        steps.run()
+    processes = processes_of(engine.options.devices)
+    company = Company(engine, batch, key, align_clocks()) if len(processes) > 1 else None
+    seen = _seen(plan, steps, num_steps)
+    if company is not None:
+        plan, seen = company.plan, company.seen(seen)
+    plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
+    alone = durations_of(plan, [step.seconds for step in apart])
+    if seen.missing:
+        together, found = _watched(steps, num_steps, company, plan)
     else:
-        found, lengths = _watched(steps, num_steps)
-    cost = statistics.median(lengths) / statistics.median(plain)
+        found = [traced_spans(plan, _from_zero(step), step.stamps, alone, schedule) for step in together]
+    lengths = [step.ended - step.begun for step in together]
+    cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger, _ = sample_step(engine, steps.leaves, batch, key)
+    ledger = ledger if company is None else company.ledger(ledger)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], isolated_spans(plan, alone, schedule)
     places, shown = engine.placement.by_rank, engine.placement.ranks_shown
     shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     clock = clock or ("isolated" if shared else "trace")
-    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, missing)
+    error = 0.0 if company is None else seen.error
+    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, seen.missing, len(processes), error)
+
+
+def _seen(plan: Plan, steps: _Steps, num_steps: int) -> Seen:
+    """Run steps as they are, as many under the profiler, and some in which each program runs alone."""
+    plain = [steps.run()[0] for _ in range(num_steps)]
+    observers = [_Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
+    with tempfile.TemporaryDirectory() as folder:
+        with _session(folder):
+            found = [steps.run(stamps) for stamps in observers]
+        try:
+            read = read_runs(Path(folder))
+            runs, missing = matched(plan, read, len(found)), ""
+        except (TraceError, FileNotFoundError) as error:
+            return Seen((*plain, *(step.timed() for step, _ in found)), str(error), 0.0)
+    offset, error = min((_offset(window, begun) for (_, window), begun in zip(found, read.steps, strict=True)), key=lambda o: o[1])
+    traced = [
+        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed()
+        for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
+    ]
+    return Seen((*plain, *traced), missing, error)
+
+
+def _offset(window: Run, begun: float) -> tuple[float, float]:
+    """Seconds from the clock of the trace to that of the host, and their error: the host knows between when and when it began."""
+    return (window.start + window.end) / 2 - begun, (window.end - window.start) / 2
+
+
+def _from_zero(step: Step) -> list[Run | None]:
+    """The runs of a step, counted from its beginning."""
+    zero = beginning(step.stamps)
+    return [run and Run(run.start - zero, run.end - zero) for run in step.runs]
 
 
 @contextlib.contextmanager
@@ -147,25 +191,12 @@ def _session(folder: str) -> Iterator[None]:
         jax.profiler.stop_trace()
 
 
-def _seconds(stamps: Sequence[Stamp], runs: Sequence[Sequence[Run | None]]) -> list[float]:
-    """How long each instruction took, in a step where each waited for the one before.
-
-    The trace says so for programs. For the rest, such as sends, it is the time on the host's clock from when the host went on to
-    when the result was there.
-    """
-    known = runs[0] if runs else [None] * len(stamps)
-    return [stamp.done - stamp.handed if run is None else run.end - run.start for stamp, run in zip(stamps, known, strict=True)]
-
-
-def _watched(steps: _Steps, num_steps: int) -> tuple[list[tuple[Span, ...]], list[float]]:
-    """Steps whose results are polled, and their lengths."""
+def _watched(steps: _Steps, num_steps: int, company: Company | None, plan: Plan) -> tuple[tuple[Step, ...], list[tuple[Span, ...]]]:
+    """Steps whose results are polled, and their spans."""
     engine = steps.engine
-    plan, _ = engine.plan("update", steps.batch, steps.key, watched=True)
-    found, lengths = [], []
-    for _ in range(_WARM_UP + num_steps):
-        watch = Watch(plan)
-        steps.run(watch, watched=True)
-        stamps = watch.stamps()
-        found.append(watched_spans(plan, stamps, engine.options.schedule))
-        lengths.append(max(stamp.done for stamp in stamps) - stamps[0].begun)
-    return found[_WARM_UP:], lengths[_WARM_UP:]
+    watched, _ = engine.plan("update", steps.batch, steps.key, watched=True)
+    found = [steps.run(Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
+    seen = Seen(tuple(found), "", 0.0)
+    seen = seen if company is None else company.seen(seen)
+    found = [step._replace(begun=beginning(step.stamps), ended=max(stamp.done for stamp in step.stamps)) for step in seen.steps]
+    return tuple(found), [watched_spans(plan, step.stamps, engine.options.schedule) for step in found]

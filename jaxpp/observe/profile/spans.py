@@ -4,6 +4,7 @@ The last is the virtual clock for instructions instead of actions: each device r
 program takes as long as when it ran alone, and begins when its operands are there. Neither the host nor the links are waited for.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,7 +16,7 @@ from jaxpp.schedule.action import Action
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Device
 
-__all__ = ["Span", "Stamp", "covered", "durations_of", "isolated_spans", "traced_spans", "watched_spans"]
+__all__ = ["Span", "Stamp", "beginning", "covered", "durations_of", "isolated_spans", "traced_spans", "watched_spans"]
 
 
 class Span(NamedTuple):
@@ -30,6 +31,7 @@ class Span(NamedTuple):
         end: when its result was there.
         begun: when the host began to hand it over.
         handed: when the host went on.
+        process: the number of the process whose host that is.
     """
 
     label: str
@@ -40,14 +42,25 @@ class Span(NamedTuple):
     end: float
     begun: float
     handed: float
+    process: int = 0
 
 
 class Stamp(NamedTuple):
-    """When the host began to hand over an instruction, when it went on, and when the result was there, on the host's clock."""
+    """When something happened to an instruction, on the host's clock.
+
+    Attributes:
+        begun: when the host began to hand it over.
+        handed: when the host went on.
+        done: when the result was there.
+        asked: for a send between processes, when the host of the process that receives it had asked for it.
+        process: the number of the process whose host it was; the one that sends, of two.
+    """
 
     begun: float
     handed: float
     done: float
+    asked: float = -math.inf
+    process: int = 0
 
 
 def covered(spans: Iterable[Span]) -> float:
@@ -93,14 +106,14 @@ def traced_spans(
     A send is no program: it begins when it was handed over and its source is there, and takes as long as alone, but no longer than
     until a program begins that reads what it sends.
     """
-    readers = _readers(plan)
+    readers, zero = _readers(plan), beginning(stamps)
 
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
         del line
         run = runs[number]
         if run is not None:
             return run
-        start = max(ready, stamps[number].begun - stamps[0].begun) if stamps else ready
+        start = max(ready, stamps[number].begun - zero, stamps[number].asked - zero) if stamps else ready
         reads = [found.start for k in readers[number] if (found := runs[k]) is not None]
         return start, max(start, min([start + durations[number], *reads]))
 
@@ -114,10 +127,11 @@ def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tu
     another on its device, the latter begins too early here.
     """
     last: defaultdict[Device, float] = defaultdict(float)
+    zero = beginning(stamps)
 
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
-        begun, _, done = (at - stamps[0].begun for at in stamps[number])
-        start = max(begun, ready)
+        begun, _, done, asked = (at - zero for at in stamps[number][:4])
+        start = max(begun, asked, ready)
         if not line.about.sends:
             before = last[line.about.device]
             start = max(start, before) if before <= done else start
@@ -132,14 +146,20 @@ def _spans(
 ) -> tuple[Span, ...]:
     """The instructions in time; ``times_of`` is told the number of each, the instruction, and when its inputs are there."""
     there: defaultdict[int, float] = defaultdict(float)
-    spans = []
+    spans, zero = [], beginning(stamps)
     for number, line in enumerate(plan.instructions):
         start, end = times_of(number, line, max((there[slot] for slot in line.inputs), default=0.0))
         there.update((slot, end) for slot in line.outputs)
-        begun, handed = (at - stamps[0].begun for at in stamps[number][:2]) if stamps else (0.0, 0.0)
+        begun, handed = (at - zero for at in stamps[number][:2]) if stamps else (0.0, 0.0)
+        process = stamps[number].process if stamps else 0
         about, action = line.about, cast("Action | None", line.about.action)
-        spans.append(Span(line.label, action, schedule.stage_to_rank[about.stage], about.sends, start, end, begun, handed))
+        spans.append(Span(line.label, action, schedule.stage_to_rank[about.stage], about.sends, start, end, begun, handed, process))
     return tuple(spans)
+
+
+def beginning(stamps: Sequence[Stamp]) -> float:
+    """When the first host began, from which the times of a step are counted; 0 without stamps."""
+    return min((stamp.begun for stamp in stamps), default=0.0)
 
 
 def _readers(plan: Plan) -> list[list[int]]:

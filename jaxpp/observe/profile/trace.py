@@ -23,6 +23,7 @@ from jax.profiler import ProfileData
 
 from jaxpp.plan.plan import Plan
 from jaxpp.runtime.place import devices_of
+from jaxpp.runtime.processes.here import is_here
 from jaxpp.types import Device
 
 __all__ = ["STEP", "Run", "Runs", "TraceError", "matched", "read_runs"]
@@ -156,7 +157,7 @@ def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
     calls: defaultdict[tuple[int, str], dict[int, list[int]]] = defaultdict(dict)
     for number, line in enumerate(plan.instructions):
         if line.about.program:
-            for device in devices_of(line.about.device):
+            for device in filter(is_here, devices_of(line.about.device)):
                 calls[ordinal_of(device), line.about.program].setdefault(id(line.call), []).append(number)
     return {key: list(found.values()) for key, found in calls.items()}
 
@@ -167,6 +168,6 @@ def _joined(known: Run | None, run: Run) -> Run:
 
 
 def ordinal_of(device: Device) -> int:
-    """The number by which a trace knows a device."""
-    ordinal = getattr(device, "local_hardware_id", None)
+    """The number by which a trace knows a device: among those of its process, but on CPU among those of all."""
+    ordinal = None if device.platform == "cpu" else getattr(device, "local_hardware_id", None)
     return device.id if ordinal is None else ordinal

@@ -38,7 +38,10 @@ class Watch:
         """Called by the executor after each instruction."""
         handed = time.perf_counter()
         about = instruction.about
-        self._lanes[about.device, about.sends].append((len(self._times), slots[about.watch]))
+        if about.watch < 0:  # a send to another process, say, of which nothing is here
+            self._done[len(self._times)] = handed
+        else:
+            self._lanes[about.device, about.sends].append((len(self._times), slots[about.watch]))
         self._times.append((self._went_on, handed))
         self._look()
         self._went_on = time.perf_counter()

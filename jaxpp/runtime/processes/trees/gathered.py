@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.processes.crossing import crosser
-from jaxpp.runtime.processes.told import first_devices, from_all
+from jaxpp.runtime.processes.exchange import first_devices, rows_of_all
 from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import joined
@@ -116,7 +116,7 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     if not paths:
         return []
-    amounts = from_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
+    amounts = rows_of_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
     wrong = []
     for (path, leaf), column in zip(paths, amounts.T, strict=True):
         whole = np.flatnonzero(column == _WHOLE)

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.processes.here import elsewhere
@@ -26,7 +27,7 @@ def are_across(tree: Tree) -> bool:
     """Whether the arrays of a tree live in more than one process."""
     if jax.process_count() == 1:
         return False
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
     return len({device.process_index for leaf in arrays for device in leaf.sharding.device_set}) > 1
 
 
