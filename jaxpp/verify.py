@@ -21,7 +21,7 @@ from jaxpp.engine.state_leaves import states_of
 from jaxpp.errors import ArgumentError, BatchError, VerifyError
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.processes.agreement import agreement
+from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.processes.verdict import raise_alike
 from jaxpp.runtime.transfer import check_alive, gather, put

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import jax
 
 from jaxpp.errors import JaxppError, ProcessError
+from jaxpp.runtime.agreement.leaving import FAILED, named
 from jaxpp.runtime.processes.exchange import texts_of_all
-from jaxpp.runtime.processes.leaving import FAILED, named
 
 __all__ = ["raise_alike"]
 
