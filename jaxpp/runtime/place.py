@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.stages.cost import count_bytes
@@ -96,6 +97,10 @@ class Place(abc.ABC):
         """The devices of one replica, as a place of its own."""
         return self
 
+    @abc.abstractmethod
+    def moved(self, devices: Sequence[Device]) -> "Place | None":
+        """The same on the first of other devices; None if these are too few."""
+
     def with_values(self, **known: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
         """The same devices, told more of the values that live there: ``Submesh.specs``, ``opt_specs``, ``own``."""
         return self
@@ -139,6 +144,10 @@ class OneDevice(Place):
     def shown(self) -> Device:
         """The device."""
         return self.device
+
+    def moved(self, devices: Sequence[Device]) -> "OneDevice | None":
+        """The first of the devices."""
+        return OneDevice(devices[0]) if devices else None
 
     def sharding(self, ref: Ref) -> SingleDeviceSharding:  # noqa: ARG002
         """On the device, as every value."""
@@ -198,6 +207,13 @@ class Submesh(Place):
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices[number : number + 1], (DATA, MODEL)))
+
+    def moved(self, devices: Sequence[Device]) -> "Submesh | None":
+        """A mesh of the same shape."""
+        if len(devices) < len(self.devices):
+            return None
+        grid = np.array(devices[: len(self.devices)]).reshape(self.mesh.devices.shape)
+        return dataclasses.replace(self, mesh=Mesh(grid, (DATA, MODEL)))
 
     def with_values(self, **known: object) -> "Submesh":
         """With these attributes."""

@@ -6,20 +6,16 @@ of this process that stand in for theirs, and thrown away. Stages that do the sa
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from jaxpp.engine.engine import Engine
 from jaxpp.observe.memory.liveness import Liveness, step_liveness, temporaries
 from jaxpp.runtime.bind import BoundLine, compile_lines
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.place import DATA, MODEL, OneDevice, Place, Submesh
 from jaxpp.types import Batch, Device, Key
 
-__all__ = ["liveness_of_all", "stand_in"]
+__all__ = ["liveness_of_all"]
 
 
 def liveness_of_all(engine: Engine, batch: Batch, key: Key | None) -> Liveness:
@@ -35,7 +31,7 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Key | None) -> Liveness:
     others, lines, unknown = Programs(), dict[int, BoundLine](), dict[Device, None]()
     for number, line in enumerate(whole.bound.lines):
         if line.program is not None and not line.place.is_here:
-            place = stand_in(line.place, jax.local_devices())
+            place = line.place.moved(jax.local_devices())
             if place is None:
                 unknown[line.device] = None
             else:
@@ -49,13 +45,3 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Key | None) -> Liveness:
             extra[number] = needs
     found = step_liveness(engine, dataclasses.replace(whole, bound=bound))
     return dataclasses.replace(found, temporaries=tuple(extra), unknown=tuple(unknown))
-
-
-def stand_in(place: Place, devices: Sequence[Device]) -> Place | None:
-    """A place like another one on the first of these devices; None if they are too few."""
-    if len(devices) < len(place.devices):
-        return None
-    if not isinstance(place, Submesh):
-        return OneDevice(devices[0])
-    grid = np.array(devices[: len(place.devices)]).reshape(place.mesh.devices.shape)
-    return dataclasses.replace(place, mesh=Mesh(grid, (DATA, MODEL)))

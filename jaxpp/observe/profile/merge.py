@@ -27,10 +27,10 @@ from jaxpp.runtime.processes.exchange import texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.types import Array, Batch, Device, Key
 
-__all__ = ["Company", "Seen", "Step"]
+__all__ = ["Company", "Seen", "SeenStep"]
 
 
-class Step(NamedTuple):
+class SeenStep(NamedTuple):
     """One step as it was seen, in seconds on a clock of the host.
 
     Attributes:
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     runs: tuple[Run | None, ...] = ()
     seconds: tuple[float, ...] = ()
 
-    def timed(self) -> "Step":
+    def timed(self) -> "SeenStep":
         """With the seconds of each line.
 
         The trace says so for programs. For the rest, such as sends, it is the time on the host's clock from when the host went on
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
         error: seconds by which times may be wrong beside each other: of the trace and the host, or of different processes.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[SeenStep, ...]
     missing: str
     error: float
 
@@ -119,7 +119,7 @@ class Company:
         found = [self._step([each["steps"][k] for each in told]) for k in range(len(mine.steps))]
         return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
 
-    def _step(self, told: Sequence[Mapping[str, Any]]) -> Step:
+    def _step(self, told: Sequence[Mapping[str, Any]]) -> SeenStep:
         """A step of which each process tells."""
         begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
         stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
@@ -134,7 +134,7 @@ class Company:
             there = [run for run in mine if run is not None]
             runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
             seconds.append(_seconds(stamps[-1]) if givers else max(took, default=0.0))
-        return Step(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
+        return SeenStep(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
 
     def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
         """The processes that give what a line sends between processes, and those that run it or receive it."""

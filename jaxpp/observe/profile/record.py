@@ -19,7 +19,7 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.observe.profile.merge import Company, Seen, Step
+from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.spans import (
     Span,
@@ -74,7 +74,7 @@ class _Steps:
         self.engine, self.batch, self.key = engine, batch, key
         self.leaves = engine.copy(leaves)
 
-    def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> tuple[Step, Run]:
+    def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
         """Run a step to its end; returns it, with the stamps of the observer, and between when and when its annotation begins."""
         begun = time.perf_counter()
         with jax.profiler.TraceAnnotation(STEP):
@@ -87,7 +87,7 @@ class _Steps:
                 observer.stamps()  # it looks while the results arrive, not when all are there
             jax.block_until_ready(outcome)  # the norm of the gradients too, or its program would run in the next step
         stamps = observer.stamps if isinstance(observer, _Stamps) else () if observer is None else observer.stamps()
-        return Step(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
+        return SeenStep(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
 
 
 def check_profile(num_steps: int, clock: str | None) -> None:
@@ -165,7 +165,7 @@ def _offset(window: Run, begun: float) -> tuple[float, float]:
     return (window.start + window.end) / 2 - begun, (window.end - window.start) / 2
 
 
-def _from_zero(step: Step) -> list[Run | None]:
+def _from_zero(step: SeenStep) -> list[Run | None]:
     """The runs of a step, counted from its beginning."""
     zero = beginning(step.stamps)
     return [run and Run(run.start - zero, run.end - zero) for run in step.runs]
@@ -191,7 +191,9 @@ def _session(folder: str) -> Iterator[None]:
         jax.profiler.stop_trace()
 
 
-def _watched(steps: _Steps, num_steps: int, company: Company | None, plan: Plan) -> tuple[tuple[Step, ...], list[tuple[Span, ...]]]:
+def _watched(
+    steps: _Steps, num_steps: int, company: Company | None, plan: Plan
+) -> tuple[tuple[SeenStep, ...], list[tuple[Span, ...]]]:
     """Steps whose results are polled, and their spans."""
     engine = steps.engine
     watched, _ = engine.plan("update", steps.batch, steps.key, watched=True)
