@@ -201,4 +201,4 @@ def _watched(
     seen = Seen(tuple(found), "", 0.0)
     seen = seen if company is None else company.seen(seen)
     found = [step._replace(begun=beginning(step.stamps), ended=max(stamp.done for stamp in step.stamps)) for step in seen.steps]
-    return tuple(found), [watched_spans(plan, step.stamps, engine.options.schedule) for step in found]
+    return found, [watched_spans(plan, step.stamps, engine.options.schedule) for step in found]
