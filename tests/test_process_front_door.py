@@ -14,9 +14,9 @@ from tests.processes import launch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What two processes have found and saved."""
+    """What two processes have found and saved; Orbax waits in collectives, which leave some threads to the sends before them."""
     folder = tmp_path_factory.mktemp("two")
-    launch("tests.process_front_door_cases:main", 2, {"folder": str(folder)}, seconds=120)
+    launch("tests.process_front_door_cases:main", 2, {"folder": str(folder)}, seconds=120, environment={"NPROC": "8"})
     return folder
 
 
