@@ -159,7 +159,7 @@ def test_calls_in_another_order_are_found_at_the_next_meeting():
 
 @pytest.mark.slow
 def test_without_the_shared_store_differences_are_found_by_a_collective():
-    with start(f"{CASES}:without_store", 2, together=False, environment={"NPROC": "8"}) as processes:
+    with start(f"{CASES}:without_store", 2, together=False) as processes:
         ended = processes.wait(60)
     said = [{line["name"]: line["error"] for line in lines(each) if "name" in line} for each in ended]
     for name in ("code", "batch", "x64"):

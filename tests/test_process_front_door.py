@@ -16,7 +16,7 @@ from tests.processes import launch
 def folder(tmp_path_factory):
     """What two processes have found and saved; Orbax waits in collectives, which leave some threads to the sends before them."""
     folder = tmp_path_factory.mktemp("two")
-    launch("tests.process_front_door_cases:main", 2, {"folder": str(folder)}, seconds=120, environment={"NPROC": "8"})
+    launch("tests.process_front_door_cases:main", 2, {"folder": str(folder)}, seconds=120)
     return folder
 
 

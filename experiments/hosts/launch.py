@@ -27,6 +27,9 @@ ROOT = Path(__file__).parent.parent.parent
 _GRACE = 1.0
 """Seconds in which the others may end by themselves after one has failed, and say why."""
 
+_THREADS = "16"
+"""Threads of XLA's runtime for CPU: a collective keeps one for each device while it waits, and sends need some besides."""
+
 
 class ProcessesError(RuntimeError):
     """A process failed, or the time limit passed; with the last lines of every process."""
@@ -155,7 +158,7 @@ class Processes(Sequence[Process]):
             Job(target, arguments or {}, number, count, coordinator, port, devices, initialize or {}, together)
             for number, port in enumerate(ports)
         ]
-        self._environment = os.environ | (environment or {})
+        self._environment = {"NPROC": _THREADS} | os.environ | (environment or {})
         self._together, self._echo = together, echo
         self._processes: tuple[Process, ...] = ()
         self._stack = ExitStack()
