@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxpp
 from jaxpp.observe.memory.ledger import live_bytes
@@ -320,6 +320,18 @@ def main(folder: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
         file = Path(folder) / f"{name}.{jax.process_index()}.npz"
         np.savez(file, names=np.array(list(found)), **{str(number): value for number, value in enumerate(found.values())})
         print(f"{name}: {time.perf_counter() - begun:.1f} seconds", flush=True)
+    check_gather()
+
+
+def check_gather() -> None:
+    """Every process gets what each of the others holds, also if there are more than two."""
+    tree = {}
+    for number in range(jax.process_count()):
+        home = SingleDeviceSharding(jax.local_devices(process_index=number)[-1])
+        here = [jax.device_put(np.full(3, number, np.float32), home)] if number == jax.process_index() else []
+        tree[str(number)] = jax.make_array_from_single_device_arrays((3,), home, here, dtype=np.float32)
+    for number, leaf in jaxpp.gather(tree).items():
+        np.testing.assert_array_equal(leaf, np.full(3, int(number), np.float32))
 
 
 def load(path: Path) -> dict[str, np.ndarray]:

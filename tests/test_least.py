@@ -357,6 +357,7 @@ def multiplied(program):
     return matmul_flops(program) + 1e9 * text.count(" convolution(")
 
 
+@pytest.mark.slow
 def test_what_is_decided_at_a_tie_is_decided_once_at_the_default_optimisation():
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "optimization_level" not in flag and "fusion_emitters" not in flag]
     command = [sys.executable, "-m", "tests.ties"]

@@ -340,6 +340,7 @@ def test_a_stage_by_hand_that_computes_nothing_is_named():
         assert "by_hand" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_verify_allows_a_bf16_model_the_digits_of_bf16():
     case = gpt_case("float32", compute="bfloat16", depth=2)
     options = {"num_stages": 2, "num_microbatches": 3, "schedule": "zb-h1", "has_aux": True}

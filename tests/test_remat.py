@@ -81,6 +81,7 @@ def test_a_policy_by_name_keeps_what_is_named():
     assert [aval.shape for aval in stages[0].residuals] == [(2, 8)]
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_recomputes_trains_and_verifies():
     case = gpt_case(compute="bfloat16")
     options = {"num_stages": 2, "num_microbatches": 2, "has_aux": True, "remat": "recompute"}

@@ -55,6 +55,7 @@ def make(model):
     return loss_fn, lambda key: model.init({"params": key, "dropout": key}, TOKENS[:1, :-1])["params"]
 
 
+@pytest.mark.slow
 def test_twelve_scanned_layers_become_four_stages_of_three():
     model = ScannedGPT()
     loss_fn, init = make(model)

@@ -115,7 +115,8 @@ def test_the_banks_end_with_the_bits_of_the_resident_training_and_no_step_but_th
         np.testing.assert_allclose(pipeline.accuracies, resident.accuracies, atol=0.1)
 
 
-@pytest.mark.parametrize("order", ["round-robin", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["round-robin", "random"])
 def test_every_task_learns_far_more_than_chance(order):
     config = dataclasses.replace(TINY, tasks=(3,), order=order, steps=80, batch=64, width=64, rank=8, rounds=1, wait=True)
     for row in run(config).groups[0].rows:
