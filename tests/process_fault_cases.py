@@ -94,7 +94,7 @@ def differences(pipe: jaxpp.Pipeline, state: jaxpp.State, me: int) -> dict[str, 
 def mismatches() -> None:
     """Try all differences in turn, then go on, part ways at a batch of another shape, and wait."""
     me = jax.process_index()
-    pipe = make()
+    pipe = make(max_shapes=1)
     state = pipe.init(PARAMS, BATCH)
     for name, call in differences(pipe, state, me).items():
         begun = time.monotonic()
@@ -105,6 +105,8 @@ def mismatches() -> None:
             error = f"{type(caught).__name__}: {caught}"
         print(json.dumps({"name": name, "error": error, "seconds": time.monotonic() - begun}), flush=True)
     for size in (16, 16, (16, 8)[me]):
+        if me == 0:  # it forgets the plan for 16, which is no affair of process 1
+            pipe.forecast(PARAMS, first(12))
         try:
             state, metrics = pipe.step(state, first(size))
         except ProcessError as error:
@@ -123,6 +125,28 @@ def steps(raises: bool = False, pause: float = 0.0) -> None:
         time.sleep(pause)
         if raises and number == 5 and jax.process_index() == 1:
             raise RuntimeError("in the user's loop")
+
+
+def broken_off() -> None:
+    """Process 1 breaks a step off, catches that, and tries the next one."""
+    me = jax.process_index()
+
+    def check(x):
+        if me == 1 and float(x) > 1:
+            raise RuntimeError("in the user's callback")
+
+    def loss_fn(params, batch):
+        jax.debug.callback(check, batch["y"].max())
+        return loss_with(jnp.tanh)(params, batch)
+
+    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), devices=devices(), num_stages=2, num_microbatches=4)
+    state = pipe.init(PARAMS, BATCH)
+    for y in (0, 2, 0):
+        try:
+            state, metrics = pipe.step(state, BATCH | {"y": BATCH["y"] + y})
+            print("loss", float(metrics.loss), flush=True)
+        except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+            print("caught", type(error).__name__, flush=True)
 
 
 def uneven() -> None:

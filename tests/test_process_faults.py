@@ -127,6 +127,17 @@ def test_an_exception_in_the_loop_of_one_process_ends_all():
 
 
 @pytest.mark.slow
+def test_a_process_that_has_broken_off_a_step_makes_no_other():
+    with start(f"{CASES}:broken_off", 2, together=False) as processes:
+        other, failed = processes.wait(60)
+    assert "caught" in failed.out
+    assert failed.code == other.code == 1
+    assert "ProcessError: pipe.step: a process that was interrupted" in failed.errors
+    assert "Got: pipe.step was broken off here by " in failed.errors
+    assert "jaxpp: process 1 raised ProcessError: pipe.step" in other.errors
+
+
+@pytest.mark.slow
 def test_a_process_whose_script_has_ended_is_not_waited_for():
     with start(f"{CASES}:uneven", 2, together=False) as processes:
         waiting, gone = processes.wait(60)

@@ -27,6 +27,8 @@ def batch_leaves(batch: Batch) -> list[Leaf]:
     Raises:
         BatchError: a global array is divided along another axis than the first.
     """
+    if jax.process_count() == 1:
+        return list(map(unaliased, jax.tree.leaves(batch)))
     return [unaliased(local(leaf, f"batch{jax.tree_util.keystr(path)}")) for path, leaf in _with_paths(batch)]
 
 

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 import jax
 import optax
 
+from jaxpp.engine.agreed import Agreed
 from jaxpp.engine.batch_leaves import batch_leaves, check_leaves
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, lay_out
-from jaxpp.engine.outcome import Lowered, Outcome, with_reports
+from jaxpp.engine.outcome import Lowered, Outcome, aux_names, with_reports
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
@@ -30,7 +31,7 @@ from jaxpp.plan.lower import add_wait, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
 from jaxpp.plan.sum_gradients import add_gradients, add_zero_gradients, packed_sums
-from jaxpp.runtime.agreement.meeting import agreement
+from jaxpp.runtime.agreement.meeting import agreement, transfers
 from jaxpp.runtime.bind import bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import Checked, flags
@@ -48,7 +49,7 @@ from jaxpp.stages.jaxpr import calls_host
 from jaxpp.stages.loops.stacked import Slicing, is_slices
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.program import Ref, Role
-from jaxpp.types import Array, Batch, Key, LossFn, Tree
+from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
 __all__ = ["Engine", "open_engine"]
 
@@ -73,11 +74,10 @@ class Engine:
     opened_at: Hashable
     _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
     _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
-    _agreed: dict[tuple[Hashable, ...], Callable[[], None]] = field(default_factory=dict, init=False)
     _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
-        self._limit = limit_of(self.placement)
+        self._limit, self._agreed = limit_of(self.placement), Agreed(self.options.max_shapes)
 
     def with_schedule(self, schedule: Schedule) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
@@ -197,21 +197,19 @@ class Engine:
 
     def _agreed_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
-    ) -> tuple[Plan, Lowered]:
-        """The plan; the processes that run it agree on it the first time."""
-        if self.alone:
-            return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+    ) -> tuple[Plan, Lowered, Callable[[], None]]:
+        """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
+        given = {"loss_fn": loss_fn, "donate": donate}
         what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
-        if what in self._agreed:
-            self._agreed[what]()  # counts the call
-            return self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+        if again := self._agreed.get(what):
+            return *self.plan(purpose, batch, key, **given, watched=watched), again
         with agreement(_CALLS[purpose], self.options.devices) as agree:
-            lowered = despite_ctrl_c(self.lower, purpose, batch, key, loss_fn=loss_fn, donate=donate)
+            lowered = despite_ctrl_c(self.lower, purpose, batch, key, **given)
             check_leaves(lowered, batch, batch_leaves(batch))
             agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
-            found = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
-        self._agreed[what] = agree.again
-        return found
+            found = self.plan(purpose, batch, key, **given, watched=watched)
+        self._agreed.add(what, agree.again)
+        return *found, agree.again
 
     def _make_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
@@ -235,7 +233,7 @@ class Engine:
         self._recent[shape] = None
         if len(self._recent) > self.options.max_shapes:
             del self._recent[next(iter(self._recent))]
-            for known in (self._lowered, self._plans, self._agreed):
+            for known in (self._lowered, self._plans):
                 for name in [name for name in known if name[-2:] not in self._recent]:
                     del known[name]
             self.preparer.forget({id(cut) for step, _ in self._lowered.values() for cut in step.cuts})
@@ -256,7 +254,7 @@ class Engine:
         self._use(shape)
         step, lines = self._lowered[cache_key]
         builder, names = lines.copy(), self.placed.names
-        found = Outcome(total_name(step.loss_stage, Role.LOSS), _aux_names(step))
+        found = Outcome(total_name(step.loss_stage, Role.LOSS), aux_names(step))
         states = [state_name(name.stage, leaf, len(step.sizes)) for leaf, name in enumerate(names.model_state)]
         if purpose == "update":
             found = self._add_update(builder, step, found, states, donate=donate)
@@ -319,16 +317,29 @@ class Engine:
         """
         if self._limit is not None:
             observer = self._limit.beside(observer)
-        plan, lowered = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
-        step = lowered.step
-        keys = [] if key is None else [raw_key(unaliased(key))]
+        if self.alone:
+            plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
+            return lowered.outcome(execute(plan, self._arguments(lowered, purpose, leaves, batch, key), observer, hold))
+        plan, lowered, again = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
+        try:
+            arguments = self._arguments(lowered, purpose, leaves, batch, key)
+        except BaseException:
+            self._agreed.forget()  # if the others go on nevertheless, the next call finds it
+            raise
+        again()
+        with transfers(_CALLS[purpose]):
+            return lowered.outcome(execute(plan, arguments, observer, hold))
+
+    def _arguments(self, lowered: Lowered, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None) -> list[Leaf]:
+        """What a plan is run on."""
+        step, keys = lowered.step, [] if key is None else [raw_key(unaliased(key))]
         given = batch_leaves(batch)
         check_leaves(lowered, batch, given)
         if self.placement.num_replicas > 1:
             given, keys = split_over_replicas(given, keys, self.placement.num_replicas, step.shared)
         if step.weights is not None and not step.weights.looked:
             step.weights.look(given)
-        return lowered.outcome(execute(plan, [*_read_by(purpose, leaves).flat(), *given, *keys], observer, hold))
+        return [*_read_by(purpose, leaves).flat(), *given, *keys]
 
 
 def open_engine(
@@ -382,12 +393,3 @@ def _shape(leaf: Any) -> Hashable:
         return None
     aval = batch_avals(leaf)
     return aval.shape, aval.dtype, aval.weak_type
-
-
-def _aux_names(step: Step) -> list[Name]:
-    found: dict[int, Name] = {}
-    for stage in range(step.num_stages):
-        for ref in step.codes(stage)[0].forward.outputs:
-            if ref.role in (Role.AUX, Role.ROWS):
-                found[ref.index] = total_name(stage, Role.AUX, ref.index)
-    return [found[k] for k in sorted(found)]

@@ -9,11 +9,12 @@ import jax
 
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.step import Step
+from jaxpp.plan.step import Step, total_name
 from jaxpp.runtime.bind import Bound
+from jaxpp.stages.program import Role
 from jaxpp.types import Array, Tree
 
-__all__ = ["Lowered", "Outcome", "with_reports"]
+__all__ = ["Lowered", "Outcome", "aux_names", "with_reports"]
 
 _T = TypeVar("_T")
 
@@ -80,6 +81,16 @@ def with_reports(found: Outcome[Name], copied: Callable[[list[Name]], Mapping[Na
     loss, grad_norm, finite = (None if name is None else names[name] for name in given)
     assert loss is not None
     return found._replace(loss=loss, aux=[names[name] for name in found.aux], grad_norm=grad_norm, finite=finite)
+
+
+def aux_names(step: Step) -> list[Name]:
+    """The name of each leaf of aux."""
+    found: dict[int, Name] = {}
+    for stage in range(step.num_stages):
+        for ref in step.codes(stage)[0].forward.outputs:
+            if ref.role in (Role.AUX, Role.ROWS):
+                found[ref.index] = total_name(stage, Role.AUX, ref.index)
+    return [found[k] for k in sorted(found)]
 
 
 def _is_name(value: object) -> bool:

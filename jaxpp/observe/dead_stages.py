@@ -42,9 +42,9 @@ class Detector:
         Warns:
             DeadStageWarning: the sums of some stage were zero several times in a row.
         """
-        while self._waiting and all(value.is_ready() for value in self._waiting[0] if value.addressable_shards):
+        while self._waiting and all(value.is_ready() for value in self._waiting[0] if _is_here(value)):
             try:
-                squares = [float(value) if value.addressable_shards else 1.0 for value in self._waiting.popleft()]
+                squares = [float(value) if _is_here(value) else 1.0 for value in self._waiting.popleft()]
             except JaxRuntimeError:  # of a step that failed, which its caller is told when reading what it returned
                 continue
             for stage, square in zip(self._zeros, squares, strict=True):
@@ -54,6 +54,11 @@ class Detector:
             self._warned = True
             self._waiting.clear()
             warn(_message(dead, list(self._zeros)), DeadStageWarning)
+
+
+def _is_here(value: Leaf) -> bool:
+    """Whether this process can read a sum; those of stages in other processes count as not zero."""
+    return value.is_fully_addressable or bool(value.addressable_shards)
 
 
 def _message(dead: Sequence[int], stages: Sequence[int]) -> str:

@@ -87,8 +87,9 @@ def _plain_type() -> type:
 def _direct_copy(home: Home) -> tuple[Callable[[Array], Sequence[Array]], frozenset[Sharding]]:
     """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
 
-    This is the only use that jaxpp makes of anything but JAX's public interface. It is looked up with care, and tried once from
-    each other device of the same kind: it must give what ``jax.device_put`` gives. Where it is missing there are no such shardings.
+    It is not part of JAX's public interface; of what is not, jaxpp uses this and the client in ``runtime.agreement.store``. It is
+    looked up with care, and tried once from each other device of the same kind: it must give what ``jax.device_put`` gives. Where
+    it is missing there are no such shardings.
     """
 
     def copy(value: Array) -> Sequence[Array]:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxpp.runtime.agreement.differences import listed
-from jaxpp.runtime.agreement.store import Store, shared_store
+from jaxpp.runtime.agreement.store import Store, is_known_alone, shared_store
 from jaxpp.runtime.agreement.watching import Watcher, silent
 
 __all__ = ["FAILED", "left", "named", "watcher"]
@@ -87,7 +87,7 @@ def _leave() -> None:
     found = watcher() if watcher.cache_info().currsize else None
     if found is not None:
         found.stop()
-    if error is not None and jax.distributed.is_initialized():
+    if error is not None and jax.distributed.is_initialized() and not is_known_alone():
         sys.stdout.flush()
         sys.stderr.flush()
         with open(os.devnull, "w") as nowhere:  # a thread cannot be started any more; this timer is none of Python's

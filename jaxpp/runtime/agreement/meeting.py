@@ -36,7 +36,7 @@ from jaxpp.runtime.agreement.watching import alarm
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.types import Device
 
-__all__ = ["Agreement", "agreement"]
+__all__ = ["Agreement", "agreement", "transfers"]
 
 _ALARMED = 2.0
 """Seconds after which those who do not come are asked whether they have gone on with something else."""
@@ -70,7 +70,11 @@ class Agreement(abc.ABC):
 
     @abc.abstractmethod
     def again(self) -> None:
-        """Count another call on which all have agreed."""
+        """Count another call on which all have agreed.
+
+        Raises:
+            ProcessError: this process has broken off an earlier one.
+        """
 
     @abc.abstractmethod
     def give_up(self, error: BaseException) -> None:
@@ -96,6 +100,20 @@ def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
         yield meeting
     except BaseException as error:
         meeting.give_up(error)
+        raise
+
+
+@contextmanager
+def transfers(where: str) -> Iterator[None]:
+    """A block in which this process sends and receives; after one that was broken off it makes no later call with the others.
+
+    JAX finds a transfer by its number, and each process counts its own. A process that has left out some would take what it
+    receives later for what it has missed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _company().broken_off = f"{where} was broken off here by {named(error)}"
         raise
 
 
@@ -127,11 +145,13 @@ class _Company:
         num_meetings: at which this process has been, or is.
         num_calls: on which this process has agreed.
         last: the last of them, for people.
+        broken_off: which call has sent and received only a part of what the others do, or nothing.
     """
 
     def __init__(self, processes: Sequence[int]):
         self.processes, self.num_meetings, self.num_calls = processes, 0, 0
         self.last = collections.deque[str](maxlen=_REMEMBERED)
+        self.broken_off = ""
         self._digest = 0
 
     @property
@@ -139,8 +159,20 @@ class _Company:
         """What this process has done: a digest of all its calls, and the last of them."""
         return "\n".join([*self.last, f"and {self.num_calls} calls in all, with the digest {self._digest}"])
 
+    def check(self, where: str) -> None:
+        """Refuse a call after one that was broken off.
+
+        Raises:
+            ProcessError: there was one.
+        """
+        if self.broken_off:
+            rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
+            fix = "start the script again in all processes, from the last checkpoint"
+            raise ProcessError(where, rule, self.broken_off, fix)
+
     def next(self, where: str) -> Agreement:
         """The meeting at which all are next."""
+        self.check(where)
         self.num_meetings += 1
         store, found = shared_store(), watcher()
         if store is None or found is None:
@@ -208,6 +240,7 @@ class _Meeting(Agreement):
 
     def again(self) -> None:
         """Count the call."""
+        self._company.check(self._where)
         self._company.count(self._what, self._number)
 
     def give_up(self, error: BaseException) -> None:
@@ -301,6 +334,7 @@ class _Collective(Agreement):
 
     def again(self) -> None:
         """Count the call."""
+        self._company.check(self._where)
         self._company.count(self._where, self._number)
 
     def give_up(self, error: BaseException) -> None:

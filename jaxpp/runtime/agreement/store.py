@@ -16,7 +16,7 @@ try:
 except ImportError:  # a later JAX may have another name for it: see ``shared_store``
     distributed = None
 
-__all__ = ["Store", "shared_store"]
+__all__ = ["Store", "is_known_alone", "shared_store"]
 
 _METHODS = ("key_value_set", "key_value_dir_get", "blocking_key_value_get", "key_value_delete")
 
@@ -27,11 +27,10 @@ class Store:
     Args:
         client: of the coordination service.
         process: the number of this process. (``jax.process_index`` would open the devices, and wait for all processes to do so.)
-        num_processes: of the run.
     """
 
-    def __init__(self, client: Any, process: int, num_processes: int):
-        self._client, self.process, self.num_processes = client, process, num_processes
+    def __init__(self, client: Any, process: int):
+        self._client, self.process = client, process
 
     def put(self, name: str, text: str) -> None:
         """Write a text, over any that has this name."""
@@ -60,6 +59,11 @@ def shared_store() -> Store | None:
     """The store of this run; None in a run of one process, and where this version of JAX has no such client."""
     state = getattr(distributed, "global_state", None)
     client, process, count = (getattr(state, name, None) for name in ("client", "process_id", "num_processes"))
-    if process is None or count is None or not all(hasattr(client, method) for method in _METHODS):
+    if process is None or count in (None, 1) or not all(hasattr(client, method) for method in _METHODS):
         return None
-    return Store(client, process, count)
+    return Store(client, process)
+
+
+def is_known_alone() -> bool:
+    """Whether this is a run of one process, as far as that can be said without opening the devices."""
+    return getattr(getattr(distributed, "global_state", None), "num_processes", None) == 1

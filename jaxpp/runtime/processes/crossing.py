@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxpp.errors import ArgumentError
 from jaxpp.runtime.processes.here import as_sharding, elsewhere, is_here
+from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, Home
 
 __all__ = ["crosser"]
@@ -35,7 +37,7 @@ def crosser(aval: Aval, source: Home, target: Home, *, taken: bool = False) -> _
         taken: whether a later program may take over the value's buffer.
 
     Raises:
-        NotImplementedError: the value would have to be divided in another way, across processes.
+        ArgumentError: the value would have to be divided in another way, across processes.
     """
     here, there = is_here(source), is_here(target)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -84,7 +86,10 @@ def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device,
     for device, index in wants.items():
         sources = [other for other, its in has.items() if its == index]
         if not sources:
-            raise NotImplementedError(f"a value on {source} would have to be divided anew to go to {target}, in another process")
+            rule = "a value that goes to another process arrives divided as it was"
+            got = f"{describe(aval)} on {source}, to go to {target}"
+            fix = "make a mesh in which every rank is in one process, or pass shardings= that divide it alike on all ranks"
+            raise ArgumentError("Pipeline(mesh=...)", rule, got, fix)
         near = [other for other in sources if other.process_index == device.process_index]
         pairs.append(((near or sources)[0], device))
     return pairs

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.agreement.meeting import agreement
+from jaxpp.runtime.agreement.meeting import agreement, transfers
 from jaxpp.runtime.processes.crossing import crosser
 from jaxpp.runtime.processes.exchange import first_devices, rows_of_all
 from jaxpp.runtime.processes.trees.sliced import slices_of
@@ -54,10 +54,11 @@ def gather_across(tree: Tree, device: Device | None, put: _Put) -> Tree:
         agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {_described(leaf)}" for path, leaf in paths)})
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
-    found = []
-    for (_, leaf), everywhere in zip(leaves, _held(leaves), strict=True):
-        whole = leaf if everywhere else brought(leaf, targets.keys(), put)
-        found.append(jax.block_until_ready(put(whole, goal)))
+    held, found = _held(leaves), []
+    with transfers("jaxpp.gather"):
+        for (_, leaf), everywhere in zip(leaves, held, strict=True):
+            whole = leaf if everywhere else brought(leaf, targets.keys(), put)
+            found.append(jax.block_until_ready(put(whole, goal)))
     filled = jax.tree.structure(nodes).unflatten(found)
     return structure.unflatten(joined(filled, lambda node: jnp.concatenate(node.parts)))
 
