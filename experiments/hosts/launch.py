@@ -158,7 +158,7 @@ class Processes(Sequence[Process]):
             Job(target, arguments or {}, number, count, coordinator, port, devices, initialize or {}, together)
             for number, port in enumerate(ports)
         ]
-        self._environment = {"NPROC": _THREADS} | os.environ | (environment or {})
+        self._environment = {"NPROC": _THREADS, **os.environ, **(environment or {})}
         self._together, self._echo = together, echo
         self._processes: tuple[Process, ...] = ()
         self._stack = ExitStack()

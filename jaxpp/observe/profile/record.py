@@ -193,7 +193,7 @@ def _session(folder: str) -> Iterator[None]:
 
 def _watched(
     steps: _Steps, num_steps: int, company: Company | None, plan: Plan
-) -> tuple[tuple[SeenStep, ...], list[tuple[Span, ...]]]:
+) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
     """Steps whose results are polled, and their spans."""
     engine = steps.engine
     watched, _ = engine.plan("update", steps.batch, steps.key, watched=True)
