@@ -191,9 +191,7 @@ def _session(folder: str) -> Iterator[None]:
         jax.profiler.stop_trace()
 
 
-def _watched(
-    steps: _Steps, num_steps: int, company: Company | None, plan: Plan
-) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
+def _watched(steps: _Steps, num_steps: int, company: Company | None, plan: Plan) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
     """Steps whose results are polled, and their spans."""
     engine = steps.engine
     watched, _ = engine.plan("update", steps.batch, steps.key, watched=True)
