@@ -10,6 +10,7 @@ from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.execute import execute
 from jaxpp.runtime.place import OneDevice
 from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.processes.local_lines import Shapes
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.program import Program, Ref, Role
 
@@ -78,3 +79,14 @@ def test_a_constant_is_put_on_its_device_once_for_all_plans():
 def test_places_of_the_same_devices_are_equal():
     assert OneDevice(jax.devices()[2]) == OneDevice(jax.devices()[2])
     assert len({OneDevice(jax.devices()[2]), OneDevice(jax.devices()[2]), OneDevice(jax.devices()[3])}) == 2
+
+
+def test_what_a_program_may_take_over_is_copied_before_it_crosses_to_another_process():
+    builder, source, kept = Builder(), Name(0, Ref(Role.VALUE, 1)), Name(0, X)
+    builder.compute("double", doubled(0), 0, [kept], [source])
+    builder.send("send", source, Name(1, X))
+    builder.compute("double again", doubled(0), 0, [source], [Name(0, Ref(Role.VALUE, 2))], (0,))
+    shapes = Shapes(bind_lines(builder, placement(0, 1)).lines, placement(0, 1), {})
+    assert shapes.may_be_taken(source)
+    assert not shapes.may_be_taken(kept)
+    assert all(shapes.may_be_taken(Name(0, Ref(role))) for role in (Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE))
