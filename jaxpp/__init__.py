@@ -2,25 +2,40 @@
 
 from jaxpp import observe, schedule
 from jaxpp.engine.state import Metrics, State
+from jaxpp.forward.forward import Forward
+from jaxpp.forward.generate import Generation
+from jaxpp.forward.places import Token
+from jaxpp.forward.sampling import Sampling
+from jaxpp.forward.stream import Stream
 from jaxpp.grad import value_and_grad
 from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.processes.trees.array_handler import array_handler
 from jaxpp.runtime.transfer import gather
 from jaxpp.stages.cuts.uneven import UnevenStagesWarning
+from jaxpp.stages.remat.offload import Offload
 from jaxpp.tasks.bank import Bank
+from jaxpp.tuning import Tuning, tune
 
 __all__ = [
     "Bank",
     "DeadStageWarning",
+    "Forward",
+    "Generation",
     "Metrics",
+    "Offload",
     "Pipeline",
+    "Sampling",
     "State",
+    "Stream",
+    "Token",
+    "Tuning",
     "UnevenStagesWarning",
     "array_handler",
     "gather",
     "observe",
     "schedule",
+    "tune",
     "value_and_grad",
 ]
 

@@ -16,7 +16,8 @@ from jaxpp.runtime.transfer import check_alive, concatenated_at, join_slices, to
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.uneven import warn_of
 from jaxpp.stages.loops.stacked import Slices, is_slices, joined
-from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Remat, Tree
+from jaxpp.stages.remat.offload import Remat
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Tree
 
 __all__ = ["value_and_grad"]
 

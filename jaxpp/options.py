@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -13,12 +14,16 @@ from jaxpp.errors.checks import check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.place import MODEL, Place
 from jaxpp.runtime.placement import Placement, place, submeshes
+from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
+from jaxpp.stages.remat.offload import offload_of
 from jaxpp.stages.remat.policy import Kept, kept_of
 from jaxpp.types import Batch, Device, LossFn, Tree
 
@@ -38,14 +43,18 @@ class Options:
         weight: makes the weight of a microbatch from its part of the batch; None for the number of its examples.
         cuts: the names at which the stages after the first begin; None if jaxpp chooses.
         remat: for each stage, what its forward keeps for its backward; None if every stage keeps everything.
+        offload: for each stage, of how many microbatches at a time the residuals stay on the device, while the others wait in host
+            memory; None: no residuals of the stage wait there.
         cut_gradient: the boundaries that carry no gradient.
         has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
         reduce_aux: how aux leaves are reduced over the microbatches, by path.
         loss_scale: how the loss is scaled; None if it is not.
-        balance: what the stages have equal amounts of, ``"flops"`` or ``"time"``.
+        balance: what the stages have equal amounts of, ``"flops"``, ``"time"`` or ``"memory"``.
         shardings: of the parameters inside a stage, as the user wrote them.
         shared: names of the batch leaves that every microbatch gets whole. Leaves without an axis are never split.
         max_shapes: for how many batch shapes the compiled steps are kept.
+        hbm: the bytes that each device has, into which a step is to fit; None if nobody asks.
+        is_loss: False where ``loss_fn`` is a function that returns outputs, with ``has_state`` ``(new_model_state, outputs)``.
     """
 
     loss_fn: LossFn
@@ -55,6 +64,7 @@ class Options:
     weight: Callable[[Batch], ArrayLike] | None = None
     cuts: tuple[str, ...] | None = None
     remat: tuple[Kept, ...] | None = None
+    offload: tuple[int | None, ...] = ()
     cut_gradient: frozenset[int] = frozenset()
     has_state: bool = False
     reduce_aux: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +73,8 @@ class Options:
     shardings: Tree = None
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
+    hbm: int | None = None
+    is_loss: bool = True
 
     @classmethod
     def of(
@@ -79,18 +91,22 @@ class Options:
     ) -> "Options":
         """The options from the arguments of ``Pipeline`` or ``value_and_grad``, where they are documented.
 
+        The schedule of a function that is only run forward (``is_loss=False``) has forwards alone, whatever ``schedule`` says.
+
         Raises:
             ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of remat policies, boundaries that
                 do not exist, or another argument that cannot be what it stands for.
-            ScheduleError: an unknown schedule; or, with model state, a schedule that changes the order of a stage's forwards.
+            ScheduleError: an unknown schedule, or one without backwards; or, with model state, a schedule that changes the order
+                of a stage's forwards.
         """
         num_microbatches = num_stages if num_microbatches is None else num_microbatches
         counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "max_shapes": others.get("max_shapes", 1)}
         if low := [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]:
-            where, rule = "jaxpp.Pipeline / jaxpp.value_and_grad", "counts are whole numbers of at least 1"
-            raise ArgumentError(where, rule, low, "pass 1 or more")
+            where = "jaxpp.Pipeline / jaxpp.value_and_grad" if others.get("is_loss", True) else "jaxpp.Forward"
+            raise ArgumentError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
         _check_functions(loss_fn, others)
-        made = _schedule_of(schedule, int(num_stages), int(num_microbatches))
+        sizes = int(num_stages), int(num_microbatches)
+        made = _schedule_of(schedule, *sizes) if others.get("is_loss", True) else forward(*sizes)
         has_state = others.get("has_state", False)
         if has_state:
             _check_order(made)
@@ -103,24 +119,35 @@ class Options:
             "reduce_aux": check_reducers,
             "loss_scale": check_loss_scale,
             "remat": lambda remat: kept_of(remat, num_stages, platform),
+            "offload": lambda remat: offload_of(remat, num_stages),
             "shardings": lambda shardings: _check_shardings(shardings, mesh),
             "shared": _shared_of,
             "max_shapes": int,
         }
         others.setdefault("remat", "least")
+        others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
-        found = cls(positional_key(loss_fn, 2 + has_state), made, places, **given)
+        called = "loss_fn" if others.get("is_loss", True) else "fn"
+        found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if has_state and found.placement.num_replicas > 1:
             where, got = "has_state=True with data parallelism", f"{found.placement.num_replicas} replicas"
             rule = "model state passes from each microbatch to the next, and replicas run theirs side by side"
             fix = "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)"
             raise ArgumentError(where, rule, got, fix)
+        if any(each is not None for each in found.offload):
+            _check_memories(found.devices)
         return found
 
     @cached_property
     def placement(self) -> Placement:
         """Where each stage lives: the ranks get the places in order."""
         return place(self.schedule, self.places)
+
+    @cached_property
+    def offloaded(self) -> tuple[Offloaded, ...]:
+        """The stages and microbatches whose residuals wait in host memory."""
+        moves = any(each is not None for each in self.offload)
+        return offloads(self.schedule.rows, self.offload) if moves else ()
 
     @property
     def described(self) -> list[str]:
@@ -147,16 +174,26 @@ def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
         fix = 'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out'
         check_function("weight", "the weight is a function that makes one number of a microbatch", weight, fix)
     reduce_aux = others.get("reduce_aux")
-    if reduce_aux is not None and not (others.get("has_aux") or others.get("has_state")):
+    has_aux = others.get("has_aux") or others.get("has_state") or not others.get("is_loss", True)
+    if reduce_aux is not None and not has_aux:
         rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
         fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
         raise ArgumentError(f"reduce_aux={shown(reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
 
 
+def _check_memories(devices: Sequence[Device]) -> None:
+    """Refuse to offload where a device of this process has no host memory that it copies to without blocking."""
+    mine = [device for device in dict.fromkeys(devices) if device.process_index == jax.process_index()]
+    kinds = {device: [memory.kind for memory in device.addressable_memories()] for device in mine}
+    if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
+        fix = 'pass remat="least" or remat="recompute", or devices that have it, as CPUs and GPUs do'
+        raise ArgumentError('remat="offload"', f"each device reaches {HOST_MEMORY} memory, in which residuals wait", wrong, fix)
+
+
 def _balance_of(balance: object) -> object:
-    if balance not in ("flops", "time"):
-        rule = 'stages are balanced by "flops", counted, or by "time", measured'
-        raise ArgumentError("balance", rule, repr(balance), 'pass balance="time", or leave it out')
+    if balance not in ("flops", "time", "memory"):
+        rule = 'stages are balanced by "flops", counted, by "time", measured, or by "memory", estimated'
+        raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
     return balance
 
 
@@ -194,6 +231,10 @@ def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: in
     made = schedule
     if not isinstance(made, Schedule):
         made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)
+    if made.forward_only:
+        rule = "a step needs backwards, and this schedule has forwards only"
+        fix = "pass a schedule that trains, as those of jaxpp.schedule.make are, or write the backwards into its rows"
+        raise ScheduleError(f"schedule={made.name!r}", rule, made.heading, fix)
     sizes = made.num_stages, made.num_microbatches
     if sizes != (num_stages, num_microbatches):
         rule = "a schedule must be made for the pipeline's numbers of stages and microbatches"

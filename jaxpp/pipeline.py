@@ -11,23 +11,29 @@ from jaxpp.engine.engine import open_engine
 from jaxpp.engine.init_arguments import variables_of
 from jaxpp.engine.state import Metrics, State
 from jaxpp.engine.tracing import Tracing, same_shapes
+from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_optimizer
 from jaxpp.errors.tracebacks import entries
+from jaxpp.forward.request import generation_forecast
+from jaxpp.forward.sampling import SampleRule
 from jaxpp.observe.collectives.collectives import Collectives
 from jaxpp.observe.collectives.step_collectives import collectives_of
+from jaxpp.observe.memory.fit import fit
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import check_profile, record
+from jaxpp.observe.profile.work import Forwards, Steps
 from jaxpp.options import Options
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
+from jaxpp.stages.remat.offload import Remat
 from jaxpp.stages.stage_table import Stages, bytes_in_words
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
 from jaxpp.training import Training
-from jaxpp.types import Batch, Device, Key, LossFn, ReduceAux, Remat, TaskNames, Tree
+from jaxpp.types import Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
 from jaxpp.verify import check_comparable, verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
@@ -66,14 +72,15 @@ class Pipeline(Training):
         remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
             product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed. ``"keep"``: everything.
             ``"recompute"``: only the stage's inputs; the forward runs twice. A policy of ``jax.checkpoint_policies``: what the
-            policy says. One value for all stages, or a list with one for each stage. The same rule
+            policy says. ``"offload"``: as ``"least"``, and what is kept waits in host memory until its backward is near; see
+            ``jaxpp.Offload``, which may be passed too. One value for all stages, or a list with one for each stage. The same rule
             decides what I keeps for W.
         cut_gradient: boundaries that carry no gradient, for teaching; boundary s lies between stages s and s + 1. The stages before
             such a boundary learn nothing, except parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
             microbatch passes to the next, in order, without a gradient.
-        balance: what stages have equal amounts of: ``"flops"``, which are counted, or ``"time"``, which is measured on zeros, after
-            which the loss is cut again.
+        balance: what stages have equal amounts of: ``"flops"``, which are counted; ``"time"``, which is measured on zeros, after
+            which the loss is cut again; or ``"memory"``, where the peaks of the devices are equal, as far as shapes tell.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
             stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
         mesh: a mesh with the axes ``"pipe"`` (ranks), ``"data"`` (replicas) and ``"model"`` (shards of the parameters), instead of
@@ -91,6 +98,10 @@ class Pipeline(Training):
             ``("graph/*", "positions")``. Leaves without an axis (numbers) are never split.
         max_shapes: for how many batch shapes the compiled steps are kept; the least recently used shape is dropped, and compiled
             again if it returns. A shape evaluated with another loss counts once more.
+        hbm: bytes that each device has: ``"24GiB"``, or a number. If the step does not fit when ``init`` first sees shapes, stages
+            offload or recompute residuals, where that costs least by measurement and on the virtual clock. A printed line says what
+            was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is raised if nothing fits. With a
+            ``remat`` other than the default, or parameters sharded over ``"model"``, the step is checked and nothing is chosen.
 
     Raises:
         JaxppError: a ``ValueError``, for every option that cannot be run. Tracebacks end at the caller's own line;
@@ -135,7 +146,9 @@ class Pipeline(Training):
         bank: Bank | None = None,
         shared: str | Sequence[str] = (),
         max_shapes: int = 8,
+        hbm: float | str | None = None,
     ):
+        hbm = None if hbm is None else parse_bytes(hbm)
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         check_optimizer(loss_fn, optimizer)
         if bank is not None:
@@ -191,6 +204,7 @@ class Pipeline(Training):
             *self._options.described,
             *([] if self._bank is None else [f"  bank: {self._bank!r}"]),
             *(["  init: not done yet"] if found is None else [f"  stages: {_size(found.stages)}; print(pipe.stages)"]),
+            *([] if found is None else [f"  memory: {remark}" for remark in found.stages.remarks]),
             *([] if found is None else [f"  state: {_kept(self._kept)}"]),
         ]
         return "\n".join(lines)
@@ -214,7 +228,15 @@ class Pipeline(Training):
         with self._whole("verify", state, batch, key, task) as (engine, leaves):
             verify_step(engine, leaves, batch, key)
 
-    def forecast(self, params_or_shapes: Any, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None) -> Forecast:
+    def forecast(
+        self,
+        params_or_shapes: Any,
+        batch: Batch,
+        key: Key | None = None,
+        *,
+        fn: ForwardFn | None = None,
+        hbm: float | str | None = None,
+    ) -> Forecast:
         """Memory of a step before the first one, from shapes alone; and what to change if it does not fit.
 
         The step is compiled, as ``init`` would, and not run; no parameter is made.
@@ -223,7 +245,11 @@ class Pipeline(Training):
             params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
             batch: as for ``step``, or its shapes.
             key: as for ``step``, or its shape; may be left out even if the loss takes a key.
-            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: what the devices report (CPUs report nothing).
+            fn: a function that ``apply`` is to run, whose batch and key the others are then; the forecast is of its forwards, with
+                the optimizer's state beside them. The loss must have been cut before: by ``init``, ``abstract_state``, or the
+                forecast of a step.
+            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
+                report (CPUs report nothing).
 
         Returns:
             the forecast: what each stage holds when its device holds most, in parameters, optimizer, gradients, residuals, values
@@ -231,17 +257,62 @@ class Pipeline(Training):
             fit. ``step(donate=False)`` needs room for a second state; the caller's own arrays are not counted.
 
         Raises:
-            JaxppError: as ``init``; and for an ``hbm`` that is no size.
+            JaxppError: as ``init``, with ``fn`` as ``apply``; and for an ``hbm`` that is no size.
         """
-        room = None if hbm is None else parse_bytes(hbm)
+        room = self._options.hbm if hbm is None else parse_bytes(hbm)
         options, variables = self._options, with_set(self._bank, variables_of(self._options, params_or_shapes))
+        if fn is not None:
+            opened, chosen = self._opened("forecast"), self._chosen("forecast", fn)
+            opened.states.check_params(*variables_of(options, params_or_shapes))
+            base, engine = opened.engine, self._engine_of(opened.engine, chosen, batch, key)
+            return forecast(engine, batch, key, room, waiting_names(self._bank, base), purpose="forward", base=base)
         if key is None and Tracing(options).takes_key(variables, batch):
             key = jax.random.key(0)
         found = self._compiled or self._open(params_or_shapes, batch, key)
         engine = found.engine
         if not same_shapes(engine.layout.given, variables):
             engine = open_engine(options, self._optimizer, variables, batch, key)
+            engine = fit(engine, batch, key, waiting_names(self._bank, engine)).engine
         return forecast(engine, batch, key, room, waiting_names(self._bank, engine))
+
+    def forecast_generate(
+        self,
+        fn: ForwardFn,
+        carry: Tree,
+        *,
+        sample: SampleRule = None,
+        num_groups: int | None = None,
+        group_size: int = 1,
+        chunk: int = 64,
+        hbm: float | str | None = None,
+    ) -> Forecast:
+        """Memory of ``generate`` before it runs, from shapes alone.
+
+        The passes are compiled and not run. The parameters are those for which the pipeline was cut, by ``init``,
+        ``abstract_state`` or ``forecast``.
+
+        Args:
+            fn: as for ``generate``, like all that follow.
+            carry: or its shapes, ``jax.eval_shape`` of what makes it.
+            sample: how tokens are drawn.
+            num_groups: how many groups are in flight.
+            group_size: how many sequences a group has.
+            chunk: the most tokens of a prompt that one pass takes.
+            hbm: bytes that each device has, as for ``forecast``.
+
+        Returns:
+            the forecast: what each stage holds when its device holds most: parameters, what is computed from them alone, the
+            carries of all groups, that of the prompt being prefilled and the empty one, values in flight, tokens, temporaries of
+            the compiled programs, and the optimizer's state, which stays where it is.
+
+        Raises:
+            StateError: nothing is cut yet.
+            JaxppError: as ``generate``; and for an ``hbm`` that is no size.
+        """
+        engine = self._opened("forecast_generate").engine
+        function = self._as_called(fn, "forecast_generate", with_carry=True)
+        given = {"sample": sample, "num_groups": num_groups, "group_size": group_size, "chunk": chunk, "hbm": hbm}
+        return generation_forecast("pipe.forecast_generate", engine, self._functions_applied, function, carry, **given)
 
     def collectives(self, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Collectives:
         """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.
@@ -269,6 +340,8 @@ class Pipeline(Training):
         batch: Batch,
         key: Key | None = None,
         *,
+        fn: ForwardFn | None = None,
+        num_batches: int = 1,
         num_steps: int = 3,
         clock: Clock | None = None,
         task: TaskNames = None,
@@ -282,6 +355,9 @@ class Pipeline(Training):
             state: from ``init`` or ``step``.
             batch: as for ``step``.
             key: as for ``step``.
+            fn: a function that ``apply`` is to run, whose batch and key the others are then; its forwards are profiled, not a step.
+                (``pipe.generate(...).profile()`` is the profile of a generation.)
+            num_batches: with ``fn``, how many times the batch is handed over without waiting, as in a ``stream``.
             task: as for ``step``.
             num_steps: how many steps to trace, at least 1, after as many that are not traced and three to warm up.
             clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: each program takes
@@ -298,9 +374,15 @@ class Pipeline(Training):
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
-        check_profile(num_steps, clock)
+        check_profile(clock, num_steps=num_steps, num_batches=num_batches)
+        if fn is None and num_batches != 1:
+            rule, fix = "steps follow one another one by one", "pass fn=... for the forwards of a function, or num_batches=1"
+            raise ArgumentError("pipe.profile", rule, f"num_batches={num_batches!r} without fn", fix)
         with self._whole("profile", state, batch, key, task) as (engine, leaves):
-            return record(engine, leaves, batch, key, num_steps, clock)
+            if fn is None:
+                return record(Steps(engine, leaves, batch, key), num_steps, clock)
+            found = self._engine_of(engine, self._chosen("profile", fn), batch, key)
+            return record(Forwards(found, leaves, batch, key, num_batches), num_steps, clock)
 
 
 def _size(stages: Stages) -> str:

@@ -16,6 +16,8 @@ from jaxpp.engine.state_leaves import check_kept, steps_of
 from jaxpp.errors import StateError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
+from jaxpp.forward.functions import Functions
+from jaxpp.forward.predicting import Lend, Predicting
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
@@ -32,7 +34,7 @@ __all__ = ["Training"]
 
 
 @entries
-class Training:
+class Training(Predicting):
     """Makes a first state and steps it; ``Pipeline`` is a training that is made from options and that can be asked about itself.
 
     Args:
@@ -52,6 +54,7 @@ class Training:
         self._options, self._optimizer, self._bank, self._functions = options, optimizer, bank, tuple(functions)
         self._compiled: Compiled | None = None
         self._kept: State | None = None
+        self._functions_applied = Functions()
 
     @property
     def schedule(self) -> Schedule:
@@ -110,8 +113,7 @@ class Training:
         return self._compiled
 
     def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Compiled:
-        known = None if self._compiled is None else self._compiled.engine
-        given = {"functions": self._functions, "bank": self._bank, "known": known, "agree": agree}
+        given = {"functions": self._functions, "bank": self._bank, "known": self._compiled, "agree": agree}
         self._compiled = found = despite_ctrl_c(compile_step, self._options, self._optimizer, made, batch, key, **given)
         return found
 
@@ -124,6 +126,18 @@ class Training:
         found = self._opened(where)
         with found.runner.whole(task, found.states.unwrap(state, where)) as whole:
             yield whole
+
+    def _lend(self, where: str, state_or_params: Tree, task: TaskNames) -> Lend:
+        found = self._opened(where)
+        if isinstance(state_or_params, State):
+            leaves = found.states.unwrap(state_or_params, where)
+        else:
+            leaves = found.bring(where, self._options, state_or_params)
+        return lambda: found.runner.whole(task, leaves)
+
+    def _as_called(self, fn: Any, where: str, *, with_carry: bool = False) -> Any:
+        runner = self._opened(where).runner
+        return runner.joined(fn) if with_carry else runner.loss(fn, "fn")
 
     def init(self, init_or_params: Any, *args: Any) -> State:
         """Cut the loss, place the stages, compile the step, and make the first state.
@@ -181,14 +195,14 @@ class Training:
     def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[Given, Compiled]:
         """What the method ``where`` was given, and the pipeline cut and compiled for it."""
         refuse_tracers(f"pipe.{where}(...)", init_or_params, args)
-        given = read_given(where, init_or_params, args)
+        given = read_given(f"pipe.{where}", init_or_params, args)
         check_alive(f"pipe.{where}", (init_or_params, args))
         try:
             with agreement(f"pipe.{where}", self._options.devices) as agree:
                 return given, self._open(given.shapes, given.batch, given.key if given.makes else jax.random.key(0), agree)
         except Exception as error:
             if not given.makes and are_swapped(self._options, given, lambda variables: with_set(self._bank, variables)):
-                raise swapped(where, given) from error
+                raise swapped(given) from error
             raise
 
     def step(

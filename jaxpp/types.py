@@ -17,6 +17,7 @@ __all__ = [
     "Cotangent",
     "DType",
     "Device",
+    "ForwardFn",
     "Grads",
     "Home",
     "Key",
@@ -25,7 +26,6 @@ __all__ = [
     "Params",
     "Policy",
     "ReduceAux",
-    "Remat",
     "TaskNames",
     "Tree",
 ]
@@ -71,11 +71,14 @@ Activation = Any
 """What crosses a stage boundary forward."""
 Cotangent = Any
 """What crosses a stage boundary backward."""
+Arguments = dict[str, Any]
+"""Keyword arguments of a public function, by name."""
 LossFn = Callable[..., Any]
 """``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``; the key may be passed by keyword alone: ``*, key``, ``*, rngs``."""
+
+ForwardFn = Callable[..., Tree]
+"""A function that is run forward: ``(params, batch[, key]) -> outputs``, or ``(params, carry, tokens) -> (carry, logits)``."""
 Policy = Callable[..., bool]
 """Whether an operation's result is kept for the backward (``jax.checkpoint_policies``)."""
 ReduceAux = str | Callable[[Any, Any], Any] | Mapping[str, Any] | None
 """How aux values of microbatches become those of a step."""
-Remat = str | Policy | None
-"""What a stage keeps: ``"least"``, ``"keep"`` (or None; everything), ``"recompute"`` (its inputs), or what a policy says."""

@@ -1,6 +1,7 @@
 """A decoder-only transformer in one file: learned positions, pre-norm blocks, embedding and head tied.
 
-``dtype`` is what it computes in, ``param_dtype`` what its parameters are kept in.
+``dtype`` is what it computes in, ``param_dtype`` what its parameters are kept in. ``decode=True`` is the same model with a cache of
+keys and values, for generating; it has the same parameters.
 """
 
 import flax.linen as nn
@@ -8,7 +9,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-__all__ = ["GPT", "Block"]
+__all__ = ["GPT", "Block", "CachedAttention"]
+
+
+class CachedAttention(nn.Module):
+    """Attention of new tokens to themselves and to all tokens before them, whose keys and values are in the collection ``cache``.
+
+    Unlike the cache of ``nn.MultiHeadDotProductAttention(decode=True)``, which takes one token a call, it takes any number.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        query: Float[Array, "batch length heads features"],
+        key: Float[Array, "batch length heads features"],
+        value: Float[Array, "batch length heads features"],
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> Float[Array, "batch length heads features"]:
+        """What ``nn.dot_product_attention`` returns for the new tokens; ``init`` makes an empty cache, as long as its tokens."""
+        keys = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+        values = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        index = self.variable("cache", "cache_index", jnp.zeros, (), "int32")
+        end = index.value + jnp.arange(1, key.shape[1] + 1)  # of what each new token attends to
+        all_keys = jax.lax.dynamic_update_slice_in_dim(keys.value, key, index.value, axis=1)
+        all_values = jax.lax.dynamic_update_slice_in_dim(values.value, value, index.value, axis=1)
+        if not self.is_initializing():
+            keys.value, values.value, index.value = all_keys, all_values, index.value + key.shape[1]
+        mask = jnp.arange(all_keys.shape[1]) < end[:, None]
+        return nn.dot_product_attention(query, all_keys, all_values, mask=mask, dtype=dtype)
 
 
 class Block(nn.Module):
@@ -18,16 +46,20 @@ class Block(nn.Module):
     dropout: float
     dtype: jax.typing.DTypeLike | None
     param_dtype: jax.typing.DTypeLike
+    decode: bool = False
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"], deterministic: bool
+        self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"] | None, deterministic: bool
     ) -> Float[Array, "batch length width"]:
-        """Hidden states to hidden states; ``mask`` says which positions each position may attend to."""
+        """Hidden states to hidden states; ``mask`` says which positions each position may attend to, unless there is a cache."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         width = x.shape[-1]
         h = nn.LayerNorm(name="ln_1", **types)(x)
-        attention = nn.MultiHeadDotProductAttention(self.num_heads, dropout_rate=self.dropout, name="attn", **types)
+        attend = CachedAttention(name="cached") if self.decode else nn.dot_product_attention
+        attention = nn.MultiHeadDotProductAttention(
+            self.num_heads, dropout_rate=self.dropout, attention_fn=attend, name="attn", **types
+        )
         h = attention(h, mask=mask, deterministic=deterministic)
         x = x + nn.Dropout(self.dropout, deterministic=deterministic)(h)
         h = nn.LayerNorm(name="ln_2", **types)(x)
@@ -39,6 +71,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next token.
 
+    To generate, clone it with ``decode=True``. Each call then goes on where the last one ended, with one token or many, without
+    dropout. The cache is as long as the tokens that ``init`` is given, and must not be overrun. An empty one for each sequence::
+
+        decoder = model.clone(decode=True)
+        shapes = jax.eval_shape(decoder.init, jax.random.key(0), jnp.ones((1, 512), int))["cache"]  # a cache of 512 tokens
+        cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        logits, updated = decoder.apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
+
     Attributes:
         vocab_size: tokens there are.
         max_length: the longest sequence.
@@ -48,6 +88,7 @@ class GPT(nn.Module):
         dropout: rate, after the embedding, in the attention and after each half of a block.
         dtype: type to compute in; None follows the parameters.
         param_dtype: type of the parameters.
+        decode: whether to keep the keys and values of the tokens so far, for those of later calls.
     """
 
     vocab_size: int = 256
@@ -58,6 +99,7 @@ class GPT(nn.Module):
     dropout: float = 0.1
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = "float32"
+    decode: bool = False
 
     @nn.compact
     def __call__(
@@ -67,9 +109,20 @@ class GPT(nn.Module):
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         embed = nn.Embed(self.vocab_size, self.width, name="embed", **types)
         positions = nn.Embed(self.max_length, self.width, name="positions", **types)
-        mask = nn.make_causal_mask(tokens, dtype=bool)
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[-1]))
+        mask = None if self.decode else nn.make_causal_mask(tokens, dtype=bool)
+        deterministic = deterministic or self.decode
+        x = embed(tokens) + positions(self._positions_of(tokens))
         x = nn.Dropout(self.dropout, deterministic=deterministic)(x)
         for i in range(self.depth):
-            x = Block(self.num_heads, self.dropout, name=f"h_{i}", **types)(x, mask, deterministic)
+            x = Block(self.num_heads, self.dropout, name=f"h_{i}", decode=self.decode, **types)(x, mask, deterministic)
         return embed.attend(nn.LayerNorm(name="ln_f", **types)(x))
+
+    def _positions_of(self, tokens: Integer[Array, "batch length"]) -> Integer[Array, " length"]:
+        """The positions of the tokens: from 0, or where the last call ended."""
+        if not self.decode:
+            return jnp.arange(tokens.shape[-1])
+        index = self.variable("cache", "cache_index", jnp.zeros, (), "int32")
+        start = index.value
+        if not self.is_initializing():
+            index.value = start + tokens.shape[-1]
+        return start + jnp.arange(tokens.shape[-1])

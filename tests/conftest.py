@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import signal
@@ -11,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 # Most of the suite's time is the compiler's: it optimises less here, which changes no equation (test_default_level.py compiles as
-# users do). Fusions written by XLA itself instead of LLVM take two thirds of what is left; JAX 0.11 cannot leave them out.
+# users do), and each program on one thread, since the workers take all cores. Fusions written by XLA itself instead of LLVM take
+# two thirds of what is left; JAX 0.11 cannot leave them out.
 # A collective on forced CPU devices waits for all of them; on a busy machine that may take longer than the 40 seconds it is given.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 "
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     + "--xla_cpu_use_fusion_emitters=false " * importlib.metadata.version("jaxlib").startswith("0.10.")
     + "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
@@ -65,6 +67,36 @@ def pytest_cmdline_main(config):
     if whole and not alone and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
         config.option.dist = "worksteal"  # neighbours stay together, as do the programs they compile, until a worker has none left
+
+
+TOGETHER = ("_experiment.py", "test_lm.py", "test_lm_checkpoint.py", "test_kill.py", "test_process", "test_profile.py")
+"""Parts of the names of files whose tests share something that takes long to make."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Where workers share the tests, what takes long to make is made once.
+
+    Each worker begins with an equal part of the list, and one that has none left steals from the end of another's. So the files
+    whose tests belong together come first in each part.
+    """
+    count = getattr(config, "workerinput", {}).get("workercount", 1)
+    if count > 1:
+        items[:] = in_parts(items, count)
+
+
+def in_parts(items, count):
+    """The tests in an order whose ``count`` equal parts each begin with whole files of those in ``TOGETHER``."""
+    files, rest = {}, []
+    for item in items:
+        together = any(part in item.path.name for part in TOGETHER)
+        (files.setdefault(item.path, []) if together else rest).append(item)
+    ordered, supply = [], iter(rest)
+    for part in range(count):
+        end = len(items) * (part + 1) // count
+        for path in list(files)[part::count]:
+            ordered += files[path]
+        ordered += itertools.islice(supply, max(0, end - len(ordered)))
+    return [*ordered, *supply]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,6 +170,8 @@ class Case:
         each: devices that are used of each process.
         local: whether a process is given only the part of the batch that its stages read.
         looked: whether it evaluates too, and live bytes and compiled programs are looked at.
+        applied: whether outputs are asked of it too, and of a ``Forward``.
+        remat: what stages keep.
     """
 
     model: str
@@ -182,6 +184,8 @@ class Case:
     each: int = 2
     local: bool = False
     looked: bool = False
+    applied: bool = False
+    remat: str = "least"
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -192,7 +196,7 @@ def optimizer() -> optax.GradientTransformation:
 def pipeline(case: Case, devices: Sequence[jax.Device]) -> tuple[jaxpp.Pipeline, Model]:
     """The pipeline of a case, over these devices."""
     model = MODELS[case.model](**({"batch_size": case.batch_size} if case.batch_size else {}))
-    counts = {"num_stages": case.stages, "num_microbatches": case.microbatches, "schedule": case.schedule}
+    counts = {"num_stages": case.stages, "num_microbatches": case.microbatches, "schedule": case.schedule, "remat": case.remat}
     where: dict[str, Any] = {"devices": devices}
     if case.grid:
         sizes = [case.grid[axis] for axis in case.order]
@@ -209,6 +213,8 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
     Returns:
         arrays by ``step path [begin:end of each axis]``; with ``looked`` also what ``look`` returns.
     """
+    if case.looked:
+        jax.clear_caches()  # equal programs of two names that other cases have compiled would count twice
     pipe, model = pipeline(case, devices)
     found: dict[str, np.ndarray] = {}
     state = pipe.init(model.init, jax.random.key(0), model.batch(0))
@@ -224,7 +230,24 @@ def run(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
         note(found, "evaluate", dict(pipe.evaluate(state, part(model.batch(9)), *key)))
         del metrics
         found |= look(pipe, state, model.batch(8), *key)
+    if case.applied:
+        note(found, "evaluate", applied(case, pipe, state, model, part(model.batch(9)), key))
     return found
+
+
+def applied(case: Case, pipe: jaxpp.Pipeline, state: jaxpp.State, model: Model, batch: Any, key: list[jax.Array]) -> Any:
+    """Rows of a function of the parameters, also as a stream; and of a ``Forward`` whose parameters each process makes in part."""
+
+    def fn(params, batch, *key):
+        return model.loss_fn(params, batch, *key)[1]
+
+    found = {"apply": pipe.apply(state, batch, fn, *key), "stream": list(pipe.stream(state, [batch, batch], fn, *key))}
+    whole = model.batch(9)
+    forward = jaxpp.Forward(
+        fn, num_stages=case.stages, num_microbatches=case.microbatches, devices=list(pipe.engine.options.devices)
+    )
+    params = forward.init(model.init, jax.random.key(0), whole)
+    return found | {"forward": forward.apply(params, jax.tree.map(lambda leaf: leaf[:3], whole), *key)}
 
 
 def own_part(pipe: jaxpp.Pipeline) -> Callable[[Any], Any]:

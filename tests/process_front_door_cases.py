@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpp
-from jaxpp.errors import BankError, BatchError, ProcessError
+from jaxpp.errors import BankError, BatchError, FitError, ProcessError
 
 SEVERAL = jax.process_count() > 1
 
@@ -82,6 +82,20 @@ def measured(devices: Sequence[jax.Device]) -> None:
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, devices=devices[::3], balance="time")
     state = pipe.init(PARAMS, batch(0))
     assert np.isfinite(pipe.step(state, batch(0))[1].loss)
+
+
+def fitted(devices: Sequence[jax.Device]) -> None:
+    """Stages that keep less so that a step fits: all processes choose alike, or a step raises."""
+    options = {"num_stages": 2, "num_microbatches": 6, "schedule": "gpipe", "devices": devices[::3]}
+    plain = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options)
+    shapes = jax.eval_shape(lambda: PARAMS)
+    room = max(plain.forecast(shapes, batch(0, 48)).peaks.values()) - 1
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options, hbm=room)
+    state = pipe.init(PARAMS, batch(0, 48))
+    assert pipe.stages.remarks and pipe.forecast(shapes, batch(0, 48)).fits
+    assert np.isfinite(pipe.step(state, batch(0, 48))[1].loss)
+    with pytest.raises(FitError):
+        jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options, hbm=100).init(PARAMS, batch(0, 48))
 
 
 def batches(found: Found, devices: Sequence[jax.Device]) -> None:
@@ -181,6 +195,7 @@ def run(devices: Sequence[jax.Device], folder: Path) -> Found:
     found = Found()
     gradients(found, devices)
     measured(devices)
+    fitted(devices)
     batches(found, devices)
     tasks(found, devices, folder)
     replicas(found, devices)

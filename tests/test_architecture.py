@@ -8,18 +8,27 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import types
 
 import pytest
 
 import jaxpp
+from tests.conftest import in_parts
 
 ROOT = pathlib.Path(jaxpp.__file__).parent
 PROJECT = ROOT.parent
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [name for _, name, _ in pkgutil.walk_packages([str(ROOT)], "jaxpp.")]
-ROOMS = "types errors tables schedule stages plan optim runtime options engine tasks observe".split()
+ROOMS = "types errors tables schedule stages plan optim runtime options engine tasks observe forward tuner".split()
 """From the ground up: a room imports itself and the rooms before it. What is not named here is the public face, on top."""
-STRANGERS = [{"schedule", "stages"}, {"optim", "runtime"}, {"tasks", "observe"}]
+STRANGERS = [
+    {"schedule", "stages"},
+    {"optim", "runtime"},
+    {"tasks", "observe"},
+    {"tasks", "forward"},
+    {"tasks", "tuner"},
+    {"forward", "tuner"},
+]
 """Rooms of which neither imports the other."""
 MOST_ANY_LINES = 200
 MOST_NONE_ASSERTIONS = 5
@@ -43,7 +52,7 @@ def test_imports_only_go_down(file):
     if room in ROOMS:
         assert inside <= set(ROOMS[: ROOMS.index(room) + 1])
         assert not any(room in pair and pair <= {room, *inside} for pair in STRANGERS)
-    if file.name != "__init__.py":
+    if file.name != "__init__.py" and file != ROOT / "tuning.py":  # a Tuning makes the pipeline that it has found
         assert "pipeline" not in inside
 
 
@@ -86,7 +95,7 @@ def test_only_transfer_moves_arrays_in_a_step():
 
 
 def test_the_front_door_has_the_names_of_the_design():
-    for name in ("value_and_grad", "gather", "Pipeline", "schedule"):
+    for name in ("value_and_grad", "gather", "Pipeline", "tune", "schedule"):
         assert name in jaxpp.__all__
     for name in ("init", "step", "evaluate", "verify", "profile", "stages", "schedule", "from_stages"):
         assert hasattr(jaxpp.Pipeline, name)
@@ -188,3 +197,24 @@ def test_nobody_touches_what_is_private_in_a_pipeline(folder):
                 owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
                 mine = isinstance(node.value, ast.Name) and owner not in ("self", "cls")
                 assert not mine and "pipe" not in owner, f"{file}: {ast.unparse(node)}"
+
+
+def test_what_experiments_write_is_not_committed():
+    ignored = (ROOT.parent / ".gitignore").read_text().splitlines()
+    assert {"experiments/*/out/", "results/", "*.jsonl"} <= set(ignored)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_workers_begin_with_the_tests_that_share_something_long(count):
+    # An experiment ran three times, as two workers took its tests from each other.
+    sizes = {"test_a.py": 30, "test_lm.py": 5, "test_tasks_experiment.py": 12, "test_zoo.py": 40, "test_zoo_experiment.py": 9}
+    tests = [types.SimpleNamespace(path=pathlib.Path(name)) for name, size in sizes.items() for _ in range(size)]
+    ordered = in_parts(tests, count)
+    assert sorted(map(id, ordered)) == sorted(map(id, tests))
+    names = [test.path.name for test in ordered]
+    for name in ("test_lm.py", "test_tasks_experiment.py", "test_zoo_experiment.py"):
+        first = names.index(name)
+        assert set(names[first : first + sizes[name]]) == {name}
+        part = first * count // len(tests)
+        ends = len(tests) * (part + 1) // count
+        assert first + sizes[name] <= ends, "no worker has a part of it only"

@@ -238,6 +238,34 @@ def test_rows_are_put_together_split_and_cut_out():
     np.testing.assert_array_equal(inside.function_of([cut], [like], cut.outvars)(value)[0], value[2:7])
 
 
+def test_where_a_write_into_an_array_puts_its_values():
+    def update(x, i):
+        return jax.lax.dynamic_update_slice(x, x[:2], (i, 0))
+
+    eqn = only("dynamic_update_slice", update, X, 3)
+    assert inside.writes_of(eqn) == ((0, 2, 0, 2), (1, 3, 0, 4))  # axis, operand, column, rows
+    assert inside.number_in(eqn.invars[3]) == 0
+    rows = only("scatter", lambda x, i: x.at[i + jnp.arange(3)].set(1.0), X, 1)
+    assert inside.writes_of(rows) == ((0, 1, 0, 1),) and inside.aval_of(rows.invars[1]).shape == (3, 1)
+    columns = only("scatter", lambda x, i: x.at[:, i].set(1.0), X, 1)
+    assert inside.writes_of(columns) == ((1, 1, 0, 1),)
+    blocks = only("scatter-add", jax.vmap(lambda row, i: row.at[i].add(1.0)), X, jnp.arange(6) % 4)
+    assert inside.writes_of(blocks)[0][2:] == (0, 1)
+    both = only("scatter", lambda x, i, j: x.at[i, j].set(1.0), X, jnp.arange(3), jnp.arange(3))
+    assert inside.writes_of(both) == ((0, 1, 0, 1), (1, 1, 1, 1))
+    assert inside.writes_of(only("mul", lambda x: x * 2, X)) == ()
+
+
+def test_which_columns_indices_are_put_together_from():
+    def write(x, i, j):
+        return x.at[i, j].set(1.0)
+
+    eqn = only("concatenate", write, X, jnp.arange(3), jnp.arange(3))
+    assert [inside.aval_of(atom).shape for atom in inside.columns_of(eqn)] == [(3, 1), (3, 1)]
+    assert inside.columns_of(only("concatenate", lambda x: jnp.concatenate([x, x], 1), X)) == ()
+    assert inside.columns_of(only("mul", lambda x: x * 2, X)) == ()
+
+
 def test_variables_and_numbers_are_told_apart():
     (eqn,) = equations(lambda x: jnp.maximum(x, 0.0), X)
     variable, number = eqn.invars

@@ -260,6 +260,23 @@ def test_a_save_without_room_stops_the_run_and_leaves_the_last_step(folder, capf
     assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]  # and nothing half written
 
 
+def test_what_is_half_written_may_be_deleted_by_something_else_at_the_same_time(folder, monkeypatch):
+    (folder / "9.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    delete, gone = shutil.rmtree, []
+
+    def rmtree(path, *args, **options):
+        delete(path, *args, **options)
+        if not gone:
+            gone.append(path)
+            raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    checkpoints = Checkpoints(folder, {"width": 16})
+    checkpoints.finish(state_of(4), HISTORY)
+    checkpoints.close()
+    assert len(gone) == 1 and checkpoints.safe_step == 4
+
+
 def test_a_save_without_room_is_seen_while_the_run_goes_on_and_the_next_one_is_made(folder, capfd):
     checkpoints = Checkpoints(folder, {"width": 16}, go_on=True)
     large = state_of(3)._replace(params={"w": jax.random.normal(jax.random.key(0), (LARGE,))})

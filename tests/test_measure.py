@@ -50,5 +50,7 @@ def test_stages_are_really_measured():
 
 
 def test_an_unknown_balance_is_refused():
-    with pytest.raises(ArgumentError, match=r'stages are balanced by "flops", counted, or by "time", measured'):
+    with pytest.raises(
+        ArgumentError, match=r'stages are balanced by "flops", counted, by "time", measured, or by "memory", estimated'
+    ):
         owned(loss_fn, PARAMS, balance="seconds")

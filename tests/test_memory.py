@@ -27,6 +27,7 @@ RUNS = {
     "gpt bf16 zb-h1": (gpt_case, {"compute": "bfloat16"}, 2, 3, {"schedule": "zb-h1"}),
     "gpt zb-v recompute": (gpt_case, {}, 4, 4, {"schedule": "zb-v", "remat": "recompute"}),
     "mlp interleaved": (mlp_case, {}, 4, 2, {"schedule": "interleaved"}),
+    "gpt gpipe offload": (gpt_case, {}, 4, 5, {"schedule": "gpipe", "remat": "offload"}),
     "mlp gpipe": (mlp_case, {}, 2, 6, {"schedule": "gpipe"}),
 }
 
@@ -41,7 +42,7 @@ def ready(name):
     return case, pipe, pipe.init(case.params, case.batch)
 
 
-@pytest.mark.parametrize("name", list(RUNS)[:4])
+@pytest.mark.parametrize("name", list(RUNS)[:5])
 def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
     batch, engine = jax.tree.map(np.asarray, case.batch), pipe.engine

@@ -27,6 +27,8 @@ WORDS = {
     8: [r"theta\[t\]", "replica", "prefetch"],
     9: ["mesh", "collective", "all-reduce"],
     11: ["checkpoint", "abstract state"],
+    12: ["cache", "greedy", "prefill", "ring", "temperature"],
+    13: ["cost model"],
 }
 """The words of the field, by the chapter that defines them."""
 

@@ -12,12 +12,18 @@ from tests.process_cases import Case, as_json, load, run
 from tests.processes import launch
 
 TWO = {
-    "ties, dropout, clipping and unequal microbatches": Case("tied"),
+    "ties, dropout, clipping and unequal microbatches": Case("tied", applied=True),
     "interleaved, with model state and a loss scale": Case("norms", "interleaved", 8),
     "zb-h1 over stacked layers": Case("stacked", "zb-h1"),
-    "zb-v, each process with its own part of the batch": Case("mlp", "zb-v", 8, local=True, looked=True, batch_size=18),
+    "zb-v, each process with its own part of the batch": Case(
+        "mlp", "zb-v", 8, local=True, looked=True, batch_size=18, applied=True
+    ),
     "a mesh inside each process": Case("mlp", "1f1b", 2, 2, (2, 2, 2), each=4),
     "data across processes, each with its own rows": Case("mlp", "zb-h1", 2, 3, (2, 2, 1), (1, 0, 2), batch_size=24, local=True),
+    "residuals in host memory": Case("tied", "gpipe", 4, 5, looked=True, remat="offload"),
+    "residuals in host memory, data across processes": Case(
+        "mlp", "gpipe", 2, 4, (2, 2, 1), (1, 0, 2), batch_size=16, remat="offload"
+    ),
 }
 FOUR = {
     "eight ranks": Case("mlp", "1f1b", 8, 4, local=True, looked=True),

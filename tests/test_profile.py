@@ -15,9 +15,10 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
-from jaxpp.observe.profile.profile import Causes, Profile
+from jaxpp.observe.profile.causes import Causes
+from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.spans import Span, covered
-from jaxpp.schedule import Kind, dependencies, make
+from jaxpp.schedule import Kind, dependencies, make, simulate
 from jaxpp.schedule.residual_counts import lifetimes, peak
 from tests.conftest import gpt_case, mlp_case
 
@@ -156,6 +157,25 @@ def test_a_transfer_longer_than_what_could_hide_it_is_warned_of():
     assert "warning: a transfer over boundary 0 (between stages 0 and 1) takes 3,000 ms, longer than the forward" in text
     assert text.count("waiting for transfers costs 6,000 ms a rank") == 1
     assert "warning" not in str(made_up(schedule, spans[:1] + spans[2:4] + spans[5:]))
+
+
+def test_waiting_for_copies_of_residuals_is_waiting_for_transfers():
+    schedule, copy = make("gpipe", num_ranks=1, num_microbatches=4), 3.0
+    found = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=1, copy=copy)
+    assert found.copies
+    assert found.makespan > simulate(schedule, forward=1, input_grad=1, weight_grad=1).makespan
+    spans = [span(str(bar.action), bar.action, 0, float(bar.start), float(bar.end), begun=0.0) for bar in found.bars]
+    for each in found.copies:
+        forward = each.offloaded.forward
+        for what, (start, end) in (("offload", each.out), ("fetch", each.back)):
+            spans.append(span(f"{what} {forward}", forward, 0, start, end)._replace(copies=True))
+    profile = dataclasses.replace(made_up(schedule, spans), offloaded=tuple(each.offloaded for each in found.copies))
+    assert profile.copy_seconds == (copy,)
+    assert profile.simulated_seconds == found.makespan == profile.seconds
+    waited = float(found.makespan) - 12
+    assert profile.causes == (Causes(0.0, 0.0, waited, 0.0, 0.0),)
+    text = " ".join(str(profile).split())
+    assert "warning: to copy the residuals of stage 0 to host memory or back takes 3,000 ms, longer than a forward" in text
 
 
 def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles(runs):

@@ -18,7 +18,8 @@ from jaxpp.schedule.draw.timeline import Timeline
 from jaxpp.schedule.residual_counts import lifetimes, peak
 
 MIB = 2**20
-LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 3)
+LAYERS = (64, 1, 128, 64, 0, 2, 1, 3, 1, 1, 1)
+KINDS = len(MEMORY_KINDS)
 
 
 def titled(measured, simulated):
@@ -135,9 +136,7 @@ def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the
     rng, memory = np.random.default_rng(1), []
     for device in range(3):
         times = tuple(sorted([0.0, 4.5, 4.5, *rng.uniform(0, 9, 20).tolist()]))
-        levels = tuple(
-            map(tuple, (rng.integers(MIB, size=(23, len(MEMORY_KINDS))) * rng.integers(2, size=(23, len(MEMORY_KINDS)))).tolist())
-        )
+        levels = tuple(map(tuple, (rng.integers(MIB, size=(23, KINDS)) * rng.integers(2, size=(23, KINDS))).tolist()))
         memory.append(Curve(f"cpu:{device} (rank {device})", times, levels))
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 10.0)]
     axes = profile_figure("", titled(run, [run[0]._replace(end=12.0)]), memory, [0]).axes[2]
@@ -159,7 +158,7 @@ def test_each_kind_of_memory_has_the_area_of_its_bytes_over_time_and_lies_on_the
 
 def test_the_last_bytes_stay_to_the_end_of_the_step_and_no_longer():
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 3.0)]
-    memory = [Curve("cpu:0 (rank 0)", (0.0, 1.0), ((0,) * 9, (*(MIB,) * 8, 0)))]
+    memory = [Curve("cpu:0 (rank 0)", (0.0, 1.0), ((0,) * KINDS, (*(MIB,) * 8, *(0,) * (KINDS - 8))))]
     axes = profile_figure("", titled(run, [run[0]._replace(end=4.0)]), memory, [0]).axes[2]
     (collection,) = (c for c in axes.collections if c.get_label() == "parameters")
     (box,) = (path.get_extents() for path in collection.get_paths())
@@ -168,8 +167,8 @@ def test_the_last_bytes_stay_to_the_end_of_the_step_and_no_longer():
 
 def test_the_peak_of_each_device_stands_beside_it_even_if_it_lasted_for_no_time():
     run = [Bar(0, Action(0, Kind.F, 0), 0.0, 3.0)]
-    short = Curve("cpu:0 (rank 0)", (0.0, 1.0, 1.0), ((*(MIB,) * 8, 0), (*(3 * MIB // 2,) * 8, 0), (0,) * 9))
-    long = Curve("cpu:1 (ranks 1, 2)", (0.0,), ((2**30, 0, 0, 0, 0, 0, 0, 0, 2**29),))
+    short = Curve("cpu:0 (rank 0)", (0.0, 1.0, 1.0), tuple((*(size,) * 8, *(0,) * (KINDS - 8)) for size in (MIB, 3 * MIB // 2, 0)))
+    long = Curve("cpu:1 (ranks 1, 2)", (0.0,), ((2**30, *(0,) * (KINDS - 2), 2**29),))
     axes = profile_figure("", titled(run, run), [short, long], [0]).axes[2]
     beside = {text.get_text(): text.get_position()[1] for text in axes.texts}
     assert beside["12 MiB"] < 1 < beside["1.5 GiB"] and beside["peak"] < 0

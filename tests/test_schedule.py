@@ -123,7 +123,7 @@ def rows(*texts):
     ("cells", "message", "marked"),
     [
         (("0F0 0F0 0B0",), "0F0, rank 0: a duplicate", ">0F0<"),
-        (("0F0",), "0B0 is missing", ">0B0 missing<"),
+        (("0F0 0F1 0B1",), "0B0 is missing", ">0B0 missing<"),
         (("0F0 0I0",), "0W0 is missing", ">0W0 missing<"),
         (("0F0 0W0",), "0I0 is missing", ">0I0 missing<"),
         (("0F0 0B0 0I0 0W0",), "0B0 beside 0I0 beside 0W0", ">0B0< >0I0< >0W0<"),
@@ -215,10 +215,10 @@ def test_on_the_clock_an_action_starts_when_the_last_of_what_it_waits_for_is_the
 
 def test_all_violations_are_listed_and_a_long_list_is_cut():
     with pytest.raises(ScheduleError) as error:
-        Schedule("mine", [[f"0F{i}" for i in range(40)]])
+        Schedule("mine", [[*(f"0F{i}" for i in range(41)), "0B40"]])
     assert "0B0 is missing\n" in str(error.value)
     assert "\n       and 30 more.\n" in str(error.value)
-    assert "(32 more)" in str(error.value)
+    assert "(34 more)" in str(error.value)
 
 
 @pytest.mark.parametrize(

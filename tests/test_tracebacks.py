@@ -86,7 +86,7 @@ OURS = {
     "bank.use, entered": lambda pipe, state, bank: enter(bank),
     "bank.use, left": lambda pipe, state, bank: leave(bank),
     "make": lambda pipe, state, bank: jaxpp.schedule.make("gpip", 2),
-    "Schedule": lambda pipe, state, bank: jaxpp.schedule.Schedule("mine", [["0F0"]]),
+    "Schedule": lambda pipe, state, bank: jaxpp.schedule.Schedule("mine", [["0F0", "0F1", "0B0"]]),
     "from_csv": lambda pipe, state, bank: jaxpp.schedule.from_csv("sched.csv"),
     "simulate": lambda pipe, state, bank: jaxpp.schedule.simulate(jaxpp.schedule.make("gpipe", 2), forward=-1),
 }

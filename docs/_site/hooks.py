@@ -105,8 +105,8 @@ class Site:
         chapters = [{numbered(uri, page.title): uri} for uri, page in self.listed("course")]
         recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
         experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
-        guides = ["train", "save", "memory", "speed", "profile", "schedules", "mesh", "hosts", "tasks"]
-        references = ["pipeline", "schedule", "observe", "errors"]
+        guides = ["train", "predict", "save", "memory", "speed", "tune", "profile", "schedules", "mesh", "hosts", "tasks"]
+        references = ["pipeline", "forward", "schedule", "observe", "errors"]
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},

@@ -104,6 +104,7 @@ except ValueError as error:
 #   weighted by these sizes.
 # - Each new batch size is compiled once. If compiling takes long, pad the last batch to the full size and let the loss count with
 #   a mask: `(losses * batch["mask"]).sum()`, `batch["mask"].sum()`.
+# - For the outputs of each example instead of sums, use `pipe.stream` ([Predict a large test set](predict_a_large_test_set.py)).
 # - `float(...)` waits for the devices. With a large test set, collect the metrics in a list and add them up at the end.
 # - Aux values that have one row for each example, such as predictions, are joined in the order of the batch if `reduce_aux` does
 #   not say otherwise.

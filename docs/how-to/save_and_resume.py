@@ -265,6 +265,7 @@ assert resumed.step == 30 and not list(folder.glob("40*"))
 # - If Ctrl-C arrives inside `manager.save`, this save is lost, Orbax logs a traceback, and the manager may raise at a later save.
 #   The checkpoints from before are whole. `train` opens a new manager whenever it is called, so call it again. (If a thread of the
 #   manager before is still writing, opening can fail with an `OSError`; a moment later it works.)
+# - To predict, the parameters are enough: [Open a training checkpoint for predictions](predict_from_a_checkpoint.py).
 # - With a bank, the state holds the shared parameters alone. [Save a bank](save_a_bank.py) saves the sets of the tasks too.
 # - Data loaders such as grain have a position of their own that Orbax can save in the same checkpoint, with
 #   `ocp.args.Composite(state=..., data=...)`. That is faster than skipping batches if the run is long.

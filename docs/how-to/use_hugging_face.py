@@ -97,5 +97,6 @@ assert losses[-1] < 0.7 * losses[0]
 #   `pipe.evaluate(state, batch, loss_fn=eval_loss)`.
 # - The first and the last stage share the embedding (`wte` is also the output layer). The table of stages shows it with its
 #   owner, the first stage; the last stage gets a copy once in a step.
+# - To let the model write, see [Generate with a Hugging Face model](generate_with_hugging_face.py).
 # - `dtype=jax.numpy.bfloat16` as an argument of the model makes it compute in bfloat16, as in [Train in mixed
 #   precision](mixed_precision.py).

@@ -153,15 +153,21 @@ class Checkpoints:
         options = self._orbax.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
         return self._orbax.CheckpointManager(self._folder, options=options)
 
-    def _begin(self, state: jaxpp.State, history: History) -> Failure | None:
-        """Begin to save, and see whether that failed at once."""
+    def _begin(self, state: jaxpp.State, history: History, *, again: bool = False) -> Failure | None:
+        """Begin to save, and see whether that failed at once.
+
+        Orbax first deletes what is half written. If something else deletes the same files, such as the last save's own clean-up,
+        they may be gone before Orbax comes to them, so the save is begun ``again``, once.
+        """
         found = {"settings": self._settings, "losses": history.losses, "val_losses": history.val_losses}
         args, self._saving, self._tried, self._began = self._orbax.args, state.step, state.step, time.perf_counter()
         both = args.Composite(state=args.StandardSave(state), run=args.JsonSave(found))
         try:
             self._manager.save(state.step, args=both, force=True)
         except Exception as error:  # noqa: BLE001  (whatever the disk makes Orbax raise)
-            return self._failure(error)
+            failure = self._failure(error)
+            retry = isinstance(error, FileNotFoundError) and self.safe_step is not None and not again
+            return self._begin(state, history, again=True) if retry else failure
         return None
 
     def _end(self) -> Failure | None:

@@ -311,5 +311,7 @@ assert_same_bits(again.state, wanted)
 #
 # </details>
 #
-# This is the last chapter. Two recipes continue it: [Save and resume](../../docs/how-to/save_and_resume.py), a loop that resumes by
-# itself and survives a full disk, and [Save a bank](../../docs/how-to/save_a_bank.py), for the parameters of tasks of chapter 8.
+# Two recipes continue this chapter: [Save and resume](../../docs/how-to/save_and_resume.py), a loop that resumes by itself and
+# survives a full disk, and [Save a bank](../../docs/how-to/save_a_bank.py), for the parameters of tasks of chapter 8.
+#
+# Next: [12. One token at a time](12_one_token_at_a_time.ipynb)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -17,7 +17,7 @@ from jaxpp.engine.agreed import Agreed
 from jaxpp.engine.batch_leaves import batch_leaves, check_leaves
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, lay_out
-from jaxpp.engine.outcome import Lowered, Outcome, aux_names, with_reports
+from jaxpp.engine.outcome import Lowered, Outcome, Purpose, aux_names, call_of, with_reports
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
@@ -53,8 +53,6 @@ from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
 __all__ = ["Engine", "open_engine"]
 
-Purpose = Literal["update", "grads", "forward"]
-_CALLS: dict[Purpose, str] = {"update": "pipe.step", "grads": "grad_fn", "forward": "pipe.evaluate"}
 _T = TypeVar("_T")
 
 
@@ -79,9 +77,13 @@ class Engine:
     def __post_init__(self):
         self._limit, self._agreed = limit_of(self.placement), Agreed(self.options.max_shapes)
 
-    def with_schedule(self, schedule: Schedule) -> "Engine":
-        """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device."""
-        options = dataclasses.replace(self.options, schedule=schedule)
+    def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
+        """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device.
+
+        ``offload`` is that of its options; unless given, what leaves for host memory is decided as here.
+        """
+        offload = self.options.offload if offload is None else offload
+        options = dataclasses.replace(self.options, schedule=schedule, offload=offload)
         placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
@@ -146,7 +148,7 @@ class Engine:
             ArgumentError: no key for a loss that needs one, or a key for a loss that takes none.
         """
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
-        return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=True)
+        return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=self.options.is_loss)
 
     def takes_key(self, batch: Batch) -> bool:
         """Whether the loss takes a key."""
@@ -203,7 +205,7 @@ class Engine:
         what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
         if again := self._agreed.get(what):
             return *self.plan(purpose, batch, key, **given, watched=watched), again
-        with agreement(_CALLS[purpose], self.options.devices) as agree:
+        with agreement(call_of(purpose, is_loss=self.options.is_loss), self.options.devices) as agree:
             lowered = despite_ctrl_c(self.lower, purpose, batch, key, **given)
             check_leaves(lowered, batch, batch_leaves(batch))
             agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
@@ -250,11 +252,12 @@ class Engine:
             schedule = self.options.schedule
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             actions = schedule.order if train else forward_actions(schedule.num_stages, len(step.sizes))
-            self._lowered[cache_key] = step, lower(step, actions)
+            self._lowered[cache_key] = step, lower(step, actions, offloaded=self.options.offloaded if train else ())
         self._use(shape)
         step, lines = self._lowered[cache_key]
         builder, names = lines.copy(), self.placed.names
-        found = Outcome(total_name(step.loss_stage, Role.LOSS), aux_names(step))
+        loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
+        found: Outcome[Name] = Outcome(loss, aux_names(step))
         states = [state_name(name.stage, leaf, len(step.sizes)) for leaf, name in enumerate(names.model_state)]
         if purpose == "update":
             found = self._add_update(builder, step, found, states, donate=donate)
@@ -327,7 +330,7 @@ class Engine:
             self._agreed.forget()  # if the others go on nevertheless, the next call finds it
             raise
         again()
-        with transfers(_CALLS[purpose]):
+        with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
 
     def _arguments(self, lowered: Lowered, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None) -> list[Leaf]:

@@ -9,15 +9,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpp.engine.compared import init_texts
+from jaxpp.engine.engine import Engine
 from jaxpp.engine.state import State
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
+from jaxpp.plan.builder import Name
 from jaxpp.plan.init_params import trace_init
+from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.agreement.meeting import agreement
+from jaxpp.runtime.transfer import put
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.trace import check_floating
-from jaxpp.types import Batch, Key, Tree
+from jaxpp.types import Array, Batch, Home, Key, Tree
 
-__all__ = ["Given", "are_swapped", "read_given", "swapped", "variables_of"]
+__all__ = ["Given", "are_swapped", "first_leaves", "read_given", "swapped", "variables_of"]
 
 _FUNCTION, _KEY = "a function", "a key"
 
@@ -29,11 +35,13 @@ class Given(NamedTuple):
         made: parameters, or a function that makes them; with ``has_state`` a pair.
         batch: of the step, or its shapes.
         key: for the function; None with parameters.
+        where: the method, ``pipe.init``.
     """
 
     made: Tree
     batch: Batch
     key: Key | None = None
+    where: str = "pipe.init"
 
     @property
     def makes(self) -> bool:
@@ -54,34 +62,52 @@ class Given(NamedTuple):
         except Exception as error:
             if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.made)):
                 got = f"init was given {_kind(self.made)} as its function"
-                error.add_note(f"jaxpp: {got}; if these are the parameters, leave the key out: pipe.init(params, batch)")
+                error.add_note(f"jaxpp: {got}; if these are the parameters, leave the key out: {self.where}(params, batch)")
             raise
 
 
+def first_leaves(engine: Engine, given: Given, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
+    """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
+    made, key = given.made, given.key
+    names = names._replace(opt=(), own_opt=(), loss_scale=())
+    homes = homes._replace(opt=(), own_opt=(), loss_scale=())
+    if key is None:
+        held = jax.tree.leaves(engine.sliced(made))
+        return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
+    function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
+    graph, _ = trace_init(function, key)
+    with agreement(given.where, engine.options.devices) as agree:
+        agree(lambda: init_texts(graph, key))
+    return engine.make_params(graph, key, names)
+
+
 def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:
-    """The arguments of ``init``, or of another method ``where`` that takes the same, by their meaning.
+    """The arguments of ``pipe.init``, or of another method ``where`` that takes the same, by their meaning.
 
     Raises:
         ArgumentError: too few or too many, or in another order.
     """
     everything = (init_or_params, *args)
     if isinstance(init_or_params, State):
-        rule = f"{where} takes parameters, and step takes a state"
-        anew = f"pipe.{where}({'(state.params, state.model_state)' if init_or_params.held[2] else 'state.params'}, batch)"
+        owner, _, name = where.rpartition(".")
+        if owner != "pipe":
+            raise ArgumentError(where, f"{name} takes parameters", "a jaxpp.State", f"call {where}(state.params, batch)")
+        rule = f"{name} takes parameters, and step takes a state"
+        anew = f"{where}({'(state.params, state.model_state)' if init_or_params.held[2] else 'state.params'}, batch)"
         fix = f"continue with pipe.step(state, ...), in a new pipeline after pipe.abstract_state(...); or begin anew with {anew}"
-        raise ArgumentError(f"pipe.{where}", rule, f"a jaxpp.State, step={init_or_params.step}", fix)
+        raise ArgumentError(where, rule, f"a jaxpp.State, step={init_or_params.step}", fix)
     kinds = [_kind(value) for value in everything]
     got = ", ".join(kinds)
     if len(everything) == 2:
         if not {_FUNCTION, _KEY}.isdisjoint(kinds):
             raise _wrong_init(where, got)
-        return Given(*everything)
+        return Given(*everything, where=where)
     if len(everything) != 3:
         raise _wrong_init(where, got)
     made, key, batch = everything
     if not callable(made) or not _may_be_key(key) or kinds[2] in (_FUNCTION, _KEY):
         raise _wrong_init(where, got)
-    return Given(made, batch, key)
+    return Given(made, batch, key, where)
 
 
 def are_swapped(options: Options, given: Given, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:
@@ -91,24 +117,32 @@ def are_swapped(options: Options, given: Given, joined: Callable[[tuple[Tree, ..
     """
     try:
         variables = joined(variables_of(options, given.batch))
-        check_floating(jax.tree_util.tree_leaves_with_path(variables[0]))
+        if options.is_loss:
+            check_floating(jax.tree_util.tree_leaves_with_path(variables[0]))
     except Exception:  # noqa: BLE001  (they are not)
         return False
-    key = jax.random.key(0)
-    for keys in ((), (key,)):
+    found = _called(options, *variables, given.made)
+    if found is None or not options.is_loss:
+        return found is not None and _called(options, *joined(variables_of(options, given.made)), given.batch) is None
+    loss = next(iter(jax.tree.leaves(found)), None)
+    return loss is not None and loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
+
+
+def _called(options: Options, *args: Tree) -> Tree | None:
+    """The shapes of what the function returns, in a tuple, with a key if it must be; None if it cannot be called so."""
+    for keys in ((), (jax.random.key(0),)):
         try:
-            loss = jax.tree.leaves(jax.eval_shape(options.loss_fn, *variables, given.made, *keys))[0]
-        except Exception:  # noqa: BLE001, S112  (they are not)
+            return (jax.eval_shape(options.loss_fn, *args, *keys),)
+        except Exception:  # noqa: BLE001, S112  (it cannot)
             continue
-        return loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
-    return False
+    return None
 
 
-def swapped(where: str, given: Given) -> ArgumentError:
+def swapped(given: Given) -> ArgumentError:
     """The error for a batch where the parameters should be."""
-    return _wrong_init(
-        where, f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}: the loss takes them the other way round"
-    )
+    who = "the loss" if given.where.startswith("pipe.") else "the function"
+    kinds = f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}"
+    return _wrong_init(given.where, f"{kinds}: {who} takes them the other way round")
 
 
 def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
@@ -120,9 +154,9 @@ def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
     if not options.has_state:
         return (made,)
     if not isinstance(made, tuple) or len(made) != 2:
-        raise _wrong_init("init", f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")
+        raise _wrong_init("pipe.init", f"{type(made).__name__} instead of a pair (params, model_state), with has_state=True")
     if made[1] is None:
-        raise _wrong_init("init", "None as the model state, with has_state=True; an empty one is {}")
+        raise _wrong_init("pipe.init", "None as the model state, with has_state=True; an empty one is {}")
     return made
 
 
@@ -147,10 +181,10 @@ def _may_be_key(value: Tree) -> bool:
 
 
 def _wrong_init(where: str, got: str) -> ArgumentError:
+    pair = ", with has_state=True a pair (params, model_state)" * where.startswith("pipe.")
     return ArgumentError(
-        f"pipe.{where}",
-        f"{where} takes a function, a key and a batch, or parameters and a batch, in this order",
+        where,
+        f"{where.rpartition('.')[2]} takes a function, a key and a batch, or parameters and a batch, in this order",
         got,
-        f"call pipe.{where}(init_fn, jax.random.key(0), batch) or pipe.{where}(params, batch), with has_state=True a pair "
-        "(params, model_state)",
+        f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -14,7 +14,10 @@ from jaxpp.runtime.bind import Bound
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Tree
 
-__all__ = ["Lowered", "Outcome", "aux_names", "with_reports"]
+__all__ = ["Lowered", "Outcome", "Purpose", "aux_names", "call_of", "with_reports"]
+
+Purpose = Literal["update", "grads", "forward"]
+"""What is run: a training step, its gradients alone, or forwards."""
 
 _T = TypeVar("_T")
 
@@ -23,7 +26,7 @@ class Outcome(NamedTuple, Generic[_T]):
     """What a step returns; or, while the step is lowered, what its results are called.
 
     Attributes:
-        loss: float scalar, on the last stage.
+        loss: float scalar, on the last stage; None for a function that returns outputs, which are its aux.
         aux: the aux leaves; as the user's tree, once the step has run.
         grads: for ``grads``, the gradients of the parameters as they are held, shared and own.
         state: for ``update``, the leaves of the new state.
@@ -33,7 +36,7 @@ class Outcome(NamedTuple, Generic[_T]):
         squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
     """
 
-    loss: _T
+    loss: Any
     aux: Any
     grads: Sequence[_T] = ()
     state: Leaves[_T] = Leaves()
@@ -74,12 +77,16 @@ class Lowered:
         return found._replace(aux=self.step.cuts[0].loss.aux_tree.unflatten(found.aux))
 
 
+def call_of(purpose: Purpose, *, is_loss: bool) -> str:
+    """What the user called."""
+    return {"update": "pipe.step", "grads": "grad_fn", "forward": "pipe.evaluate"}[purpose] if is_loss else "apply"
+
+
 def with_reports(found: Outcome[Name], copied: Callable[[list[Name]], Mapping[Name, Name]]) -> Outcome[Name]:
     """The results of a step, with other names for what every process can read: those that ``copied`` gives them."""
     given = (found.loss, found.grad_norm, found.finite)
     names = copied([name for name in (*given, *found.aux) if name is not None])
     loss, grad_norm, finite = (None if name is None else names[name] for name in given)
-    assert loss is not None
     return found._replace(loss=loss, aux=[names[name] for name in found.aux], grad_norm=grad_norm, finite=finite)
 
 

@@ -15,6 +15,7 @@ from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.cuts.balance import align
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.aux import check_aux
+from jaxpp.stages.loss.copies import with_copies
 from jaxpp.stages.loss.microbatch import Split, batch_avals, check_batch, resized, sizes, split_any
 from jaxpp.stages.loss.trace import key_implementation
 from jaxpp.stages.program import Program
@@ -30,7 +31,7 @@ class Preparer:
         self.options, self.layout, self.placement = options, layout, placement
         self.groups = ReplicaGroups()
         self.tracing = Tracing(options, layout.frozen)
-        self._cuts: dict[Hashable, CutLoss] = {_cache_key(options.loss_fn, microbatch, key, True): first}
+        self._cuts: dict[Hashable, CutLoss] = {_cache_key(options.loss_fn, microbatch, key, options.is_loss): first}
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
 
     def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
@@ -47,7 +48,7 @@ class Preparer:
             loss = self.tracing.trace(loss_fn, layout.variables, microbatch, key, train=train)
             same = loss.primitives == layout.spine
             cuts = layout.cuts if same else align(loss, options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
-            reducers = layout.reducers
+            loss, reducers = with_copies(loss, cuts, layout.copies), layout.reducers
             if loss_fn != options.loss_fn:
                 reducers = self.tracing.reducers(loss, loss_fn, layout.variables, microbatch, key)
             known = {"packs": layout.packs, "state_owner": layout.state_owner}

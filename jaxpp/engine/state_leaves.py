@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.state import State
 from jaxpp.engine.tracing import avals_of
-from jaxpp.errors import StateError, shown
+from jaxpp.errors import ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.processes.trees.sliced import slices_of
@@ -92,6 +92,31 @@ class States:
                 placed[k] = put(leaf, self._homes[k])
             seen.update(buffers)
         return self._groups.fill(placed)
+
+    def bring(self, params: Tree, model_state: Tree = ()) -> Leaves[Array]:
+        """The leaves of parameters, and of a model state if there is one, each on its owner: as they are if they live there.
+
+        Raises:
+            ParamsError: they are not of this pipeline's model.
+        """
+        self.check_params(params, model_state)
+        shapes, homes = self._fill(self._shapes), self._fill(self._homes)
+        found = []
+        for tree, k in ((params, 0), (model_state, 2)):
+            nodes = jax.tree.leaves(joined(shapes[k], lambda node: node), is_leaf=is_slices)
+            pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
+            parts = [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+            found.append(to_homes(parts, jax.tree.leaves(homes[k])))
+        return Leaves(params=found[0], model_state=found[1])
+
+    def check_params(self, params: Tree, model_state: Tree = ()) -> None:
+        """Refuse parameters, or their shapes, that are not of this pipeline's model.
+
+        Raises:
+            ParamsError: naming each leaf that differs.
+        """
+        for name, tree, k in (("params", params, 0), ("model_state", model_state, 2)):
+            _check_params(name, tree, self._abstract.held[k], trained=self._trees[1] != jax.tree.structure(()))
 
     def _split(self, state: State) -> list[Leaf]:
         """The leaves of a state, stacked ones as slices."""
@@ -173,6 +198,24 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
     if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
         leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
     return [leaf[a:b] for a, b in rows(node.sizes)]
+
+
+def _check_params(name: str, tree: Tree, expected: Tree, *, trained: bool) -> None:
+    """Refuse a tree of arrays that has other leaves than the expected one; a pipeline that is ``trained`` has states."""
+    shapes = joined(tree, whole_shape)
+    wrong = _differences(shapes, expected, name)
+    if not wrong:
+        pairs = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(expected), strict=True)
+        wrong = [
+            f"{name}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__} "
+            f"instead of {describe(aval)}"
+            for (path, leaf), aval in pairs
+            if not hasattr(leaf, "dtype") or (leaf.shape, avals_of(leaf).dtype) != (aval.shape, aval.dtype)
+        ]
+    if wrong:
+        rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
+        fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
+        raise ParamsError(name, rule, wrong, fix)
 
 
 def _check_state(state: object, expected: State) -> None:

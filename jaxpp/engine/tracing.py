@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, OutputError
 from jaxpp.options import Options
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
@@ -16,7 +16,7 @@ from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.trace import trace_loss
-from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
 
 __all__ = ["Tracing", "avals_of", "check_key", "raw_key", "same_shapes"]
@@ -83,25 +83,25 @@ class Tracing:
         return True
 
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
-        """Refuse a key for a loss that takes none, and no key for a loss that needs one.
+        """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it.
 
         Raises:
             ArgumentError: as said.
         """
-        found = self._key_argument(loss_fn)
+        found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
         if key is not None and found.sure and found.name is None:
             raise ArgumentError(
                 "key",
-                "a key is for a loss that takes one",
+                f"a key is for a {noun} that takes one",
                 f"a key, and {name_of(loss_fn)}",
-                "leave it out, or give the loss one more parameter",
+                f"leave it out, or give the {noun} one more parameter",
             )
         if key is None and found.needed:
             raise ArgumentError(
                 "key",
-                "a loss that takes a key is given one at each call",
+                f"a {noun} that takes a key is given one at each call",
                 f"no key, and {name_of(loss_fn)}",
-                f"pass one, such as jax.random.key(0); or write {found.name}=None in the loss, where it can do without",
+                f"pass one, such as jax.random.key(0); or write {found.name}=None in the {noun}, where it can do without",
             )
 
     def shared(self, batch: Batch) -> frozenset[int]:
@@ -115,17 +115,19 @@ class Tracing:
         microbatch: Batch,
         key: Key | None,
         *,
-        train: bool = True,
+        train: bool | None = None,
         per_layer: bool = False,
     ) -> TracedLoss:
         """The pipeline's loss, or another over the same parameters, traced at one microbatch's shapes.
 
-        With ``train`` the loss will be differentiated; with ``per_layer`` every layer of a loop becomes an equation of its own.
+        With ``train``, the default for a loss, it will be differentiated; with ``per_layer`` every layer of a loop becomes an
+        equation of its own.
         """
         params, *state = variables
+        train = self.options.is_loss if train is None else train
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
         options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
-        options |= {"shared": self.shared(microbatch)}
+        options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
     def cut(
@@ -135,11 +137,12 @@ class Tracing:
         owner: Sequence[int],
         reducers: Mapping[int, Reducer],
         *,
-        train: bool = True,
+        train: bool | None = None,
         **known: Any,
     ) -> CutLoss:
         """A traced loss as the programs of its stages."""
         options = self.options
+        train = options.is_loss if train is None else train
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
         given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
         given |= {"pack": options.placement.num_shards == 1, "train": train}
@@ -158,13 +161,24 @@ def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbat
     size = num_examples(jax.tree.leaves(microbatch), loss.shared)
     shapes = [aval_of(atom).shape for atom in loss.aux]
     rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
-    if not rows:
+    if not rows and loss.is_loss:
         return frozenset()
-    whole = jax.eval_shape(lambda params: joined(params, concatenated), variables[0])
-    args = (whole, *variables[1:], resized(microbatch, 2 * size, loss.shared), *([] if key is None else [key]))
+    whole = jax.eval_shape(lambda trees: joined(trees, concatenated), tuple(variables))
+    args = (*whole, resized(microbatch, 2 * size, loss.shared), *([] if key is None else [key]))
     try:
-        _, aux = jax.eval_shape(loss_fn, *args)
+        result = jax.eval_shape(loss_fn, *args)
     except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
         return frozenset(rows)
+    aux = result[1] if loss.is_loss else result
     doubled: list[Aval] = jax.tree.leaves(aux[1] if len(variables) > 1 else aux)
-    return frozenset(k for k in rows if doubled[k].shape[:1] == (2 * size,))
+    rows = frozenset(k for k in rows if doubled[k].shape[:1] == (2 * size,))
+    wrong = [k for k, shape in enumerate(shapes) if k not in rows and getattr(doubled[k], "shape", shape) != shape]
+    if wrong and not loss.is_loss:
+        paths = [
+            path_name(path) or "itself"
+            for path, _ in jax.tree_util.tree_leaves_with_path(loss.aux_tree.unflatten(range(len(shapes))))
+        ]
+        got = [f"output {paths[k]}: {shapes[k]} for {size} examples, {doubled[k].shape} for {2 * size}" for k in wrong]
+        rule = "an output whose size depends on the number of examples has one row for each along its first axis"
+        raise OutputError("fn", rule, got, "move the axis of the examples to the front, or reduce the output in fn")
+    return rows

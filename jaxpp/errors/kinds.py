@@ -20,11 +20,13 @@ __all__ = [
     "BankError",
     "BatchError",
     "CutError",
+    "FitError",
     "InitError",
     "JaxppError",
     "LossError",
     "NonFiniteError",
     "OptimizerError",
+    "OutputError",
     "ParamsError",
     "ProcessError",
     "PullbackError",
@@ -99,12 +101,16 @@ class CutError(JaxppError):
     unknown: tuple[str, ...] = ()
 
 
+class FitError(JaxppError):
+    """A step, or the parameters alone, do not fit into the memory that the devices have (``Pipeline(hbm=...)``)."""
+
+
 class LossError(JaxppError):
     """The loss function is not one: its result is no scalar float, or it ignores its parameters."""
 
 
 class BatchError(JaxppError):
-    """The batch cannot be split into the microbatches asked for."""
+    """The batch cannot be split into the microbatches asked for; there is no batch in a stream; a prompt cannot be continued."""
 
 
 class ParamsError(JaxppError):
@@ -117,6 +123,10 @@ class InitError(JaxppError):
 
 class OptimizerError(JaxppError):
     """The optimizer cannot run where the parameters live."""
+
+
+class OutputError(JaxppError):
+    """What a function returns cannot be put together: outputs that cannot be merged, or a carry that changes its shape."""
 
 
 class StateError(JaxppError):

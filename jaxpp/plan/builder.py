@@ -5,6 +5,7 @@ once. Mechanism: a ``Builder`` collects lines over *names*; ``runtime.bind`` giv
 numbers the names, finds the last reader of each value, and frees the value there.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from jaxpp.schedule.action import Action
 from jaxpp.stages.program import Program, Ref
 from jaxpp.types import Aval, Leaf
 
-__all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "Name"]
+__all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "MemoryCopy", "Name"]
 
 CALLER = -1
 """The stage number of values that come from the caller."""
@@ -59,6 +60,13 @@ class GroupMean(NamedTuple):
     avals: tuple[Aval, ...]
 
 
+class MemoryCopy(enum.Enum):
+    """What a line does that copies values between a device and the host memory beside it: an output for each input."""
+
+    TO_HOST = "to host"
+    TO_DEVICE = "to device"
+
+
 Wait = Callable[..., Sequence[jax.Array]]
 """What a line calls on the host, given arrays."""
 
@@ -74,7 +82,7 @@ class Line:
         donated: the arguments of the program whose buffers its results take over.
         inputs: names of what it reads.
         outputs: names of what it writes.
-        action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
+        action: the action of the schedule that it runs, or whose result it sends or copies; None for the rest of a step.
         call: what runs, if it is neither a program nor a send.
     """
 
@@ -85,12 +93,17 @@ class Line:
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     action: Action | None = None
-    call: GroupMean | Wait | None = None
+    call: GroupMean | MemoryCopy | Wait | None = None
 
     @property
     def is_send(self) -> bool:
         """Whether it is a send."""
         return self.program is None and self.call is None
+
+    @property
+    def copies(self) -> MemoryCopy | None:
+        """Where to it copies values, if it copies values to host memory or back."""
+        return self.call if isinstance(self.call, MemoryCopy) else None
 
     @property
     def taken(self) -> set[Name]:
@@ -126,9 +139,17 @@ class Builder:
         donated = program.donated if donated is None else donated
         self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action))
 
-    def call(self, label: str, call: GroupMean | Wait, stage: int, inputs: Sequence[Name], outputs: Sequence[Name]) -> None:
+    def call(
+        self,
+        label: str,
+        call: GroupMean | MemoryCopy | Wait,
+        stage: int,
+        inputs: Sequence[Name],
+        outputs: Sequence[Name],
+        action: Action | None = None,
+    ) -> None:
         """Run what is not one program."""
-        self.lines.append(Line(label, stage, None, (), tuple(inputs), tuple(outputs), None, call))
+        self.lines.append(Line(label, stage, None, (), tuple(inputs), tuple(outputs), action, call))
 
     def send(self, label: str, source: Name, target: Name, action: Action | None = None) -> None:
         """Make the value called ``source`` known to the stage of ``target`` by that name.

@@ -5,7 +5,7 @@ A step is written in five passes by one ``Builder``:
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
 2. *begin*: one program a stage for what it does once (``plan.stage_setup``);
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
-   those of model state that another stage keeps;
+   those of model state that another stage keeps; around them the copies of residuals that wait in host memory (``plan.offload``);
 4. *sums* (``plan.sum_gradients``): small gradients become leaves where one is read, tied ones go home and are summed, and
    gradients, loss and aux are summed over the replicas, once;
 5. *reduce*: aux values that were held for the end of the step are reduced.
@@ -21,12 +21,15 @@ import jax.numpy as jnp
 
 from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.model_state import Passing
+from jaxpp.plan.offload import Offloading
 from jaxpp.plan.stage_setup import add_stage_setup
 from jaxpp.plan.step import Step, local_name, param_name, scale_name, total_name
 from jaxpp.plan.sum_gradients import add_replica_sums, add_tied_sums, add_unpacking
-from jaxpp.schedule.action import Action, Kind
+from jaxpp.schedule.action import Action
+from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.loss.aux import Reducer
+from jaxpp.stages.loss.aux import REDUCERS, Reducer, join
 from jaxpp.stages.loss.microbatch import Split, scale_dtype
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array
@@ -34,28 +37,36 @@ from jaxpp.types import Array
 __all__ = ["add_wait", "forward_actions", "lower"]
 
 
-def forward_actions(num_stages: int, num_microbatches: int) -> list[Action]:
-    """Forwards only, as a pipeline: microbatch i reaches stage s in slot i + s."""
-    pairs = [(s, i) for s in range(num_stages) for i in range(num_microbatches)]
-    return [Action(s, Kind.F, i) for s, i in sorted(pairs, key=lambda pair: (sum(pair), -pair[0]))]
+def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    """The order without backwards, each stage as on a rank of its own: microbatch i reaches stage s in slot i + s."""
+    return forward(num_stages, num_microbatches).order
 
 
-def lower(step: Step, actions: Sequence[Action]) -> Builder:
+def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None, *, offloaded: Sequence[Offloaded] = ()) -> Builder:
     """Write the lines of one step up to its gradients.
+
+    Args:
+        step: what is lowered.
+        actions: in the order in which they are dispatched.
+        lasting: takes the lines that depend on parameters alone, for steps that run again and again with the same parameters.
+        offloaded: the stages and microbatches whose residuals wait in host memory.
 
     Returns:
         the lines; the model state after the step is on its owners, under the names that a further microbatch would read.
     """
     builder = Builder()
-    _feed(builder, step)
+    _feed(builder, lasting or builder, step)
     chosen, zeros = step.choose(actions)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
-        add_stage_setup(builder, step, stage, zeros[stage])
-    passing = Passing(builder, step)
-    for action, program in chosen:
-        passing.supply(action, program)
-        _act(builder, step, action, program)
-        passing.note(action, program)
+        add_stage_setup(builder, step, stage, zeros[stage], lasting)
+    passing, offloading, programs = Passing(builder, step), Offloading(builder, step, offloaded), dict(chosen)
+    for action in actions:
+        offloading.bring_back(action)
+        if (program := programs.get(action)) is not None:
+            passing.supply(action, program)
+            _act(builder, step, action, program, offloading)
+            passing.note(action, program)
+        offloading.take_out(action)
     add_unpacking(builder, step)
     add_tied_sums(builder, step)
     for stage in range(step.num_stages):
@@ -65,7 +76,7 @@ def lower(step: Step, actions: Sequence[Action]) -> Builder:
     return builder
 
 
-def _feed(builder: Builder, step: Step) -> None:
+def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
     for stage in range(step.num_stages):
         given = [*map(step.batch_ref, step.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in step.read(stage, Role.KEY))]
         for ref in given:
@@ -75,16 +86,16 @@ def _feed(builder: Builder, step: Step) -> None:
         for leaf in step.read(stage, Role.PARAM):
             if step.owner[leaf] != stage:
                 path = step.cuts[0].loss.param_paths[leaf]
-                builder.send(f"send {path} to stage {stage}", param_name(step.owner[leaf], leaf), param_name(stage, leaf))
+                lasting.send(f"send {path} to stage {stage}", param_name(step.owner[leaf], leaf), param_name(stage, leaf))
 
 
-def _act(builder: Builder, step: Step, action: Action, program: Program) -> None:
+def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: Offloading) -> None:
     """Write one action and the sends it feeds."""
     stage, _, i = action
     variant = step.variants[i]
     cut = step.cuts[variant]
     label = str(action)
-    inputs = [local_name(stage, ref, i, variant) for ref in program.inputs]
+    inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
     builder.compute(label, program, stage, inputs, outputs, action=action)
     for ref in program.outputs:
@@ -121,6 +132,9 @@ def _reduce(builder: Builder, step: Step) -> None:
 
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
             output = total_name(stage, Role.AUX, ref.index)
+            if count == 1 and step.num_replicas == 1 and reducer in (join, REDUCERS["last"]):
+                builder.send(f"aux {ref.index} of the only microbatch", names[0], output)
+                continue
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
             if step.num_replicas > 1:
                 program = _across(program, step.num_replicas, step.split)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from jaxpp.plan.builder import MemoryCopy
 from jaxpp.types import Array, Device
 
 __all__ = ["About", "Instruction", "Plan"]
@@ -39,10 +40,11 @@ class About(NamedTuple):
     Attributes:
         device: where it runs, or where it sends to.
         stage: for which stage.
-        action: the action of the schedule that it runs, or whose result it sends; None for the rest of a step.
+        action: the action of the schedule that it runs, or whose result it sends or copies; None for the rest of a step.
         sends: whether it is a send.
         program: what the program that runs is called in a trace; empty for sends.
         watch: in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1.
+        copies: where to it copies residuals, if it copies residuals to host memory or back.
     """
 
     device: Device
@@ -51,6 +53,7 @@ class About(NamedTuple):
     sends: bool
     program: str
     watch: int
+    copies: MemoryCopy | None = None
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,19 @@ class _Part(NamedTuple):
     outputs: Sequence[Name]
 
 
-def add_stage_setup(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval]) -> None:
-    """One program for all that a stage does once per step before its first forward."""
+def add_stage_setup(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], lasting: Builder | None = None) -> None:
+    """One program for all that a stage does once per step before its first forward.
+
+    What depends on parameters alone is a program of its own among the lines of ``lasting``, if these are given.
+    """
     for variant, code in enumerate(step.codes(stage)):
         constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): value for k, value in enumerate(code.constants)}
-        builder.constants |= {name: Constant(value) for name, value in constants.items()}
-    parts = [*_statics(step, stage), _batch(step, stage), *_keys(builder, step, stage), *_scales(builder, step, stage)]
+        for each in (builder, lasting or builder):
+            each.constants |= {name: Constant(value) for name, value in constants.items()}
+    if lasting is not None:
+        _add_lasting(lasting, step, stage)
+    statics = [] if lasting is not None else _statics(step, stage)
+    parts = [*statics, *_batch(builder, step, stage), *_keys(builder, step, stage), *_scales(builder, step, stage)]
     zeros = _Part(
         lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in totals.values()], [], [], [Name(stage, ref) for ref in totals]
     )
@@ -68,15 +75,31 @@ def _statics(step: Step, stage: int) -> list[_Part]:
     return found
 
 
-def _batch(step: Step, stage: int) -> _Part:
-    """The batch leaves, split into microbatches."""
+def _add_lasting(lasting: Builder, step: Step, stage: int) -> None:
+    """What depends on parameters alone, as a program for each size of a microbatch."""
+    for variant, code in enumerate(step.codes(stage)):
+        statics = code.statics
+        inputs, outputs = ([local_name(stage, ref, -1, variant) for ref in refs] for refs in (statics.inputs, statics.outputs))
+        if outputs:
+            lasting.compute(f"parameters of stage {stage}", statics, stage, inputs, outputs, ())
+
+
+def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The batch leaves, split into microbatches; one microbatch is the batch."""
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
-    return _Part(
-        lambda *batch: [piece for row in slice_batch(batch, step.sizes) for piece in row],
-        [Name(stage, Ref(Role.BATCH, k)) for k in leaves],
-        [step.batch[k] for k in leaves],
-        [Name(stage, Ref(Role.BATCH, k), i) for i in range(len(step.sizes)) for k in leaves],
-    )
+    if len(step.sizes) == 1:
+        for k in leaves:
+            whole = Name(stage, Ref(Role.BATCH, k))
+            builder.send(f"batch leaf {k} of the only microbatch", whole, whole._replace(microbatch=0))
+        return []
+    return [
+        _Part(
+            lambda *batch: [piece for row in slice_batch(batch, step.sizes) for piece in row],
+            [Name(stage, Ref(Role.BATCH, k)) for k in leaves],
+            [step.batch[k] for k in leaves],
+            [Name(stage, Ref(Role.BATCH, k), i) for i in range(len(step.sizes)) for k in leaves],
+        )
+    ]
 
 
 def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:

@@ -1,9 +1,9 @@
 """Stages get their devices: from the lines of a step to a plan that ``runtime.execute`` runs.
 
 ``bind_lines`` gives each line the place of its stage and leaves out sends that would move nothing: where a value is on the device
-of its target already, the target becomes another name for it. Nothing is compiled, so that the memory of a step can be forecast
-from the bound lines alone. ``compile_plan`` compiles the programs, numbers the names, finds the last reader of each value, and
-frees the value there.
+of its target already, the target becomes another name for it. So it does with copies to host memory that would free nothing.
+Nothing is compiled, so that the memory of a step can be forecast from the bound lines alone. ``compile_plan`` compiles the
+programs, numbers the names, finds the last reader of each value, and frees the value there.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, Name
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name
+from jaxpp.plan.offload import leave_out_needless
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.slot_lifetimes import SlotNumbers, last_uses
 from jaxpp.runtime.compile import PlacedProgram, Programs
@@ -25,7 +26,7 @@ from jaxpp.runtime.place import Place, Submesh
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.processes.local_lines import Crossing, Shapes, giver, local_line
 from jaxpp.runtime.replica_groups import ReplicaGroups
-from jaxpp.runtime.transfer import sender
+from jaxpp.runtime.transfer import copier, sender
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home
@@ -136,12 +137,15 @@ def bind_lines(builder: Builder, placement: Placement) -> Bound:
         for name in outputs:  # a value that changes is sent again
             sent.pop(name, None)
         lines.append(BoundLine(**vars(dataclasses.replace(line, inputs=inputs, outputs=outputs)), place=place))
+    if any(line.copies for line in lines):
+        lines, stays = leave_out_needless(lines)
+        first_names |= stays
     read = {name for line in lines for name in line.inputs}
     constants = {name: constant for name, constant in builder.constants.items() if name in read}
     return Bound(tuple(lines), placement, constants, first_names)
 
 
-def compile_plan(
+def compile_plan(  # noqa: PLR0913  (what decides a plan)
     bound: Bound,
     programs: Programs,
     groups: ReplicaGroups,
@@ -149,6 +153,7 @@ def compile_plan(
     outputs: Sequence[Name],
     *,
     leaves: Mapping[tuple[Role, int], Aval] = MappingProxyType({}),
+    given: Mapping[Name, Sharding] = MappingProxyType({}),
     watched: bool = False,
     what: str = "",
     check: Check | None = None,
@@ -162,6 +167,7 @@ def compile_plan(
         inputs: names of the arguments.
         outputs: names of the results.
         leaves: shapes of the leaves of a state, as one replica has them; several processes need to know them.
+        given: how those arguments are sharded that the compiler has sharded as it likes, for another plan.
         watched: whether it must be possible to ask every instruction whether it is done.
         what: what the programs are compiled for, for the progress bar.
         check: makes of each line's program what runs instead; then no program takes over a buffer.
@@ -174,7 +180,7 @@ def compile_plan(
     if check is not None:
         lines = [dataclasses.replace(line, donated=()) for line in lines]
     watch = _watch(lines, programs) if watched else [None] * len(lines)
-    compiled, chosen = compile_lines(lines, programs, what)
+    compiled, chosen = compile_lines(lines, programs, what, given)
     placed = {name: programs.constant(found, bound.placement[name.stage], name.ref) for name, found in bound.constants.items()}
     made = dataclasses.replace(bound, chosen=chosen, placed=placed)
     last = last_uses(lines)
@@ -189,25 +195,33 @@ def compile_plan(
         written = tuple(slots[name] for name in line.outputs)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
         found = compiled.get(number)
-        call = _runs(line, found, groups, check, made_at)
+        call = _runs(line, found, groups, check, made_at, chosen)
         made_at.update(_plain_results(line, found))
         at = -1 if seen is None else slots[seen]
-        about = About(line.device, line.stage, line.action, line.is_send, found.name if found else "", at)
+        about = About(line.device, line.stage, line.action, line.is_send, found.name if found else "", at, line.copies)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
-    given = set(map(bound.resolve, inputs))
-    consumes = next((k for k, line in enumerate(lines) if not given.isdisjoint(line.taken)), len(lines))
+    of_caller = set(map(bound.resolve, inputs))
+    consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))
     plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results), consumes)
     return plan, made
 
 
 def _runs(
-    line: BoundLine, compiled: Executable | None, groups: ReplicaGroups, check: Check | None, made_at: Mapping[Name, Home]
+    line: BoundLine,
+    compiled: Executable | None,
+    groups: ReplicaGroups,
+    check: Check | None,
+    made_at: Mapping[Name, Home],
+    chosen: Mapping[Name, Sharding],
 ) -> Runnable:
-    """What the host calls for a line; ``made_at`` says where programs before it made plain arrays."""
+    """What the host calls for a line; ``made_at`` says where programs before it made plain arrays, ``chosen`` as in ``Bound``."""
     if compiled is not None and line.placed is not None:
         return compiled.call if check is None else check(line, line.placed, compiled.call)
     if isinstance(line.call, GroupMean):
         return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
+    if isinstance(line.call, MemoryCopy):
+        homes = [chosen.get(name) or line.place.sharding(name.ref) for name in line.outputs]
+        return copier(homes, to_host=line.call == MemoryCopy.TO_HOST)
     if line.call is not None:
         return line.call
     if line.crossing is not None:
@@ -251,15 +265,18 @@ def _small(program: Program, names: Sequence[Name]) -> list[Name]:
     return [name for name, aval in zip(names, program.results, strict=True) if count_bytes(aval) <= _SMALL]
 
 
-def compile_lines(lines: Sequence[BoundLine], programs: Programs, what: str) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
-    """The compiled program of each line that has one, and the shardings that the compiler chose.
+def compile_lines(
+    lines: Sequence[BoundLine], programs: Programs, what: str, known: Mapping[Name, Sharding] = MappingProxyType({})
+) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
+    """The compiled program of each line that has one, and the shardings that the compiler chose, or has chosen before.
 
     Programs that read what the compiler sharded as it liked wait for those that make it; all others are compiled at once.
     """
-    chosen: dict[Name, Sharding] = {}
+    chosen: dict[Name, Sharding] = dict(known)
     given: dict[int, tuple[Sharding, ...]] = {}
     waiting: dict[int, PlacedProgram] = {}
     jobs = {number: line.placed for number, line in enumerate(lines) if line.placed is not None}
+    sources = _sources(lines)
 
     def flush() -> None:
         programs.compile(waiting.values(), [given[number] for number in waiting], what)
@@ -272,10 +289,20 @@ def compile_lines(lines: Sequence[BoundLine], programs: Programs, what: str) -> 
         waiting.clear()
 
     for number, job in jobs.items():
-        names = [lines[number].inputs[k] for k in job.free_inputs]
+        names = [sources.get(name, name) for name in (lines[number].inputs[k] for k in job.free_inputs)]
         if any(name not in chosen for name in names):
             flush()
         given[number] = tuple(chosen[name] for name in names)
         waiting[number] = job
     flush()
+    chosen |= {copy: chosen[name] for copy, name in sources.items() if name in chosen}
     return {number: programs.get(job, given[number]) for number, job in jobs.items()}, chosen
+
+
+def _sources(lines: Sequence[BoundLine]) -> dict[Name, Name]:
+    """For what was copied to host memory, and for what came back, the value that left; all three are sharded alike."""
+    found: dict[Name, Name] = {}
+    for line in lines:
+        if line.copies:
+            found |= {copy: found.get(name, name) for name, copy in zip(line.inputs, line.outputs, strict=True)}
+    return found

@@ -4,6 +4,8 @@ Problem: a schedule written as a loop with side effects cannot be checked, drawn
 for each rank. Mechanism: the constructor checks that every action is there once, on the right rank, and replays the rows
 on a clock where F, I and W take one slot and B takes two. Rows that wait for one another for ever are refused, so every
 ``Schedule`` that exists can run.
+
+Rows without any backward are a schedule of forwards only: that of predictions or, if ``num_groups`` is given, of a generation.
 """
 
 import itertools
@@ -13,11 +15,11 @@ from functools import cached_property
 from types import MappingProxyType
 
 from jaxpp.errors.tracebacks import entries
-from jaxpp.schedule.action import Action
+from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.clock import UNIT, ActionRow, Number, Times, Timing, bars, replay
 from jaxpp.schedule.deadlock import check_runs
 from jaxpp.schedule.draw.text import Drawing, Drawn
-from jaxpp.schedule.validate import check_complete, check_owners, count, infer_owners, read_rows
+from jaxpp.schedule.validate import check_complete, check_groups, check_owners, count, infer_owners, read_rows
 
 __all__ = ["Schedule"]
 
@@ -27,13 +29,15 @@ __all__ = ["Schedule"]
 class Schedule(Drawn):
     """Rows of actions, one row for each rank, checked when made.
 
-    Two schedules are equal if their rows and owners are equal, whatever their names.
+    Two schedules are equal if their rows, owners and groups are equal, whatever their names.
 
     Args:
         name: what to call the schedule.
         rows: ``rows[rank]`` holds the rank's actions in the order it runs them, each an ``Action`` or its printed form, ``"2F0"``;
             or one string of them.
         stage_to_rank: ``stage_to_rank[stage]`` is the rank that owns the stage; inferred from the rows unless given.
+        num_groups: makes the schedule a ring of forwards (see ``jaxpp.schedule.ring``): F of microbatch i on the first stage waits
+            for F of microbatch i - num_groups on the last stage.
 
     Raises:
         ScheduleError: an action is missing, doubled, out of range or on the wrong rank, or the rows wait for one another for ever;
@@ -51,6 +55,7 @@ class Schedule(Drawn):
     name: str = field(compare=False)
     rows: tuple[ActionRow, ...]
     stage_to_rank: tuple[int, ...] = ()
+    num_groups: int | None = None
     times: Times = field(init=False, repr=False, compare=False)
     """Start and end of every action on the unit clock, an as-soon-as-possible replay of the rows."""
 
@@ -59,8 +64,10 @@ class Schedule(Drawn):
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "stage_to_rank", check_owners(self.name, self.stage_to_rank, len(rows)) or infer_owners(rows))
         check_complete(self.name, rows, self.stage_to_rank, self.num_microbatches)
-        times = replay(rows, self.stage_to_rank, Timing({action: UNIT[action.kind] for row in rows for action in row}))
-        check_runs(self.name, rows, self.stage_to_rank, times)
+        groups = check_groups(self.name, self.num_groups, rows, self.num_microbatches)
+        object.__setattr__(self, "num_groups", groups)
+        times = replay(rows, self.stage_to_rank, Timing({action: UNIT[action.kind] for row in rows for action in row}), groups)
+        check_runs(self.name, rows, self.stage_to_rank, times, groups)
         object.__setattr__(self, "times", times)
 
     @property
@@ -79,6 +86,11 @@ class Schedule(Drawn):
         return count(action.microbatch for row in self.rows for action in row)
 
     @cached_property
+    def forward_only(self) -> bool:
+        """Whether there is no backward in it: such a schedule predicts or generates, and cannot train."""
+        return all(action.kind == Kind.F for row in self.rows for action in row)
+
+    @cached_property
     def starts(self) -> Mapping[Action, Number]:
         """When each action starts on the unit clock, in slots."""
         flat = itertools.chain.from_iterable
@@ -92,13 +104,16 @@ class Schedule(Drawn):
     @property
     def heading(self) -> str:
         """One line that says what this is."""
-        counts = ((self.num_ranks, "rank", ""), (self.num_stages, "stage", ""), (self.num_microbatches, "microbatch", "e"))
+        passes = ((self.num_microbatches, "microbatch", "e"),)
+        if self.num_groups is not None:
+            passes = ((self.num_groups, "group", ""), (self.num_microbatches // self.num_groups, "turn", ""))
+        counts = ((self.num_ranks, "rank", ""), (self.num_stages, "stage", ""), *passes)
         words = (f"{number} {noun}{f'{e}s' * (number != 1)}" for number, noun, e in counts)
         return f"{self.name}: {', '.join(words)}"
 
     def drawing(self) -> Drawing:
         """The actions on the unit clock."""
-        return Drawing(self.heading, self.num_ranks, self.stage_to_rank, tuple(bars(self.rows, self.times)))
+        return Drawing(self.heading, self.num_ranks, self.stage_to_rank, tuple(bars(self.rows, self.times)), self.num_groups)
 
     def to_csv(self) -> str:
         """The rows in PyTorch's compute-only grammar: a line for each rank, a cell for each action."""

@@ -6,30 +6,58 @@ unit clock of a ``Schedule``, the costs of a ``Simulation`` and the measured tim
 The dependencies are what the mathematics needs, no more: F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the
 cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs I(s, i). Microbatches do not depend on one another: the backward of
 microbatch k waits for that of k + 1 only if a row puts them in that order.
+
+A ring with g groups is the exception: F(0, i) needs the token that F(S - 1, i - g) makes, on the last of S stages.
+
+Residuals that wait in host memory are copied there and back beside the computation (``offload.py``). Each rank has one link to the
+host in each direction, on which copies run one after another.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
+from jaxpp.schedule.offload import Offloaded
 
-__all__ = ["UNIT", "ActionRow", "Bar", "Number", "Times", "Timing", "bars", "dependencies", "makespan", "replay"]
+__all__ = [
+    "UNIT",
+    "ActionRow",
+    "Awaited",
+    "Bar",
+    "Copies",
+    "HostLinks",
+    "Number",
+    "Times",
+    "Timing",
+    "bars",
+    "dependencies",
+    "handed_over",
+    "makespan",
+    "replay",
+]
 
 ActionRow = tuple[Action, ...]
 Number = int | float
+
+Awaited = int | Mapping[int, int] | None
+"""Whose token a pass of a ring awaits: that of the pass so many before it, or, for passes in any order, that of the pass with this
+number; None if no pass awaits any.
+"""
 
 UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 """Slots of each kind on the unit clock."""
 
 
-def dependencies(action: Action, num_stages: int, present: frozenset[Action]) -> Iterator[Action]:
+def dependencies(action: Action, num_stages: int, present: frozenset[Action], num_groups: Awaited = None) -> Iterator[Action]:
     """What must be done before an action may start.
 
     Args:
         action: an action of a schedule.
         num_stages: how many stages the schedule has.
         present: all actions of the schedule; they tell whether a stage runs B or I.
+        num_groups: the groups of a ring, in which tokens return from the last stage to the first, or which pass makes the token
+            that each pass awaits.
 
     Yields:
         the actions that it needs.
@@ -47,6 +75,11 @@ def dependencies(action: Action, num_stages: int, present: frozenset[Action]) ->
             yield full if full in present else Action(stage + 1, Kind.I, microbatch)
     elif stage:
         yield Action(stage - 1, Kind.F, microbatch)
+    elif isinstance(num_groups, int):
+        if num_groups <= microbatch:
+            yield Action(num_stages - 1, Kind.F, microbatch - num_groups)
+    elif num_groups and microbatch in num_groups:
+        yield Action(num_stages - 1, Kind.F, num_groups[microbatch])
 
 
 class Timing(NamedTuple):
@@ -55,22 +88,41 @@ class Timing(NamedTuple):
     Attributes:
         durations: of each action; an action that is not in it takes no time.
         hops: ``hops[s]`` is the time from the end of an action to the arrival of its result across the boundary between stages s
-            and s + 1, in either direction; transfers take no time unless given.
+            and s + 1, in either direction; transfers take no time unless given. In a ring, the last stage's is the time that a
+            token takes back to stage 0.
         dispatched: when the host has handed over each action; at the start unless given.
-        overlap: whether a rank goes on computing while it sends.
+        overlap: whether a rank goes on computing while it sends, or copies residuals.
+        offloaded: the residuals that wait in host memory between their forward and their backward.
+        copies: ``copies[s]`` is the time that the residuals of stage s and one microbatch take to the host, and as long back.
+        capacity: how many ranks compute at full speed at once, if they share cores; ``shared_clock.py`` replays such rows.
     """
 
     durations: Mapping[Action, Number]
     hops: Sequence[Number] = ()
     dispatched: Mapping[Action, Number] | None = None
     overlap: bool = True
+    offloaded: Sequence[Offloaded] = ()
+    copies: Sequence[Number] = ()
+    capacity: Number | None = None
+
+
+class Copies(NamedTuple):
+    """When residuals that wait in host memory go there, and when they come back: start and end of each copy."""
+
+    offloaded: Offloaded
+    out: tuple[Number, Number]
+    back: tuple[Number, Number]
 
 
 class Times(NamedTuple):
-    """``starts[rank][k]`` and ``ends[rank][k]`` of the rank's k-th action; shorter than the row where the rank is stuck."""
+    """``starts[rank][k]`` and ``ends[rank][k]`` of the rank's k-th action; shorter than the row where the rank is stuck.
+
+    ``copies`` says when offloaded residuals are copied.
+    """
 
     starts: tuple[tuple[Number, ...], ...]
     ends: tuple[tuple[Number, ...], ...]
+    copies: tuple[Copies, ...] = ()
 
 
 class Bar(NamedTuple):
@@ -94,17 +146,98 @@ def makespan(times: Times) -> Number:
     return max(ends[-1] for ends in times.ends if ends)
 
 
-def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing) -> Times:
-    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever."""
-    num_stages, last, forward, weight = len(stage_to_rank), len(stage_to_rank) - 1, Kind.F, Kind.W
-    durations, hops, dispatched, overlap = timing
-    hops = (*hops, 0) if hops else (0,) * num_stages  # nothing is sent beyond the last boundary, or (index -1) before the first
+class HostLinks:
+    """The copies of offloaded residuals while a clock runs: each rank has one link to the host and one back.
+
+    Both clocks tell it of every action of a rank, in the order of the row.
+    """
+
+    def __init__(self, timing: Timing, stage_to_rank: Sequence[int]):
+        """``timing`` says what is copied and how long a copy takes; ``stage_to_rank`` whose link it takes."""
+        self._copies, self._rank, self._overlap = timing.copies, stage_to_rank, timing.overlap
+        self._out = {each.forward: each for each in timing.offloaded}
+        self._back = {each.ahead: each for each in timing.offloaded}
+        self._read = {each.backward: each for each in timing.offloaded}
+        self._free: dict[tuple[int, bool], Number] = {}
+        self._sent: dict[Offloaded, tuple[Number, Number]] = {}
+        self.done: dict[Offloaded, Copies] = {}
+
+    def start(self, action: Action, ready: Number) -> Number:
+        """When an action starts that is ready but for residuals it reads; those of the next action come back beside it."""
+        if (read := self._read.get(action)) is not None:
+            ready = max(ready, self.done[read].back[1])
+        if (each := self._back.get(action)) is not None:
+            out = self._sent.pop(each)
+            back = self._copy(action.stage, False, each, max(ready, out[1]))
+            self.done[each] = Copies(each, out, back)
+            ready = ready if self._overlap else back[1]
+        return ready
+
+    def end(self, action: Action, free: Number) -> Number:
+        """When a rank goes on that has run an action, and would be free for the next; what the action kept goes out."""
+        if (each := self._out.get(action)) is None:
+            return free
+        out = self._sent[each] = self._copy(action.stage, True, each, free)
+        return free if self._overlap else out[1]
+
+    def _copy(self, stage: int, out: bool, each: Offloaded, ready: Number) -> tuple[Number, Number]:
+        link = self._rank[stage], out
+        start = max(ready, self._free.get(link, ready))
+        self._free[link] = end = start + self._copies[each.forward.stage]
+        return start, end
+
+
+def handed_over(
+    order: Iterable[Action],
+    dispatch: Mapping[Action, Number],
+    stage_to_process: Sequence[int],
+    offloaded: Sequence[Offloaded] = (),
+    copies: Sequence[Number] = (),
+) -> dict[Action, Number]:
+    """When each action has been handed over: each process hands over the actions of its own ranks, one after another.
+
+    Args:
+        order: all actions as they are handed over (``Schedule.order``).
+        dispatch: what it takes to hand over each action with the sends of its results.
+        stage_to_process: the process that hands over the actions of each stage; of one process, all are the same.
+        offloaded: the residuals that wait in host memory. Their copy out is handed over right after the forward, their copy back
+            right before the action beside which it runs.
+        copies: ``copies[s]`` is what it takes to hand over one of these copies of stage s; nothing unless given.
+
+    Example:
+        >>> rows = Action(0, Kind.F, 0), Action(0, Kind.B, 0)
+        >>> list(handed_over(rows, dict.fromkeys(rows, 2), (0,)).values())
+        [2, 4]
+    """
+    paid = offloaded if copies else ()
+    before = {each.ahead: copies[each.forward.stage] for each in paid}
+    after = {each.forward: copies[each.forward.stage] for each in paid}
+    clocks: dict[int, Number] = dict.fromkeys(stage_to_process, 0)
+    found: dict[Action, Number] = {}
+    for action in order:
+        process = stage_to_process[action.stage]
+        found[action] = clocks[process] + before.get(action, 0) + dispatch[action]
+        clocks[process] = found[action] + after.get(action, 0)
+    return found
+
+
+def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing, num_groups: Awaited = None) -> Times:
+    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever.
+
+    In a ring with ``num_groups``, a group's token returns from the last stage to the first before the group's next pass. Instead of
+    the number of groups, a dictionary may say for each pass that awaits a token which pass makes it. Every rank computes at full
+    speed, whatever ``timing.capacity`` says; ``replay_shared`` is for ranks that share cores.
+    """
+    num_stages, most = len(stage_to_rank), max((action.microbatch for row in rows for action in row), default=0)
+    last, forward, weight = num_stages - 1, Kind.F, Kind.W
+    tokens, makers = _tokens(num_groups, num_stages, most + 1)
+    # Nothing is sent before the first stage (index -1), or, but for the tokens of a ring, beyond the last one.
+    durations, hops, dispatched, overlap, *_ = timing._replace(hops=(*timing.hops, *(0,) * (num_stages + 1 - len(timing.hops))))
+    links = HostLinks(timing, stage_to_rank) if timing.offloaded else None
     done: dict[int, Number] = {-1: -math.inf}  # a microbatch has three numbers in a stage: its forward, cotangent and gradient
-    starts: list[list[Number]] = [[] for _ in rows]
-    ends: list[list[Number]] = [[] for _ in rows]
+    starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     clocks: list[Number] = [0] * len(rows)
-    waiting: dict[int, int] = {}
-    ready = list(range(len(rows)))
+    waiting, ready = dict[int, int](), list(range(len(rows)))
     while ready:
         rank = ready.pop()
         row, begun, ended, clock = rows[rank], starts[rank], ends[rank], clocks[rank]
@@ -112,26 +245,35 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
             stage, kind, microbatch = action
             at = 3 * (microbatch * num_stages + stage)
             if kind == forward:
-                own, beside, result, arrives, sent = -1, at - 3 if stage else -1, at, stage - 1, stage
+                own, beside, result = -1, at - 3 if stage else tokens.get(microbatch, -1), at  # the first turn awaits no token
+                arrives, sent = (stage or num_stages) - 1, stage if stage < last or microbatch in makers else -1
             elif kind == weight:
                 own, beside, result, arrives, sent = at + 1, -1, at + 2, -1, -1
             else:
                 own, beside, result, arrives, sent = at, at + 4 if stage < last else -1, at + 1, stage, stage - 1
-            if own not in done:
-                break
-            if beside not in done:
-                waiting[beside] = rank
+            if own not in done or beside not in done:
+                waiting[beside] = rank  # in vain if its own forward or I comes later in the row: the rank is stuck
                 break
             arrived = done[beside] + hops[arrives]
-            start = arrived if arrived > clock else clock
-            if dispatched is not None:
-                start = max(start, dispatched[action])
+            free = clock if dispatched is None else max(clock, dispatched[action])
+            start = arrived if arrived > free else free
+            if links is not None:
+                start = links.start(action, start)
             clock = done[result] = start + durations.get(action, 0)
             begun.append(start)
             ended.append(clock)
             if result in waiting:
                 ready.append(waiting.pop(result))
-            if not overlap:
-                clock += hops[sent]
+            clock += 0 if overlap else hops[sent]
+            if links is not None:
+                clock = links.end(action, clock)
         clocks[rank] = clock
-    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()) if links else ())
+
+
+def _tokens(num_groups: Awaited, num_stages: int, num_passes: int) -> tuple[dict[int, int], frozenset[int]]:
+    """For each pass that awaits a token the number of the forward that makes it (see ``replay``); and the passes that make them."""
+    if isinstance(num_groups, int):
+        num_groups = {i: i - num_groups for i in range(num_groups, num_passes)}
+    awaited = num_groups or {}
+    return {i: 3 * (maker * num_stages + num_stages - 1) for i, maker in awaited.items()}, frozenset(awaited.values())

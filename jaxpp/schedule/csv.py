@@ -19,12 +19,13 @@ _PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 
 @entry
-def from_csv(text: str, name: str = "csv") -> Schedule:
+def from_csv(text: str, name: str = "csv", num_groups: int | None = None) -> Schedule:
     """Read a schedule; ``Schedule.to_csv`` writes one.
 
     Args:
         text: the CSV itself, not a path.
         name: what to call the schedule.
+        num_groups: of a ring, which the cells do not tell.
 
     Returns:
         the schedule, its stages on the ranks whose lines they stand in.
@@ -64,4 +65,4 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         rule = "each cell is empty or an action <stage><kind><microbatch>, the kind one of F, B, I, W"
         fix = "write cells like 2F0; of PyTorch's formats use compute_only, without sends"
         raise ScheduleError(f"from_csv({name!r})", rule, wrong, fix)
-    return Schedule(name, tuple(map(tuple, rows)))
+    return Schedule(name, tuple(map(tuple, rows)), num_groups=num_groups)

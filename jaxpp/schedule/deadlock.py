@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpp.errors import ScheduleError
-from jaxpp.schedule.action import Action
+from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.clock import ActionRow, Times, dependencies
 from jaxpp.schedule.validate import mark_cells
 
@@ -13,7 +13,9 @@ __all__ = ["check_runs"]
 _MOST_ROOTS = 1000
 
 
-def check_runs(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], times: Times) -> None:
+def check_runs(
+    name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], times: Times, num_groups: int | None = None
+) -> None:
     """Check that a replay came to the end of every row.
 
     Raises:
@@ -22,12 +24,12 @@ def check_runs(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int
     begun = [len(starts) for starts in times.starts]
     if begun == [len(row) for row in rows]:
         return
-    cycle = _Stuck(rows, begun, len(stage_to_rank)).shortest_cycle()
+    cycle = _Stuck(rows, begun, len(stage_to_rank), num_groups).shortest_cycle()
     cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
     raise ScheduleError(
         f"schedule {name!r}",
         "the rows must not wait for one another in a circle",
-        [f"{action} {link}" for action, link in cycle.items()],
+        [f"{action} {link.words(action)}" for action, link in cycle.items()],
         "order each row so that what an action needs can run before it",
         mark_cells(rows, cells, {}),
     )
@@ -39,18 +41,23 @@ class _Link(NamedTuple):
     need: Action
     depends: bool
 
-    def __str__(self) -> str:
-        return f"needs {self.need}" if self.depends else f"stands after {self.need} in its row"
+    def words(self, action: Action) -> str:
+        """What the action waits for; only in a ring does a forward need one of another microbatch."""
+        if not self.depends:
+            return f"stands after {self.need} in its row"
+        is_token = action.kind == Kind.F and action.microbatch != self.need.microbatch
+        return f"needs the token of {self.need}" if is_token else f"needs {self.need}"
 
 
 class _Stuck:
     """The actions that never ran. Each waits for the actions that it depends on, and for the actions before it in its row."""
 
-    def __init__(self, rows: Sequence[ActionRow], begun: Sequence[int], num_stages: int):
+    def __init__(self, rows: Sequence[ActionRow], begun: Sequence[int], num_stages: int, num_groups: int | None):
         self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
         self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
         present = frozenset(action for row in rows for action in row)
-        self.needs = {a: [need for need in dependencies(a, num_stages, present) if need in self.place] for a in self.place}
+        needs = {action: dependencies(action, num_stages, present, num_groups) for action in self.place}
+        self.needs = {action: [need for need in found if need in self.place] for action, found in needs.items()}
 
     def shortest_cycle(self) -> dict[Action, _Link]:
         """The shortest cycle of actions, each of which waits for the next, and the last for the first.

@@ -17,7 +17,7 @@ from jaxpp.schedule.generators.naive import naive
 from jaxpp.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpp.schedule.generators.v_shape import v_half, v_min, zb_v
 from jaxpp.schedule.generators.zero_bubble import zb_h1, zb_h2
-from jaxpp.schedule.validate import is_count
+from jaxpp.schedule.validate import check_counts
 
 __all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]
 
@@ -64,7 +64,9 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
         ),
     }
 )
-"""Every schedule there is, by name. A new one is a function and a line here; the tests walk this table."""
+"""Every schedule of a training step, by name. A new one is a function and a line here; the tests walk this table."""
+
+_FORWARDS = {"forward": "forward(num_ranks, num_microbatches)", "ring": "ring(num_ranks, num_groups, num_turns)"}
 
 
 @entry
@@ -93,9 +95,7 @@ def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     given = {key: value for key, value in counts.items() if value is not None or key == "num_ranks"}
     where = f"make({name!r}, {', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    low = [f"{key}={value!r}" for key, value in given.items() if not is_count(value, least=1)]
-    if low:
-        raise ScheduleError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
+    check_counts(where, given)
     num_ranks, v = int(num_ranks), recipe.stages_per_rank if stages_per_rank is None else int(stages_per_rank)
     if v != recipe.stages_per_rank and not recipe.varies:
         others = " or ".join(repr(key) for key, other in SCHEDULES.items() if other.varies)
@@ -128,6 +128,12 @@ def make_for_stages(name: str, *, num_stages: int, num_microbatches: int) -> Sch
 def _find(name: str) -> Recipe:
     if isinstance(name, str) and name in SCHEDULES:
         return SCHEDULES[name]
+    if isinstance(name, str) and name in _FORWARDS:
+        rule, fix = (
+            f"a step needs backwards, and {name!r} has forwards only",
+            f"use another name, or jaxpp.schedule.{_FORWARDS[name]}",
+        )
+        raise ScheduleError(f"schedule {name!r}", rule, repr(name), f"{fix} where nothing trains")
     near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))
     fix = f"write {near[0]!r}" if near else "pass one of these names, or a Schedule"

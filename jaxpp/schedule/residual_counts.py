@@ -2,14 +2,14 @@
 
 import heapq
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.clock import Bar, Number
+from jaxpp.schedule.clock import Bar, Copies, Number
 
-__all__ = ["Residual", "counts", "lifetimes", "peak", "peaks", "places"]
+__all__ = ["Residual", "counts", "counts_at_peaks", "lifetimes", "peak", "peaks", "places"]
 
 
 class Residual(NamedTuple):
@@ -21,14 +21,25 @@ class Residual(NamedTuple):
     end: Number
 
 
-def lifetimes(bars: Iterable[Bar]) -> tuple[Residual, ...]:
-    """When each residual is alive: from the start of F to the end of B, or of the later of I and W; sorted by stage, then start."""
+def lifetimes(bars: Iterable[Bar], copies: Iterable[Copies] = ()) -> tuple[Residual, ...]:
+    """When each residual is alive: from the start of F to the end of B, or of the later of I and W; sorted by stage, then start.
+
+    A forward without a backward keeps nothing. Residuals that wait in host memory are there twice: until the copy out has ended,
+    and from when the copy back begins.
+    """
     begun, ended = dict[tuple[int, int], Number](), dict[tuple[int, int], Number]()
     for _, (stage, kind, microbatch), start, end in bars:
         if kind == Kind.F:
             begun[stage, microbatch] = start
-        ended[stage, microbatch] = max(end, ended.get((stage, microbatch), end))
-    return tuple(sorted((Residual(*at, start, ended[at]) for at, start in begun.items()), key=lambda r: (r.stage, r.start)))
+        else:
+            ended[stage, microbatch] = max(end, ended.get((stage, microbatch), end))
+    found = [Residual(*at, begun[at], end) for at, end in ended.items()]
+    away = {(moved.forward.stage, moved.forward.microbatch): (out[1], back[0]) for moved, out, back in copies}
+    for each in [each for each in found if each[:2] in away]:
+        left, returned = away[each[:2]]
+        found.remove(each)
+        found += [each._replace(end=left), each._replace(start=returned)]
+    return tuple(sorted(found, key=lambda r: (r.stage, r.start)))
 
 
 def places(residuals: Iterable[Residual]) -> tuple[tuple[Residual, int], ...]:
@@ -56,6 +67,30 @@ def peaks(residuals: Iterable[Residual], stage_to_rank: Sequence[int]) -> tuple[
     for residual in residuals:
         by_rank[stage_to_rank[residual.stage]].append(residual)
     return tuple(map(peak, by_rank))
+
+
+def counts_at_peaks(residuals: Iterable[Residual], stage_to_device: Sequence[int]) -> tuple[int, ...]:
+    """How many residuals of each stage are alive when most are alive on its device; at the first such time.
+
+    Example:
+        >>> from jaxpp.schedule.clock import bars
+        >>> from jaxpp.schedule.registry import make
+        >>> schedule = make("interleaved", num_ranks=2, num_microbatches=4)
+        >>> counts_at_peaks(lifetimes(bars(schedule.rows, schedule.times)), schedule.stage_to_rank)
+        (3, 2, 2, 1)
+    """
+    changes: dict[int, list[tuple[Number, int, int]]] = defaultdict(list)
+    for stage, _, start, end in residuals:
+        changes[stage_to_device[stage]] += [(start, 1, stage), (end, -1, stage)]
+    found = [0] * len(stage_to_device)
+    for each in changes.values():
+        alive, most = Counter[int](), Counter[int]()
+        for _, change, stage in sorted(each):  # what ends at a time has ended when others begin
+            alive[stage] += change
+            most = max(most, alive.copy(), key=Counter.total)
+        for stage, count in most.items():
+            found[stage] = count
+    return tuple(found)
 
 
 def counts(residuals: Iterable[Residual]) -> tuple[tuple[Number, Number, int], ...]:

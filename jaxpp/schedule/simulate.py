@@ -2,7 +2,7 @@
 
 Every rank runs its row in order. An action starts as soon as the rank is free, its inputs have arrived, and the host has handed it
 over. The result is the start and end of every action, and from these the makespan, the bubble, the residuals that each rank holds,
-and the reasons why ranks idle.
+and the reasons why ranks idle. Residuals may wait in host memory meanwhile, and ranks may share cores.
 
 *Bubble*: idle time over ranks x makespan. *Own span*: from a rank's first action to its last; the idle time inside it is what
 is lost when steps follow one another without a barrier.
@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Bar, Number, Times, Timing, bars, makespan, replay
+from jaxpp.schedule.clock import Bar, Copies, Number, Times, Timing, bars, handed_over, makespan
 from jaxpp.schedule.draw.text import Drawing, Drawn
-from jaxpp.schedule.idle import Idle, bubble_fraction, idle_causes
+from jaxpp.schedule.idle import Idle, RingIdle, bubble_fraction, idle_causes
+from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.residual_counts import lifetimes, peaks
+from jaxpp.schedule.shared_clock import replay_shared
 from jaxpp.schedule.validate import is_count
 from jaxpp.tables.html import html_table
 from jaxpp.tables.text import table_lines
@@ -38,10 +40,15 @@ class Costs(NamedTuple):
         forward: of F, for each stage.
         input_grad: of I, for each stage.
         weight_grad: of W, for each stage; B takes I and W together.
-        transfer: across each boundary: of the activation from stage s to s + 1, and of its cotangent back.
+        transfer: across each boundary: of the activation from stage s to s + 1, and of its cotangent back; of a ring, the last is
+            that of a token from the last stage to the first.
         dispatch: what a process takes to hand over one action.
         overlap: whether a rank computes on while it sends.
         rank_to_process: the process that hands over the actions of each rank.
+        offload: of how many microbatches each stage keeps the residuals on its device while others wait in host memory; None of a
+            stage whose residuals all stay.
+        copy: of the residuals of one microbatch to the host, for each stage, and as long back.
+        capacity: how many ranks compute at full speed at once; None if all of them do.
     """
 
     forward: tuple[Number, ...]
@@ -51,6 +58,9 @@ class Costs(NamedTuple):
     dispatch: Number
     overlap: bool
     rank_to_process: tuple[int, ...]
+    offload: tuple[int | None, ...]
+    copy: tuple[Number, ...]
+    capacity: Number | None
 
     def durations(self, actions: Iterable[Action]) -> dict[Action, Number]:
         """What each action takes."""
@@ -78,25 +88,25 @@ class Simulation(Drawn):
 
     @cached_property
     def timing(self) -> Timing:
-        """What the clock is told: how long each action and each transfer takes, and when the host hands each action over."""
+        """What the clock is told: how long actions, transfers and copies take, and when the host hands each action over."""
         owner, costs = self.schedule.stage_to_rank, self.costs
-        hops = tuple(0 if owner[s] == owner[s + 1] else time for s, time in enumerate(costs.transfer))
-        return Timing(costs.durations(self.schedule.starts), hops, self._dispatched() if costs.dispatch else None, costs.overlap)
+        after = (*owner[1:], owner[0])
+        hops = tuple(0 if owner[s] == after[s] else time for s, time in enumerate(costs.transfer))
+        dispatched = self._dispatched() if costs.dispatch else None
+        moved = offloads(self.schedule.rows, costs.offload)
+        durations = costs.durations(self.schedule.starts)
+        return Timing(durations, hops, dispatched, costs.overlap, moved, costs.copy, costs.capacity)
 
     def _dispatched(self) -> dict[Action, Number]:
-        """When each action is handed over: every process hands over the actions of its own ranks, one after the other."""
-        dispatch, processes = self.costs.dispatch, self.costs.rank_to_process
-        found, counts = {}, dict.fromkeys(processes, 0)
-        for action in self.schedule.order:
-            process = processes[self.schedule.stage_to_rank[action.stage]]
-            counts[process] += 1
-            found[action] = counts[process] * dispatch
-        return found
+        """When each action is handed over."""
+        schedule, processes = self.schedule, self.costs.rank_to_process
+        seconds = dict.fromkeys(schedule.order, self.costs.dispatch)
+        return handed_over(schedule.order, seconds, [processes[rank] for rank in schedule.stage_to_rank])
 
     @cached_property
     def times(self) -> Times:
         """``times.starts[rank][k]`` and ``times.ends[rank][k]`` of the rank's k-th action."""
-        return replay(self.schedule.rows, self.schedule.stage_to_rank, self.timing)
+        return replay_shared(self.schedule.rows, self.schedule.stage_to_rank, self.timing, self.schedule.num_groups)
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
@@ -113,9 +123,15 @@ class Simulation(Drawn):
         """When each action ends."""
         return MappingProxyType({bar.action: bar.end for bar in self.bars})
 
+    @property
+    def copies(self) -> tuple[Copies, ...]:
+        """When offloaded residuals are copied to the host, and when back."""
+        return self.times.copies
+
     def drawing(self) -> Drawing:
         """The actions on the virtual clock."""
-        return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, self.bars)
+        schedule = self.schedule
+        return Drawing(self.heading, schedule.num_ranks, schedule.stage_to_rank, self.bars, schedule.num_groups)
 
     @cached_property
     def makespan(self) -> Number:
@@ -124,7 +140,7 @@ class Simulation(Drawn):
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """Time in which each rank computes."""
+        """Time in which each rank computes, at full speed."""
         return tuple(sum(self.timing.durations[action] for action in row) for row in self.schedule.rows)
 
     @property
@@ -145,7 +161,7 @@ class Simulation(Drawn):
     @property
     def own_span(self) -> tuple[Number, ...]:
         """From each rank's first action to the end of its last."""
-        return tuple(ends[-1] - starts[0] for starts, ends in zip(*self.times, strict=True))
+        return tuple(ends[-1] - starts[0] for starts, ends in zip(self.times.starts, self.times.ends, strict=True))
 
     @property
     def own_bubble(self) -> tuple[Number, ...]:
@@ -154,14 +170,24 @@ class Simulation(Drawn):
 
     @cached_property
     def peak_residuals(self) -> tuple[int, ...]:
-        """Most residuals alive at once on each rank, over all its stages; they depend on the order of the rows alone."""
+        """Most residuals alive at once on each rank, over all its stages.
+
+        They depend on the order of the rows alone; with ``offload`` also on how soon copies end, as residuals do not count between
+        the end of their copy to the host and the start of their copy back.
+        """
+        if self.copies:
+            return peaks(lifetimes(self.bars, self.copies), self.schedule.stage_to_rank)
         return peaks(lifetimes(bars(self.schedule.rows, self.schedule.times)), self.schedule.stage_to_rank)
 
     @cached_property
-    def causes(self) -> tuple[Idle, ...]:
-        """Where each rank's idle time comes from: the clock run again with equal stages, without transfers, without dispatch."""
+    def causes(self) -> tuple[Idle, ...] | tuple[RingIdle, ...]:
+        """Where each rank's idle time comes from: the clock run again with equal stages, without transfers, without the host.
+
+        The parts of a ring tell what waiting for tokens costs, besides.
+        """
         schedule, equal = self.schedule, self.costs.with_equal_stages().durations(self.timing.durations)
-        return idle_causes(schedule.rows, schedule.stage_to_rank, self.timing, equal, self.busy, self.makespan)
+        rows, owner, groups = schedule.rows, schedule.stage_to_rank, schedule.num_groups
+        return idle_causes(rows, owner, self.timing, equal, self.busy, self.makespan, groups)
 
     @property
     def heading(self) -> str:
@@ -169,10 +195,12 @@ class Simulation(Drawn):
         return f"{self.schedule.heading}; makespan {float(self.makespan):.6g}, bubble {self.bubble_fraction:.1%}"
 
     def _cells(self) -> list[list[str]]:
-        rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "own bubble", "peak residuals"]]
+        keeps = not self.schedule.forward_only
+        names = [name.replace("_", ", ") for name in self.causes[0]._fields]
+        rows = [["rank", "busy", "idle", *names, "own bubble", *["peak residuals"] * keeps]]
         columns = zip(self.busy, self.idle, self.causes, self.own_bubble, self.peak_residuals, strict=True)
         for rank, (busy, idle, causes, own, peak) in enumerate(columns):
-            rows.append([str(rank), *(_short(x, self.makespan) for x in (busy, idle, *causes, own)), str(peak)])
+            rows.append([str(rank), *(_short(x, self.makespan) for x in (busy, idle, *causes, own)), *[str(peak)] * keeps])
         return rows
 
     def __str__(self) -> str:
@@ -193,7 +221,7 @@ _MOST = 1e100
 
 
 @entry
-def simulate(
+def simulate(  # noqa: PLR0913  (the costs of everything)
     schedule: Schedule,
     *,
     forward: Number | Sequence[Number] = 1,
@@ -203,6 +231,9 @@ def simulate(
     dispatch: Number = 0,
     overlap: bool = True,
     rank_to_process: Sequence[int] | None = None,
+    offload: int | Sequence[int | None] | None = None,
+    copy: Number | Sequence[Number] = 0,
+    capacity: Number | None = None,
 ) -> Simulation:
     """Run a schedule on the virtual clock.
 
@@ -212,17 +243,26 @@ def simulate(
         input_grad: time of I, one number, or one number for each stage.
         weight_grad: time of W, one number, or one number for each stage; B takes I and W together.
         transfer: time from one rank to another, one number, or one number for each stage: ``transfer[s]`` is the time across the
-            boundary between stages s and s + 1, in either direction, so the last stage's may be left out. A boundary lies between
-            the ranks ``schedule.stage_to_rank[s]`` and ``[s + 1]``, so links within a host and between hosts may differ. Links are
-            not shared; nothing is sent between stages on the same rank.
+            boundary between stages s and s + 1, in either direction, so the last stage's may be left out. Of a ring, the last is
+            the time of a token from the last stage back to the first. A boundary lies between the ranks
+            ``schedule.stage_to_rank[s]`` and ``[s + 1]``, so links within a host and between hosts may differ. Links are not
+            shared; nothing is sent between stages on the same rank.
         dispatch: time a process takes to hand over one action, in ``schedule.order``.
-        overlap: whether a rank goes on computing while it sends.
+        overlap: whether a rank goes on computing while it sends, or copies residuals.
         rank_to_process: the process that hands over the actions of each rank, side by side with the other processes; one process
             hands over all of them unless given.
+        offload: lets residuals wait in host memory between F and B, unless B follows soon: at least three other actions of the
+            rank lie between. The number is that of microbatches a stage whose residuals stay on the device because their
+            backwards are the next to come; one number, or one for each stage, None of a stage whose residuals all stay.
+        copy: time of the residuals of one microbatch to the host, and the same back, one number, or one number for each stage. A
+            copy out begins when F ends; a copy back begins with the last action before B. While a rank computes, it makes one copy
+            in each direction at a time.
+        capacity: how many ranks compute at full speed at once, if ranks share cores; if k ranks compute, each has the speed
+            min(1, capacity / k). Every rank has a core of its own unless given.
 
     Raises:
-        ScheduleError: a cost that is negative or not finite (1e100 is the most), not one cost for each stage, or not one process
-            for each rank.
+        ScheduleError: a cost that is negative or not finite (1e100 is the most), not one cost for each stage, not one process
+            for each rank, an ``offload`` that is no number of microbatches, or a ``capacity`` that is not positive.
 
     Example:
         >>> from jaxpp.schedule import make
@@ -231,27 +271,51 @@ def simulate(
         0.75
         >>> simulate(make("1f1b", num_ranks=4, num_microbatches=8)).peak_residuals
         (4, 3, 2, 1)
+        >>> gpipe = make("gpipe", num_ranks=4, num_microbatches=8)
+        >>> simulate(gpipe).peak_residuals, simulate(gpipe, offload=1, copy=0.5).peak_residuals
+        ((8, 8, 8, 8), (3, 3, 3, 3))
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError("simulate(schedule, ...)", "it takes a Schedule", repr(schedule), "pass make(name, num_ranks=...)")
-    given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": transfer}
-    staged = {name: _staged(value, schedule.num_stages, name == "transfer") for name, value in given.items()}
+    given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": transfer, "copy": copy}
+    open_end = schedule.num_groups is None  # nothing is sent beyond the last stage
+    staged = {name: _staged(value, schedule.num_stages, open_end and name == "transfer") for name, value in given.items()}
     host = _plain(dispatch)
     wrong = [f"{name}={given[name]!r}" for name, costs in staged.items() if costs is None]
     if wrong or not _is_cost(host):
         wrong += [] if _is_cost(host) else [f"dispatch={dispatch!r}"]
-        raise ScheduleError(
-            "simulate(...)",
-            "a cost is a finite number of at least 0, or a sequence of one a stage; dispatch is one number",
-            wrong,
-            f"pass one number, or {schedule.num_stages} of them (transfer: {schedule.num_stages - 1} will do)",
-        )
+        rule = "a cost is a finite number of at least 0, or a sequence of one a stage; dispatch is one number"
+        of_transfer = f"{schedule.num_stages - 1} will do" if open_end else "the last is that of a token back to stage 0"
+        fix = f"pass one number, or {schedule.num_stages} of them (transfer: {of_transfer})"
+        raise ScheduleError("simulate(...)", rule, wrong, fix)
     processes = _plain((0,) * schedule.num_ranks if rank_to_process is None else rank_to_process)
     if not isinstance(processes, Sequence) or len(processes) != schedule.num_ranks or not all(map(is_count, processes)):
         got, fix = f"rank_to_process={rank_to_process!r}", f"pass {schedule.num_ranks} of them, such as [rank // 8 for each rank]"
         raise ScheduleError("simulate(...)", "each rank has the number of one process, at least 0", got, fix)
     staged = {name: found or () for name, found in staged.items()}
-    return Simulation(schedule, Costs(**staged, dispatch=host, overlap=overlap, rank_to_process=tuple(processes)))
+    kept, cores = _offload(offload, schedule.num_stages), _capacity(capacity)
+    costs = Costs(**staged, dispatch=host, overlap=overlap, rank_to_process=tuple(processes), offload=kept, capacity=cores)
+    return Simulation(schedule, costs)
+
+
+def _offload(value: Any, num_stages: int) -> tuple[int | None, ...]:
+    """How many microbatches of each stage stay, or None."""
+    plain: Any = _plain(value)
+    given = tuple(plain) if isinstance(plain, Sequence) and not isinstance(plain, str) else (plain,) * num_stages
+    kept = tuple(each if each is None else int(each) for each in given if each is None or is_count(each))
+    if not len(kept) == len(given) == num_stages:
+        rule = "offload is the number of microbatches whose residuals stay, at least 0, or None; or a sequence of one a stage"
+        raise ScheduleError("simulate(...)", rule, f"offload={value!r}", f"pass offload=1, or {num_stages} of them")
+    return kept
+
+
+def _capacity(value: object) -> Number | None:
+    """How many ranks compute at full speed at once."""
+    number = _plain(value)
+    if number is None or (_is_cost(number) and number > 0):
+        return number
+    rule = "capacity is the number of ranks that compute at full speed at once, more than 0"
+    raise ScheduleError("simulate(...)", rule, f"capacity={value!r}", "pass capacity=2 for two cores, or None")
 
 
 def _plain(value: object) -> object:

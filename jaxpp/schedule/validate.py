@@ -1,8 +1,10 @@
 """The rules that a schedule obeys, and the message when one is broken.
 
-1. Each stage runs each microbatch's forward once, and its backward once: one B, or one I and one W.
+1. Each stage runs each microbatch's forward once, and its backward once: one B, or one I and one W. In a schedule of forwards only,
+   no stage runs a backward.
 2. Each stage runs them on the rank that owns the stage.
-3. The rows do not wait for one another in a cycle (``deadlock``).
+3. The passes of a ring are forwards, and split into turns of all groups.
+4. The rows do not wait for one another in a cycle (``deadlock``).
 
 Stages and microbatches are numbered without gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
@@ -17,7 +19,17 @@ from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.clock import ActionRow
 
-__all__ = ["check_complete", "check_owners", "count", "infer_owners", "is_count", "mark_cells", "read_rows"]
+__all__ = [
+    "check_complete",
+    "check_counts",
+    "check_groups",
+    "check_owners",
+    "count",
+    "infer_owners",
+    "is_count",
+    "mark_cells",
+    "read_rows",
+]
 
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
@@ -29,6 +41,16 @@ def is_count(value: object, least: int = 0) -> bool:
     if type(value) is int:  # asked for every action, and many times as fast
         return value >= least
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def check_counts(where: str, counts: Mapping[str, object]) -> None:
+    """Check the counts that a schedule is made from.
+
+    Raises:
+        ScheduleError: naming every count that is no whole number of at least 1.
+    """
+    if low := [f"{key}={value!r}" for key, value in counts.items() if not is_count(value, least=1)]:
+        raise ScheduleError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
 
 
 def count(present: Iterable[int]) -> int:
@@ -107,6 +129,8 @@ def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence
     wrong = _outside("stage", rows, num_stages) + _outside("microbatch", rows, num_microbatches)
     marked: set[tuple[int, int]] = set()
     masks = [[0] * num_microbatches for _ in range(num_stages)]
+    forwards = all(action.kind == Kind.F for row in rows for action in row)
+    whole = {_BITS[Kind.F]} if forwards else _WHOLE
     for rank, row in enumerate(rows):
         for k, action in enumerate(row):
             stage, kind, microbatch = action
@@ -124,16 +148,17 @@ def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence
     mixed: set[tuple[int, int]] = set()
     for stage, of_stage in enumerate(masks):
         for microbatch, mask in enumerate(of_stage):
-            if mask not in _WHOLE:
-                lacks = _lacking(mask, stage, microbatch, wrong)
+            if mask not in whole:
+                lacks = _lacking(mask, stage, microbatch, wrong, forwards)
                 missing.setdefault(stage_to_rank[stage], []).extend(lacks)
                 mixed |= set() if lacks else {(stage, microbatch)}
     if wrong:
         cells = ((rank, k, action) for rank, row in enumerate(rows) for k, action in enumerate(row))
         marked |= {(rank, k) for rank, k, a in cells if a.kind != Kind.F and (a.stage, a.microbatch) in mixed}
+        backward = "" if forwards else " and its backward once (B, or I and W)"
         raise ScheduleError(
             f"schedule {name!r}",
-            "each stage runs each microbatch's forward once and its backward once (B, or I and W), on the rank that owns it",
+            f"each stage runs each microbatch's forward once{backward}, on the rank that owns it",
             wrong,
             "write each action once, in the row of its stage's rank",
             mark_cells(rows, marked, missing),
@@ -153,12 +178,12 @@ def _outside(what: str, rows: Sequence[ActionRow], size: int) -> list[str]:
     return [f"{which} out of range, for there is no {what} {size}: {cells}"]
 
 
-def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str]) -> list[str]:
+def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str], forwards: bool) -> list[str]:
     """The missing actions of one stage and microbatch; adds to ``wrong`` what to say of them."""
     has = {kind for kind, bit in _BITS.items() if mask & bit}
     lacks = [] if Kind.F in has else [f"{stage}F{microbatch}"]
     if not has - {Kind.F}:
-        lacks.append(f"{stage}B{microbatch}")
+        lacks += [] if forwards else [f"{stage}B{microbatch}"]
     elif Kind.B not in has:
         lacks += [f"{stage}{kind}{microbatch}" for kind in (Kind.I, Kind.W) if kind not in has]
     elif len(has - {Kind.F}) > 1:
@@ -166,6 +191,28 @@ def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str]) -> list[s
         wrong.append(f"{both}: stage {stage}, microbatch {microbatch} needs one B, or one I and one W")
     wrong += [f"{cell} is missing" for cell in lacks]
     return lacks
+
+
+def check_groups(name: str, num_groups: int | None, rows: Sequence[ActionRow], num_microbatches: int) -> int | None:
+    """Check rule 3.
+
+    Raises:
+        ScheduleError: groups without number, or that the passes do not split into turns of; or a backward in a ring.
+    """
+    if num_groups is None:
+        return None
+    where, got = f"schedule {name!r}", f"num_groups={num_groups!r}, {num_microbatches} passes"
+    if not is_count(num_groups, least=1) or num_microbatches % int(num_groups):
+        near = [n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0]
+        listed = " or ".join(map(str, near)) if len(near) <= 4 else f"{near[0]}, {near[1]}, ... or {near[-1]}"
+        rule = "each group of a ring makes a pass in every turn, so the number of groups divides the number of passes"
+        raise ScheduleError(where, rule, got, f"pass num_groups={listed}, or leave it out")
+    backwards = {(rank, k): a for rank, row in enumerate(rows) for k, a in enumerate(row) if a.kind != Kind.F}
+    if backwards:
+        rule, fix = "a ring has forwards only", "leave num_groups out, or the backwards"
+        wrong = [f"{action}, rank {rank}" for (rank, _), action in backwards.items()]
+        raise ScheduleError(where, rule, wrong, fix, mark_cells(rows, backwards, {}))
+    return int(num_groups)
 
 
 def mark_cells(rows: Sequence[ActionRow], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:

@@ -77,7 +77,8 @@ def by_hand(
 ) -> tuple[Callable[..., Tree], ...]:
     """The stages of a cut loss as functions ``(params, x, batch, key) -> x``.
 
-    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage. The last stage returns the loss.
+    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage. The last stage returns the loss, or
+    the outputs of a function that has no loss.
     """
 
     def function(stage: int) -> Callable[..., Tree]:
@@ -117,5 +118,8 @@ def _run(cut: CutLoss, stage: int, params: Sequence[Array], x: dict[int, Array],
         values.update(zip(program.outputs, results, strict=True))
     if Ref(Role.LOSS) in code.forward.outputs:
         return values[Ref(Role.LOSS)]
+    if not cut.loss.is_loss and stage == len(cut.stages) - 1:
+        outputs = {ref.index: values[ref] for ref in code.forward.outputs if ref.role in (Role.AUX, Role.ROWS)}
+        return cut.loss.aux_tree.unflatten([outputs[k] for k in range(len(outputs))])
     later = [k for k, peers in enumerate(cut.consumers) if max(peers) > stage >= cut.producer[k]]
     return {k: values[Ref(Role.ACTIVATION, k)] for k in later}

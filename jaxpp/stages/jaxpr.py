@@ -31,11 +31,13 @@ __all__ = [
     "Checkpoint",
     "Scan",
     "Window",
+    "Written",
     "aval_of",
     "branches_of",
     "called",
     "calls_host",
     "checkpoint_like",
+    "columns_of",
     "concatenated_rows",
     "context_of",
     "describe",
@@ -59,6 +61,7 @@ __all__ = [
     "variables",
     "window_of",
     "with_body",
+    "writes_of",
 ]
 
 Atom = Var | Literal
@@ -318,6 +321,36 @@ class Window(NamedTuple):
 def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
     """What a concatenation along the first axis puts end to end; nothing for any other equation."""
     return tuple(eqn.invars) if kind_of(eqn) == "concatenate" and eqn.params["dimension"] == 0 else ()
+
+
+def columns_of(eqn: JaxprEqn) -> tuple[Atom, ...]:
+    """What a concatenation along the last axis puts side by side, each of width one; nothing for any other equation."""
+    parts = tuple(eqn.invars) if kind_of(eqn) == "concatenate" else ()
+    shapes = [aval_of(part).shape for part in parts]
+    return parts if all(eqn.params["dimension"] == len(shape) - 1 and shape[-1] == 1 for shape in shapes) else ()
+
+
+class Written(NamedTuple):
+    """Where along an axis of its first operand an equation puts values: ``rows`` from what a column of another operand says."""
+
+    axis: int
+    operand: int
+    column: int
+    rows: int
+
+
+def writes_of(eqn: JaxprEqn) -> tuple[Written, ...]:
+    """Where a ``dynamic_update_slice`` or a scatter writes; nothing for any other equation."""
+    kind = kind_of(eqn)
+    if kind == "dynamic_update_slice":
+        return tuple(Written(axis, 2 + axis, 0, rows) for axis, rows in enumerate(aval_of(eqn.invars[1]).shape))
+    if kind not in ("scatter", "scatter-add"):
+        return ()
+    named, updates = eqn.params["dimension_numbers"], aval_of(eqn.invars[2]).shape
+    single = (*named.inserted_window_dims, *named.operand_batching_dims)
+    kept = [axis for axis in range(len(aval_of(eqn.invars[0]).shape)) if axis not in single]
+    windows = dict(zip(kept, (updates[axis] for axis in named.update_window_dims), strict=True))
+    return tuple(Written(axis, 1, column, windows.get(axis, 1)) for column, axis in enumerate(named.scatter_dims_to_operand_dims))
 
 
 def split_rows(eqn: JaxprEqn) -> tuple[list[int], bool] | None:

@@ -18,7 +18,7 @@ __all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Re
 
 
 class Role(enum.StrEnum):
-    """What a value is to the stage that holds it."""
+    """What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there."""
 
     PARAM = "param"
     CONSTANT = "constant"
@@ -28,6 +28,8 @@ class Role(enum.StrEnum):
     SCALE = "scale"
     ACTIVATION = "activation"
     RESIDUAL = "residual"
+    OFFLOADED = "offloaded"
+    FETCHED = "fetched"
     COTANGENT = "cotangent"
     GRAD = "grad"
     LOSS = "loss"
@@ -41,7 +43,10 @@ class Role(enum.StrEnum):
 
 
 PER_MICROBATCH = frozenset(
-    {Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.COTANGENT, Role.ROWS, Role.STATE}
+    {
+        *(Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.OFFLOADED, Role.FETCHED, Role.COTANGENT),
+        *(Role.ROWS, Role.STATE),
+    }
 )
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})

@@ -80,21 +80,7 @@ class StageBuilder:
     def build(self, stage: int, piece: Piece, remat: Kept = None) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps, None: everything."""
         loss = self.loss
-        numbers = {var: k for k, var in enumerate(self.crossing)}
-        refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
-        refs |= {var: Ref(Role.STATE, k) for k, var in enumerate(loss.state)}
-        refs |= {var: Ref(Role.BATCH, k, shared=k in loss.shared) for k, var in enumerate(loss.batch)}
-        refs |= {var: Ref(Role.ACTIVATION, k) for var, k in numbers.items()}
-        if loss.key is not None:
-            refs[loss.key] = Ref(Role.KEY)
-        constants = [var for var in piece.inputs if var in loss.graph.constants]
-        refs |= {var: Ref(Role.CONSTANT, k) for k, var in enumerate(constants)}
-
-        sent = [(Ref(Role.ACTIVATION, numbers[var]), var) for var in self.crossing if self.made[var] == stage]
-        named = [(Ref(Role.LOSS), loss.graph.outputs[0]), *((Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux))]
-        named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
-        results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
-        body = StageSlice(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results])
+        body, constants = self._body(stage, piece)
         programs, keepable = self._programs(body, stage, len(constants), remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
@@ -117,6 +103,30 @@ class StageBuilder:
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
+
+    def colored(self, stage: int, piece: Piece, remat: Kept = None) -> StagePrograms:
+        """The equations of a stage as its programs run them, of which ``build`` makes the programs themselves."""
+        body, constants = self._body(stage, piece)
+        return self._programs(body, stage, len(constants), remat)[0]
+
+    def _body(self, stage: int, piece: Piece) -> tuple[StageSlice, list[Var]]:
+        """What a stage runs, with the names of what goes in and comes out; and the constants among its inputs."""
+        loss = self.loss
+        numbers = {var: k for k, var in enumerate(self.crossing)}
+        refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
+        refs |= {var: Ref(Role.STATE, k) for k, var in enumerate(loss.state)}
+        refs |= {var: Ref(Role.BATCH, k, shared=k in loss.shared) for k, var in enumerate(loss.batch)}
+        refs |= {var: Ref(Role.ACTIVATION, k) for var, k in numbers.items()}
+        if loss.key is not None:
+            refs[loss.key] = Ref(Role.KEY)
+        constants = [var for var in piece.inputs if var in loss.graph.constants]
+        refs |= {var: Ref(Role.CONSTANT, k) for k, var in enumerate(constants)}
+        sent = [(Ref(Role.ACTIVATION, numbers[var]), var) for var in self.crossing if self.made[var] == stage]
+        named = [(Ref(Role.LOSS), loss.graph.outputs[0])] * loss.is_loss
+        named += [(Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux)]
+        named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
+        results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
+        return StageSlice(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results]), constants
 
     def _programs(self, body: StageSlice, stage: int, num_constants: int, remat: Kept) -> tuple[StagePrograms, int]:
         """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""

@@ -141,8 +141,11 @@ class StagePrograms:
     def statics(self) -> Program:
         """Computes what depends on parameters alone, once a step."""
         piece = self._piece(_STATICS)
-        function = self.traced.graph.function(piece.eqns, piece.inputs, piece.outputs)
-        return self._called("statics", self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs]))
+        graph = self.traced.graph
+        does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
+        function = Known(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
+        program = self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
+        return replace(program, name=f"stage_{self.stage}_statics")
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""

@@ -1,13 +1,14 @@
 """The stage table: what each stage is, where it lives, what it costs, what crosses to the next.
 
 ``print(pipe.stages)`` shows it; in a notebook it is a table. *kept* are the bytes that one microbatch holds from a stage's forward
-to its backward, out of the bytes that it would hold if nothing were computed again. Each row is a ``Stage``, which can also be run
-by hand.
+to its backward, out of the bytes that it would hold if nothing were computed again; *offloaded* says that those of some
+microbatches wait in host memory. Stages that are only run forward keep nothing. Each row is a ``Stage``, which can also be run by
+hand.
 """
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +69,10 @@ class Stage:
         flops: of the forward of one microbatch.
         kept: bytes that a microbatch holds from the stage's forward to its backward.
         keepable: what they would be with ``remat="keep"``.
-        sends: shape of each value it sends on, and to which stage.
+        sends: shape of each value it sends on, and to which stage; of the last stage of a function that has no loss, the outputs.
         function: ``(params, x, *inputs) -> x``; what ``forward`` runs.
+        trains: whether it has a backward.
+        offloads: whether residuals of some of its microbatches wait in host memory.
     """
 
     index: int
@@ -85,8 +88,10 @@ class Stage:
     keepable: int
     sends: tuple[str, ...]
     function: Callable[..., Activation]
+    trains: bool = True
+    offloads: bool = False
 
-    def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback]:
+    def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback] | Activation:
         """Run the stage by hand, on its device (of several, the first).
 
         Args:
@@ -96,22 +101,30 @@ class Stage:
 
         Returns:
             the activation (the loss, from the last stage of a cut pipeline), and the pullback:
-            ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too.
+            ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too. A stage
+            of a ``jaxpp.Forward`` has no backward: it returns the activation alone (the outputs, from the last stage).
         """
 
         def here(tree: Tree) -> Tree:
             return jax.device_put(jax.tree.map(_own, tree), self.home)
 
         params, x, inputs = here((params, x, inputs))
+        if not self.trains:
+            return self.function(params, x, *inputs)
         activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
         return activation, Pullback(self.index, lambda cotangent: vjp(here(cotangent)))
 
 
 class Stages(Sequence[Stage]):
-    """The stages of a pipeline, in order; prints as a table."""
+    """The stages of a pipeline, in order; prints as a table.
 
-    def __init__(self, stages: Sequence[Stage]):
-        self._stages = tuple(stages)
+    Args:
+        stages: its rows.
+        remarks: what was chosen for them; printed below.
+    """
+
+    def __init__(self, stages: Sequence[Stage], remarks: Sequence[str] = ()):
+        self._stages, self.remarks = tuple(stages), tuple(remarks)
 
     def __getitem__(self, index: Any) -> Any:
         return self._stages[index]
@@ -123,15 +136,16 @@ class Stages(Sequence[Stage]):
         return iter(self._stages)
 
     def _cells(self) -> list[list[str]]:
-        total = sum(stage.flops for stage in self) or 1.0
-        rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "kept", "sends"]]
+        total, keeps = sum(stage.flops for stage in self) or 1.0, any(stage.trains for stage in self)
+        rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", *["kept"] * keeps, "sends"]]
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
             count, size = f"{stage.num_params:,}{tied}", bytes_in_words(stage.num_bytes)
             flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
             work = [flops, f"{stage.flops / total:.1%}"]
-            rows.append([str(stage.index), str(stage.device), stage.modules, count, size, *work, _kept(stage), sends])
+            kept = [_kept(stage)] * keeps
+            rows.append([str(stage.index), str(stage.device), stage.modules, count, size, *work, *kept, sends])
         return rows
 
     def _summary(self) -> str:
@@ -146,19 +160,19 @@ class Stages(Sequence[Stage]):
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}: {speed}"
 
     def __str__(self) -> str:
-        lines = [*table_lines(self._cells(), left=True), *fold_lines([self._summary()])]
+        lines = [*table_lines(self._cells(), left=True), *fold_lines([self._summary(), *self.remarks])]
         return "\n".join([*lines, ""])  # a line of its own for what is printed behind it
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(self._cells(), left=True) + html_remarks([self._summary()])
+        return html_table(self._cells(), left=True) + html_remarks([self._summary(), *self.remarks])
 
 
 def _kept(stage: Stage) -> str:
-    """``1.5 MiB of 6 MiB``: what is kept, of all that could be."""
+    """``1.5 MiB of 6 MiB``: what is kept, of all that could be; and whether it waits in host memory."""
     everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
-    return f"{bytes_in_words(stage.kept)}{everything}"
+    return f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
 
 
 def bytes_in_words(num_bytes: float) -> str:
@@ -175,9 +189,13 @@ def _units(value: float, base: int, names: Sequence[str]) -> str:
 
 
 def tabulate(
-    cut: CutLoss, owner: Sequence[int], places: Sequence[tuple[object, Device]], functions: Sequence[Callable[..., Activation]]
+    cut: CutLoss,
+    owner: Sequence[int],
+    places: Sequence[tuple[object, Device]],
+    functions: Sequence[Callable[..., Activation]],
+    offloading: Collection[int] = (),
 ) -> Stages:
-    """The table of a cut loss."""
+    """The table of a cut loss; ``offloading`` are the stages of which residuals wait in host memory."""
     stages = []
     labels = _labels([code.modules for code in cut.stages])
     for code, (place, home), function in zip(cut.stages, places, functions, strict=True):
@@ -188,6 +206,8 @@ def tabulate(
             for aval, stage, peers in zip(cut.activations, cut.producer, cut.consumers, strict=True)
             if stage == code.index
         ]
+        if not cut.loss.is_loss and code.index == len(cut.stages) - 1:
+            sends += [f"{describe(aval_of(atom))} as output" for atom in cut.loss.aux]
         stages.append(
             Stage(
                 index=code.index,
@@ -203,6 +223,8 @@ def tabulate(
                 keepable=code.keepable,
                 sends=tuple(sends),
                 function=function,
+                trains=cut.loss.is_loss,
+                offloads=code.index in offloading,
             )
         )
     return Stages(stages)

@@ -77,9 +77,13 @@ class Runner:
             raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
         return self._engine
 
-    def loss(self, loss_fn: LossFn | None) -> LossFn | None:
-        """Another loss over the user's parameters, as the engine takes it."""
-        return positional_key(loss_fn, 2 + self._engine.options.has_state)
+    def loss(self, loss_fn: LossFn | None, called: str = "loss_fn") -> LossFn | None:
+        """Another loss over the user's parameters, as the engine takes it; ``called`` is its name in messages."""
+        return positional_key(loss_fn, 2 + self._engine.options.has_state, called)
+
+    def joined(self, fn: Any) -> Any:
+        """A function of the user's parameters, and of other things, as the engine calls it."""
+        return fn
 
     def held(self, leaves: Leaves[_T]) -> Leaves[_T]:
         """The leaves of a step that the state holds."""
@@ -132,10 +136,14 @@ class BankRunner(Runner):
         sets.engine.preparer.groups.set(names)
         return sets
 
-    def loss(self, loss_fn: LossFn | None) -> LossFn | None:
+    def loss(self, loss_fn: LossFn | None, called: str = "loss_fn") -> LossFn | None:
         """Another loss over (params, task_params, ...) as a loss over the joined parameters; the same for the same function."""
         before = 2 + self._first.engine.options.has_state
-        return None if loss_fn is None else positional_key(join_losses(positional_key(loss_fn, before + 1)), before)
+        return None if loss_fn is None else positional_key(join_losses(positional_key(loss_fn, before + 1, called)), before)
+
+    def joined(self, fn: Any) -> Any:
+        """A function of (params, task_params, ...) as one of the joined parameters."""
+        return join_losses(fn)
 
     def held(self, leaves: Leaves[_T]) -> Leaves[_T]:
         """The leaves of Theta."""

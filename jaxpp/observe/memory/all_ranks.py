@@ -10,6 +10,7 @@ import dataclasses
 import jax
 
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Purpose
 from jaxpp.observe.memory.liveness import Liveness, step_liveness, temporaries
 from jaxpp.runtime.bind import BoundLine, compile_lines
 from jaxpp.runtime.compile import Programs
@@ -18,16 +19,16 @@ from jaxpp.types import Batch, Device, Key
 __all__ = ["liveness_of_all"]
 
 
-def liveness_of_all(engine: Engine, batch: Batch, key: Key | None) -> Liveness:
+def liveness_of_all(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "update") -> Liveness:
     """What is alive during a step on the devices of all ranks, with the temporaries of the compiled programs.
 
     Where this process has fewer devices than a rank of another one, the temporaries of that rank are not known: their device is in
     ``Liveness.unknown``.
     """
-    _, lowered = engine.plan("update", batch, key)
+    _, lowered = engine.plan(purpose, batch, key)
     if lowered.bound.numbers is None:
         return step_liveness(engine, lowered, compiled=True)
-    own, whole = lowered.bound, engine.lower("update", batch, key)
+    own, whole = lowered.bound, engine.lower(purpose, batch, key)
     others, lines, unknown = Programs(), dict[int, BoundLine](), dict[Device, None]()
     for number, line in enumerate(whole.bound.lines):
         if line.program is not None and not line.place.is_here:

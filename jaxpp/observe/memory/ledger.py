@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpp.engine.engine import Engine
+from jaxpp.engine.engine import Engine, Purpose
 from jaxpp.engine.outcome import Lowered
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness
 from jaxpp.plan.builder import CALLER, Name
@@ -22,6 +22,7 @@ from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
+from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
@@ -80,9 +81,14 @@ class Ledger:
         """The sample of each device at its peak: most arrays and temporaries together."""
         return {sample.device: sample for sample in self.samples if sample.when not in ("begins", "ends")}
 
+    @property
+    def _noun(self) -> str:
+        actions = [line.action for line in self.liveness.lines if line.action is not None]
+        return "run" if actions and all(action.kind == Kind.F for action in actions) else "step"
+
     def _cells(self) -> list[list[str]]:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(sample.kinds[k] for sample in self.samples)]
-        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), "the step's", "temporaries", "other arrays"]]
+        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {self._noun}'s", "temporaries", "other arrays"]]
         for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
             rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
@@ -135,19 +141,21 @@ def _looked_at(device: Device) -> Device:
     return next(filter(is_here, devices_of(device)))
 
 
-def sample_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> tuple[Ledger, Leaves[Array]]:
-    """Run one step, which consumes the leaves of its state, and look at what is alive; it waits at each look.
+def sample_step(
+    engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, purpose: Purpose = "update"
+) -> tuple[Ledger, Leaves[Array]]:
+    """Run one step, which consumes the leaves of its state, or forwards, and look at what is alive; it waits at each look.
 
     Each of several processes looks at its own devices.
     """
-    plan, lowered = engine.plan("update", batch, key)
+    plan, lowered = engine.plan(purpose, batch, key)
     liveness = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
     state = dict(zip(lowered.inputs, leaves.flat(), strict=False))
-    kept = {name: leaf for name, leaf in state.items() if name.ref.role == Role.STATE}
+    kept = {name: leaf for name, leaf in state.items() if purpose == "forward" or name.ref.role == Role.STATE}
     sampler = _Sampler(plan, lowered, liveness, foreign, kept)
     sampler.look(0, state, liveness.devices)
-    outcome = engine.run("update", leaves, batch, key, observer=sampler)
+    outcome = engine.run(purpose, leaves, batch, key, observer=sampler)
     values = dict(zip(lowered.outputs, jax.tree.leaves(outcome), strict=True))
     sampler.look(len(liveness.lines) + 1, state | values, liveness.devices)
     stats = {device: found for device in liveness.devices if (found := _looked_at(device).memory_stats())}
@@ -170,7 +178,7 @@ class _Sampler:
         self._lines, self._liveness, self._foreign = liveness.lines, liveness, foreign
         self._peaks = {device: liveness.peak(device) for device in liveness.devices}
         self._moment = 0
-        self._always = [*lowered.bound.placed.items(), *kept.items()]  # the old model state is the caller's until the step ends
+        self._always = [*lowered.bound.placed.items(), *kept.items()]  # what no step consumes is the caller's until it ends
         self._holds = dict(zip(plan.inputs, map(lowered.bound.resolve, lowered.inputs), strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:

@@ -5,11 +5,12 @@ at any moment are a sum over values, which is known before the first step (``for
 alive (``ledger``).
 
 Moment 0 is the beginning of the step. At moment k + 1 line k has been handed over and nothing has been freed after it. The last
-moment is the end of the step. Devices run their programs in the order in which they are handed over, so these are also the moments
+moment is the end of the step. Residuals that wait in host memory are not on the device; what they take there is told apart
+(``hosted``). Devices run their programs in the order in which they are handed over, so these are also the moments
 of the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -31,10 +32,15 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
 from jaxpp.types import Device
 
-__all__ = ["MEMORY_KINDS", "Life", "Liveness", "memory_kind", "step_liveness", "temporaries"]
+__all__ = ["MEMORY_KINDS", "Life", "Liveness", "line_liveness", "memory_kind", "step_liveness", "temporaries"]
 
-MEMORY_KINDS = ("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "rest")
-"""What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over."""
+MEMORY_KINDS = (
+    *("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "carries", "outputs"),
+    "rest",
+)
+"""What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over.
+Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
+"""
 
 _KIND_OF = {
     Role.PARAM: "parameters",
@@ -44,12 +50,15 @@ _KIND_OF = {
     Role.LOSS_SCALE: "optimizer",
     Role.GRAD: "gradients",
     Role.RESIDUAL: "residuals",
+    Role.FETCHED: "residuals",
     Role.ACTIVATION: "in flight",
     Role.COTANGENT: "in flight",
     Role.BATCH: "batch",
     Role.KEY: "batch",
     Role.SCALE: "batch",
     Role.STATE: "model state",
+    Role.ROWS: "outputs",
+    Role.AUX: "outputs",
 }
 
 
@@ -86,6 +95,7 @@ class Liveness:
         temporaries: bytes that the compiled program of each line needs while it runs, besides its arguments and results; empty if
             the programs are not compiled.
         unknown: devices of other processes whose temporaries are not known, and count as 0.
+        hosted: residuals that wait in the host memory beside their device.
     """
 
     devices: tuple[Device, ...]
@@ -93,6 +103,7 @@ class Liveness:
     lives: tuple[Life, ...]
     temporaries: tuple[int, ...] = ()
     unknown: tuple[Device, ...] = ()
+    hosted: tuple[Life, ...] = ()
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -129,6 +140,14 @@ class Liveness:
         held = self.levels[device].sum(axis=1)
         return held + [self.temporary(device, moment) for moment in range(len(held))]
 
+    def most_hosted(self, device: Device) -> int:
+        """The most bytes of residuals that wait at once in host memory beside a device."""
+        changes = np.zeros(len(self.lines) + 3, np.int64)
+        for life in self.hosted:
+            changes[life.begins] += life.num_bytes * (life.device == device)
+            changes[life.ends + 1] -= life.num_bytes * (life.device == device)
+        return int(np.cumsum(changes).max())
+
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
         return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
@@ -143,13 +162,31 @@ def step_liveness(
     devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are counted if the
     programs are ``compiled``.
     """
-    bound = lowered.bound
-    first, last = _forwards(bound), bound.last_uses
-    end = len(bound.lines) + 1
     sizes = _given(engine, lowered)
+    return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
+
+
+def line_liveness(
+    bound: Bound,
+    given: Mapping[Name, int],
+    outputs: Sequence[Name],
+    homes: Mapping[Name, Device] | None = None,
+    programs: Programs | None = None,
+) -> Liveness:
+    """What is alive while lines run.
+
+    Args:
+        bound: the lines.
+        given: bytes of each argument.
+        outputs: the results, which are alive at the end.
+        homes: as for ``step_liveness``.
+        programs: the compiled programs, if their temporaries are to be counted.
+    """
+    first, last = _forwards(bound), bound.last_uses
+    end, sizes = len(bound.lines) + 1, dict(given)
     places = bound.placement.places
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
-    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, lowered.outputs)], end)
+    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, outputs)], end)
     taken: set[Name] = set()
     for number, line in enumerate(bound.lines):
         gone = line.taken - set(line.outputs)
@@ -163,19 +200,23 @@ def step_liveness(
             (source,) = line.inputs
             there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
             results = [0 if there == line.device else sizes[source]]
-        else:  # the means over groups of replicas, each as large as its input
+        else:  # copies to host memory and back, and means over groups of replicas: each as large as its input
             results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
         for name, size in zip(line.outputs, results, strict=True):
             sizes[name] = size
             begins.setdefault(name, number + 1)
     lives: list[Life] = []
+    hosted: list[Life] = []
     for name, begin in begins.items():
         until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
         life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in taken)
+        if name.ref.role == Role.OFFLOADED:
+            hosted.append(life)
+            continue
         lives += _split(life, first.get((name.stage, name.microbatch), end), bound.lines[min(last.get(name, 0), end - 2)])
-    devices = tuple(dict.fromkeys(place.shown for place in engine.placement.by_rank if _is_told(bound, place)))
-    extra = temporaries(bound, engine.programs) if compiled else ()
-    return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra)
+    devices = tuple(dict.fromkeys(place.shown for place in bound.placement.by_rank if _is_told(bound, place)))
+    extra = () if programs is None else temporaries(bound, programs)
+    return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra, hosted=tuple(hosted))
 
 
 def _is_told(bound: Bound, place: Place) -> bool:
@@ -224,12 +265,15 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
 
 def _given(engine: Engine, lowered: Lowered) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
-    job = lowered.step
+    job, placed = lowered.step, engine.placed
     key = [] if job.key is None else [job.key]
-    avals = [*engine.placed.shapes.flat(), *job.batch, *key]
-    places = [None if name.stage == CALLER else engine.placement[name.stage] for name in lowered.inputs]
-    triples = zip(lowered.inputs, avals, places, strict=True)
-    return {name: count_bytes(aval) if place is None else place.num_bytes(name.ref, aval) for name, aval, place in triples}
+    avals = dict(zip(placed.names.flat(), placed.shapes.flat(), strict=True))
+    avals |= zip((name for name in lowered.inputs if name.stage == CALLER), [*job.batch, *key], strict=True)
+    places = {name: None if name.stage == CALLER else engine.placement[name.stage] for name in lowered.inputs}
+    return {
+        name: count_bytes(avals[name]) if place is None else place.num_bytes(name.ref, avals[name])
+        for name, place in places.items()
+    }
 
 
 def _constants(bound: Bound) -> list[Life]:
@@ -251,8 +295,8 @@ def _forwards(bound: Bound) -> dict[tuple[int, int], int]:
 
 
 def _split(life: Life, forward: int, reader: BoundLine) -> list[Life]:
-    """An activation that a stage's backward reads again is a residual from its forward on."""
-    if life.name.ref.role != Role.ACTIVATION or reader.program is None or life.ends <= forward:
+    """An activation that a stage's backward reads again is a residual from its forward on, be it only until it is copied away."""
+    if life.name.ref.role != Role.ACTIVATION or reader.is_send or life.ends <= forward:
         return [life]
     before = [life._replace(ends=forward - 1)] if life.begins < forward else []
     return [*before, life._replace(kind="residuals", begins=max(life.begins, forward))]

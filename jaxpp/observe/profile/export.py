@@ -10,7 +10,7 @@ from jaxpp.observe.profile.spans import Span
 
 __all__ = ["to_html", "to_json", "to_perfetto"]
 
-_COMPUTE, _ARRIVALS, _HOST = 0, 1, 2
+_COMPUTE, _ARRIVALS, _HOST, _COPIES = 0, 1, 2, 3
 _NUMBERS = (
     "seconds step_seconds bubble_fraction simulated_seconds simulated_bubble_fraction trace_cost beside clock missing "
     "host_seconds latencies num_processes clock_error"
@@ -30,6 +30,8 @@ summary { cursor: pointer }
 def to_perfetto(profile: Profile) -> str:
     """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; each host has one too.
 
+    Where residuals wait in host memory, a rank has a lane for their copies.
+
     Args:
         profile: of a step.
 
@@ -41,13 +43,15 @@ def to_perfetto(profile: Profile) -> str:
     for rank in range(ranks):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         events += [_name("thread_name", rank, lane, text) for lane, text in ((_COMPUTE, "computes"), (_ARRIVALS, "receives"))]
+        if any(span.copies and span.rank == rank for span in profile.spans):
+            events.append(_name("thread_name", rank, _COPIES, "copies to host memory and back"))
     for process in sorted({span.process for span in profile.spans}):
         called = f"host of process {process}" if profile.num_processes > 1 else "host"
         events += [_name("process_name", ranks + process, 0, called), _name("thread_name", ranks + process, _HOST, "hands over")]
     for span in profile.spans:
         kind = "rest" if span.action is None else str(span.action.kind)
-        lane = _ARRIVALS if span.sends else _COMPUTE
-        events.append(_slice(span.label, "send" if span.sends else kind, span.rank, lane, span.start, span.end))
+        lane, kind = (_ARRIVALS, "send") if span.sends else (_COPIES, "copy") if span.copies else (_COMPUTE, kind)
+        events.append(_slice(span.label, kind, span.rank, lane, span.start, span.end))
         events.append(_slice(span.label, "host", ranks + span.process, _HOST, span.begun, span.handed))
     for rank, curve in enumerate(profile.memory):
         for time, level in zip(curve.times, curve.levels, strict=True):
@@ -73,6 +77,7 @@ def to_json(profile: Profile) -> str:
                 {"busy": busy, "idle": idle, "causes": causes._asdict()}
                 for busy, idle, causes in zip(profile.busy, profile.idle, profile.causes, strict=True)
             ],
+            **({"passes": [each._asdict() for each in profile.passes]} if profile.passes else {}),
             "spans": _spans(profile.spans),
             "isolated": _spans(profile.isolated),
             "memory": [

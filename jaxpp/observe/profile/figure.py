@@ -15,18 +15,23 @@ from collections.abc import Iterator, Sequence
 
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.memory_curves import Curve
+from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.draw.colours import INK
 from jaxpp.schedule.draw.key import ANY, LINE, Entry, bar_key, draw_key, key_lines
 from jaxpp.schedule.draw.labels import Labels, choose_labels
 from jaxpp.schedule.draw.page import LEFT, Part, frame_of, page
 from jaxpp.schedule.draw.panel import BAR, Figure, Panel
+from jaxpp.schedule.draw.ring_timeline import draw_ring, ring_key, turns_of
 from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, draw_timeline, extents, scaled, timeline_room
 from jaxpp.stages.stage_table import bytes_in_words
 
 __all__ = ["COLOURS", "profile_figure"]
 
-COLOURS = ("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#E4E4E4")
+COLOURS = (
+    *("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#4D4D4D", "#008A65"),
+    "#E4E4E4",
+)
 _GAP = 0.04  # inches between the memory and its key
 _ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
 _MEMORY = "memory of arrays"  # the temporaries of programs are not in it
@@ -54,14 +59,16 @@ def profile_figure(
     frame = frame_of(heading, _key(timelines, stage_to_rank, ANY), max(across) / usual, _MARGIN, left, width)
     parts = [timeline_room(stage_to_rank, end, TITLE) for end in across]
     scales = [72 * frame.width / end for end in across]
-    labels = choose_labels(zip([line.bars for line in timelines], scales, strict=True), BAR * parts[0].points)
+    numbered = [turns_of(line) if line.num_groups else line.bars for line in timelines]
+    labels = choose_labels(zip(numbered, scales, strict=True), BAR * parts[0].points)
     if memory:
         row = max([_ROW] + [_LINE * (name.count("\n") + 2) for name in names])
         above = TITLE + _GAP + LINE * key_lines(kinds, frame.width)
         parts.append(Part(len(memory), row * len(memory), above, across[0]))
     panels = page(frame, heading, _key(timelines, stage_to_rank, labels), parts, "ms")
     for panel, line, written in zip(panels, timelines, labels, strict=False):
-        draw_timeline(panel, line._replace(title=scaled(line.title, panel.across, across[0])), stage_to_rank, written)
+        draw = draw_ring if line.num_groups else draw_timeline
+        draw(panel, line._replace(title=scaled(line.title, panel.across, across[0])), stage_to_rank, written)
         middle = max(stage_to_rank) / 2 + 0.5
         panel.axes.text(line.end + 5 / panel.points[0], middle, _milli(float(line.end)), size=8, va="center", color=INK)
     for panel in panels[len(timelines) :]:
@@ -71,8 +78,12 @@ def profile_figure(
 
 def _key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int], labels: Sequence[Labels]) -> list[Entry]:
     """The key of the timelines."""
-    more: list[Entry] = [("begin, sums, update", REST, 0)] * any(line.rest for line in timelines)
+    forwards = all(bar.action.kind == Kind.F for line in timelines for bar in line.bars)
+    rest = "begin, outputs" if forwards else "begin, sums, update"
+    more: list[Entry] = [(rest, REST, 0)] * any(line.rest for line in timelines)
     more += [("arrives", SENT, 0)] * any(line.sends for line in timelines)
+    if timelines[0].num_groups:
+        return ring_key(timelines[0], numbered=any(written.kinds for written in labels), more=more)
     return bar_key([bar for line in timelines for bar in line.bars], stage_to_rank, labels, more=more)
 
 

@@ -58,4 +58,6 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
     median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
     spans = steps[median], isolated_spans(plan, alone, schedule)
     ledger = Ledger(step_liveness(engine, lowered), (), {})
-    return Profile(schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger)
+    return Profile(
+        schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded
+    )

@@ -25,6 +25,7 @@ from jaxpp.runtime.place import Place, devices_of
 from jaxpp.runtime.processes.clocks import Alignment
 from jaxpp.runtime.processes.exchange import texts_of_all
 from jaxpp.runtime.processes.here import processes_of
+from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Device, Key
 
 __all__ = ["Company", "Seen", "SeenStep"]
@@ -159,7 +160,7 @@ class Company:
         said = {
             "lives": [
                 [known[life.name], places[life.device], *life[2:4], *_stretched(life, moments, end), life.donated]
-                for life in mine.liveness.lives
+                for life in (*mine.liveness.lives, *mine.liveness.hosted)
                 if life.device in told
             ],
             "temporaries": mine.liveness.temporaries,
@@ -180,7 +181,9 @@ class Company:
             stats |= {devices[device]: found for device, found in each["stats"]}
             for number, k in self._places[process].items():
                 extra[number] = max(extra[number], each["temporaries"][k])
-        liveness = Liveness(devices, self._bound.lines, tuple(lives), tuple(extra))
+        hosted = tuple(life for life in lives if life.name.ref.role == Role.OFFLOADED)
+        lives = [life for life in lives if life.name.ref.role != Role.OFFLOADED]
+        liveness = Liveness(devices, self._bound.lines, tuple(lives), tuple(extra), hosted=hosted)
         return Ledger(liveness, tuple(samples), stats)
 
 
@@ -196,7 +199,7 @@ def _plan_of(bound: Bound) -> Plan:
     for line in bound.lines:
         reads, writes = (tuple(slots.setdefault(name, len(slots)) for name in names) for names in (line.inputs, line.outputs))
         call, name = (_elsewhere, "") if line.program is None else (line.program.function, line.program.name)
-        about = About(line.device, line.stage, line.action, line.is_send, name, -1)
+        about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies)
         lines.append(Instruction(line.label, call, reads, writes, (), about))
     return Plan(tuple(lines), len(slots), (), (), (), len(lines))
 

@@ -1,10 +1,10 @@
 """What really ran, when, and why the ranks idled.
 
-``record`` runs steps under JAX's profiler; a ``Profile`` describes the step of median length. It has two timelines. One is the
-trace: the start and end of every program on its device, the transfers between programs, and how long they waited for each other
-and for the host. The other is isolated: every program takes as long as it takes alone, on the virtual clock. Where devices share
-cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline shows what the pipeline
-would do on devices of its own.
+``record`` runs steps, or forwards, under JAX's profiler; a ``Profile`` describes the run of median length. It has two timelines.
+One is the trace: the start and end of every program on its device, the transfers between programs, and how long they waited for
+each other and for the host. The other is isolated: every program takes as long as it takes alone, on the virtual clock. Where
+devices share cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline shows what
+the pipeline would do on devices of its own.
 
 All numbers describe one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. ``ledger`` tells of memory.
 """
@@ -14,54 +14,41 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jaxpp.observe.memory.ledger import Ledger
+from jaxpp.observe.profile.causes import Causes, ForwardCauses, RingCauses
 from jaxpp.observe.profile.figure import profile_figure
+from jaxpp.observe.profile.joined import RingPass
 from jaxpp.observe.profile.memory_curves import Curve, curves
 from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Bar, Timing, bars, replay
+from jaxpp.schedule.clock import Awaited, Bar, Timing, bars, replay
 from jaxpp.schedule.draw.panel import Figure
 from jaxpp.schedule.draw.pebbles import pebble_pair
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Timeline
 from jaxpp.schedule.idle import bubble_fraction, idle_causes
+from jaxpp.schedule.offload import Offloaded
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Device
 
-__all__ = ["Causes", "Clock", "Profile"]
+__all__ = ["Clock", "Profile"]
 
 Clock = Literal["trace", "isolated"]
 """Which times the numbers are of."""
 
 
-class Causes(NamedTuple):
-    """Where a rank's idle time comes from, in seconds; the parts sum to it.
-
-    Attributes:
-        fill_drain: what the schedule costs even with equal stages.
-        imbalance: what stages that differ add.
-        transfer: what transfers add that nothing hides.
-        dispatch: what waiting for the host adds.
-        optimizer: the rest of the step: splitting the batch before, summing tied gradients and the optimizer after.
-    """
-
-    fill_drain: float
-    imbalance: float
-    transfer: float
-    dispatch: float
-    optimizer: float
-
-
 @dataclass(frozen=True)
 class Profile(Drawn):
-    """One step as it ran. ``print`` it for a summary; in a notebook it draws itself.
+    """One step as it ran; or forwards: of a batch, of a stream of batches, of the passes of a generation.
+
+    ``print`` it for a summary; in a notebook it draws itself.
 
     Attributes:
-        schedule: the order that was asked for.
+        schedule: the order that was asked for; of forwards, in which they ran.
         devices: of each rank.
         spans: every instruction as it was traced, in the order the host handed them over.
         isolated: every instruction on devices of their own, as long as it takes alone.
@@ -72,6 +59,8 @@ class Profile(Drawn):
         missing: what the trace of this backend lacks, so that the results were asked for instead and starts are inferred; or empty.
         num_processes: how many processes ran the step and tell of it.
         clock_error: seconds by which times of different processes may be wrong beside each other.
+        passes: of a generation, what each pass was; their numbers stand in the actions in place of microbatches.
+        offloaded: the residuals that waited in host memory, if residuals did.
     """
 
     schedule: Schedule
@@ -85,6 +74,23 @@ class Profile(Drawn):
     missing: str = ""
     num_processes: int = 1
     clock_error: float = 0.0
+    passes: tuple[RingPass, ...] = ()
+    offloaded: tuple[Offloaded, ...] = ()
+
+    @property
+    def num_groups(self) -> int | None:
+        """How many groups of sequences a generation had in flight; None for what is none."""
+        return 1 + max(each.group for each in self.passes) if self.passes else None
+
+    @property
+    def awaited(self) -> Awaited:
+        """For the passes of a generation that take a token, the pass that made it."""
+        return {k: each.awaits for k, each in enumerate(self.passes) if each.awaits >= 0} if self.passes else None
+
+    @property
+    def noun(self) -> str:
+        """What was run."""
+        return "run" if self.schedule.forward_only else "step"
 
     @property
     def shown(self) -> tuple[Span, ...]:
@@ -100,6 +106,11 @@ class Profile(Drawn):
     def transfers(self) -> tuple[Span, ...]:
         """What went from rank to rank for an action."""
         return tuple(span for span in self.shown if span.sends and span.action is not None)
+
+    @cached_property
+    def copies(self) -> tuple[Span, ...]:
+        """The copies of residuals to host memory, and back."""
+        return tuple(span for span in self.shown if span.copies)
 
     @cached_property
     def seconds(self) -> float:
@@ -131,7 +142,7 @@ class Profile(Drawn):
         """How many programs began in the trace before one had ended that their rank was given earlier: they ran side by side."""
         ends, found = [0.0] * self.schedule.num_ranks, 0
         for span in self.spans:
-            if not span.sends:
+            if not span.sends and not span.copies:
                 found += span.start < ends[span.rank]
                 ends[span.rank] = max(ends[span.rank], span.end)
         return found
@@ -158,9 +169,20 @@ class Profile(Drawn):
         for span in self.transfers:
             if span.action is not None:
                 found[span.action.stage - (span.action.kind != Kind.F)].append(span.end - span.start)
-        hops = tuple(statistics.median(times) if times else 0.0 for times in found[:-1])
+        hops = tuple(statistics.median(times) if times else 0.0 for times in (found if self.passes else found[:-1]))
         handed = {action: self.actions[action].begun if action in self.actions else 0.0 for action in self.schedule.order}
-        return Timing(durations, hops, handed)
+        away = {span.action for span in self.copies}
+        offloaded = tuple(each for each in self.offloaded if each.forward in away)
+        return Timing(durations, hops, handed, offloaded=offloaded, copies=self.copy_seconds)
+
+    @cached_property
+    def copy_seconds(self) -> tuple[float, ...]:
+        """How long the residuals of each stage and one microbatch take to host memory, or back: the median."""
+        found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
+        for span in self.copies:
+            if span.action is not None:
+                found[span.action.stage].append(span.end - span.start)
+        return tuple(statistics.median(times) if times else 0.0 for times in found)
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
@@ -171,7 +193,7 @@ class Profile(Drawn):
     def simulated(self) -> tuple[Bar, ...]:
         """The actions on the virtual clock, with these durations of actions and transfers, in seconds; nothing else of a step."""
         schedule, timing = self.schedule, self.measured._replace(dispatched=None)
-        return tuple(bars(schedule.rows, replay(schedule.rows, schedule.stage_to_rank, timing)))
+        return tuple(bars(schedule.rows, replay(schedule.rows, schedule.stage_to_rank, timing, self.awaited)))
 
     @property
     def simulated_seconds(self) -> float:
@@ -186,14 +208,22 @@ class Profile(Drawn):
         return bubble_fraction(busy, self.simulated_seconds)
 
     @cached_property
-    def causes(self) -> tuple[Causes, ...]:
+    def causes(self) -> tuple[Causes | ForwardCauses | RingCauses, ...]:
         """Where each rank's idle time comes from."""
-        durations, busy = self.measured.durations, self.busy
-        mean = {kind: _mean([float(time) for action, time in durations.items() if action.kind == kind]) for kind in Kind}
-        equal = {action: mean[action.kind] for action in durations}
-        found = idle_causes(self.schedule.rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds)
+        durations, busy, rows = self.measured.durations, self.busy, self.schedule.rows
+
+        def alike(action: Action) -> tuple[Kind, int]:
+            """What takes the same time if stages are equal; batches may differ in size, and so do passes."""
+            return action.kind, action.microbatch * self.schedule.forward_only
+
+        times: dict[tuple[Kind, int], list[float]] = {}
+        for action, time in durations.items():
+            times.setdefault(alike(action), []).append(float(time))
+        equal = {action: _mean(times[alike(action)]) for action in durations}
+        found = idle_causes(rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds, self.awaited)
         rests = (self.seconds - time - sum(idle) for idle, time in zip(found, busy, strict=True))
-        return tuple(Causes._make(map(float, (*idle, rest))) for idle, rest in zip(found, rests, strict=True))
+        made = RingCauses if self.passes else ForwardCauses if self.schedule.forward_only else Causes
+        return tuple(made._make(map(float, (*idle, rest))) for idle, rest in zip(found, rests, strict=True))
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
@@ -203,7 +233,11 @@ class Profile(Drawn):
     @property
     def heading(self) -> str:
         """One line that says what this is."""
-        return f"{self.schedule.heading}; {self.titles[self.clock]}: {_milli(self.seconds)} ms, bubble {self.bubble_fraction:.1%}"
+        what, schedule = self.schedule.heading, self.schedule
+        if self.passes:
+            counts = f"{self.num_groups} group{'s' * (self.num_groups != 1)}, {len(self.passes)} passes"
+            what = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, {counts}"
+        return f"{what}; {self.titles[self.clock]}: {_milli(self.seconds)} ms, bubble {self.bubble_fraction:.1%}"
 
     @property
     def titles(self) -> Mapping[Clock, str]:
@@ -213,13 +247,15 @@ class Profile(Drawn):
 
     def drawing(self) -> Drawing:
         """The actions of the timeline that the numbers are of, in milliseconds."""
-        return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, _in_milliseconds(self.bars))
+        bars = self._by_group(_in_milliseconds(self.bars))
+        return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, bars, self.num_groups)
 
     def figure(self, width: float | None = None) -> Figure:
         """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
-        The timelines have one scale of time. If one is far shorter than the other, each
-        has a scale of its own, and a title says so.
+        The timelines have one scale of time. If one is far shorter than the other, each has a scale of its own, and a title says
+        so. A generation has a colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, and
+        on the first rank they are tokens too.
 
         Args:
             width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
@@ -245,13 +281,28 @@ class Profile(Drawn):
         found = []
         for title, spans in zip(self.titles.values(), (self.spans, self.isolated), strict=True):
             parts = [s for s in spans if s.action is None and not s.sends], [s for s in spans if s.sends]
-            others = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
-            found.append(Timeline(title, _in_milliseconds(_bars(spans)), *others))
+            rest, sends = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
+            bars = self._by_group(_in_milliseconds(_bars(spans)))
+            found.append(Timeline(title, bars, rest, sends, self.num_groups, self._prompts))
         return found
+
+    def _by_group(self, bars: Sequence[Bar]) -> tuple[Bar, ...]:
+        """The bars with the numbers that a ring's drawing knows groups and turns by."""
+        if not self.passes:
+            return tuple(bars)
+        return tuple(bar._replace(action=bar.action._replace(microbatch=self._numbers[bar.action.microbatch])) for bar in bars)
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(each.turn * (self.num_groups or 1) + each.group for each in self.passes)
+
+    @cached_property
+    def _prompts(self) -> frozenset[int]:
+        return frozenset(number for number, each in zip(self._numbers, self.passes, strict=True) if each.is_prompt)
 
     def causes_table(self) -> list[list[str]]:
         """Busy and idle time of each rank and the causes of it, as text, in milliseconds; the first row says what is what."""
-        rows = [["rank", "busy", "idle", "fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]]
+        rows = [["rank", "busy", "idle", *(name.replace("_", ", ") for name in self.causes[0]._fields)]]
         for rank, (busy, idle, parts) in enumerate(zip(self.busy, self.idle, self.causes, strict=True)):
             rows.append([str(rank), *map(_milli, (busy, idle, *parts))])
         return rows
@@ -272,18 +323,32 @@ class Profile(Drawn):
             f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, "
             f"bubble {self.simulated_bubble_fraction:.1%}",
             f"{other.titles[other.clock]}: {_milli(other.seconds)} ms, bubble {other.bubble_fraction:.1%}",
-            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a step that is traced takes "
+            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a {self.noun} that is traced takes "
             f"{self.trace_cost:.2f} of one that is not",
-            f"microbatches were on their way for {_milli(sum(self.latencies))} ms together, in a step of {_milli(self.seconds)} ms",
+            f"{'passes' if self.passes else 'microbatches'} were on their way for {_milli(sum(self.latencies))} ms together, in a "
+            f"{self.noun} of {_milli(self.seconds)} ms",
         ]
+        if self.passes:
+            made, chunks = sum(each.num_made for each in self.passes), sum(each.is_prompt for each in self.passes)
+            rate = f"{made / self.seconds:,.0f} tokens a second"
+            lines.append(f"{made} tokens were made, {rate}; {chunks} of the {len(self.passes)} passes took in prompts")
         if self.num_processes > 1:
             what = f"{self.num_processes} processes, whose clocks are aligned to within {1e6 * self.clock_error:.0f} us"
             half = "half of the quickest way there and back"
             lines.append(f"{what} ({half}): when something happened in two of them can be compared no better")
+        if self.copies:
+            what = f"{len(self.copies)} copies of residuals to host memory or back"
+            took = f"at least one was under way for {_milli(covered(self.copies))} ms"
+            lines.append(f"{what}; {took}; waiting for them counts as waiting for transfers")
         slow = []
+        for stage, copy in enumerate(self.copy_seconds):
+            hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (stage, Kind.F)])
+            takes = f"{_milli(copy)} ms, longer than a forward that could hide it ({_milli(hidden)} ms)"
+            slow += [f"warning: to copy the residuals of stage {stage} to host memory or back takes {takes}"] * (copy > hidden)
         for boundary, hop in enumerate(map(float, self.measured.hops)):
-            hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (boundary + 1, Kind.F)])
-            where = f"boundary {boundary} (between stages {boundary} and {boundary + 1})"
+            after = (boundary + 1) % self.schedule.num_stages
+            hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (after, Kind.F)])
+            where = f"boundary {boundary} (between stages {boundary} and {after})"
             takes = f"{_milli(hop)} ms, longer than the forward that could hide it ({_milli(hidden)} ms)"
             slow += [f"warning: a transfer over {where} takes {takes}"] * (hop > hidden)
         if slow:
@@ -293,20 +358,20 @@ class Profile(Drawn):
         return lines + slow
 
     def __str__(self) -> str:
-        return "\n".join(
-            [self.overview(), "", *table_lines(self.causes_table()), "", *fold_lines(self.remarks()), "", str(self.ledger)]
-        )
+        memory = ["", str(self.ledger)] if self.ledger.samples or not self.schedule.forward_only else []
+        return "\n".join([self.overview(), "", *table_lines(self.causes_table()), "", *fold_lines(self.remarks()), *memory])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         tables = f"{html_table(self.causes_table())}{html_remarks(self.remarks())}"
         picture = self._picture_html() or html_remarks([self.heading])
-        return f"{picture}{tables}<details><summary>memory</summary>{self.ledger._repr_html_()}</details>"
+        memory = f"<details><summary>memory</summary>{self.ledger._repr_html_()}</details>"
+        return f"{picture}{tables}{memory if self.ledger.samples or not self.schedule.forward_only else ''}"
 
 
 def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
-    return {span.action: span for span in spans if span.action is not None and not span.sends}
+    return {span.action: span for span in spans if span.action is not None and not span.sends and not span.copies}
 
 
 def _bars(spans: Sequence[Span]) -> tuple[Bar, ...]:

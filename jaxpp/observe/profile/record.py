@@ -1,4 +1,4 @@
-"""Running steps under JAX's profiler, and making a ``Profile`` of what the trace says.
+"""Running steps, or forwards, under JAX's profiler, and making a ``Profile`` of what the trace says.
 
 First some steps run as they are. The trace says when each program ran, and the host's stamps when each instruction was handed over.
 Then some steps run in which the host waits for each instruction before it hands over the next. There every program runs alone, and
@@ -16,9 +16,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.spans import (
@@ -32,20 +30,20 @@ from jaxpp.observe.profile.spans import (
 )
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
 from jaxpp.observe.profile.watch import Watch
-from jaxpp.plan.leaves import Leaves
+from jaxpp.observe.profile.work import Steps, Work
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.processes.clocks import align_clocks
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.validate import is_count
-from jaxpp.types import Array, Batch, Key, Leaf
+from jaxpp.types import Leaf
 
-__all__ = ["record"]
+__all__ = ["Stamps", "check_profile", "record"]
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
 _ALONE = 3  # steps in which each program runs alone
 
 
-class _Stamps:
+class Stamps:
     """Observes when the host hands each instruction of a step over; waits for each result if instructions are to run alone."""
 
     def __init__(self, *, waits: bool):
@@ -67,69 +65,61 @@ class _Stamps:
         self._went_on = time.perf_counter()
 
 
-class _Steps:
-    """Runs one step after the other on a state of its own."""
-
-    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None):
-        self.engine, self.batch, self.key = engine, batch, key
-        self.leaves = engine.copy(leaves)
-
-    def run(self, observer: _Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
-        """Run a step to its end; returns it, with the stamps of the observer, and between when and when its annotation begins."""
-        begun = time.perf_counter()
-        with jax.profiler.TraceAnnotation(STEP):
-            entered = time.perf_counter()
-            if isinstance(observer, _Stamps):
-                observer.begin()
-            outcome = self.engine.run("update", self.leaves, self.batch, self.key, observer=observer, watched=watched)
-            self.leaves = outcome.state
-            if isinstance(observer, Watch):
-                observer.stamps()  # it looks while the results arrive, not when all are there
-            jax.block_until_ready(outcome)  # the norm of the gradients too, or its program would run in the next step
-        stamps = observer.stamps if isinstance(observer, _Stamps) else () if observer is None else observer.stamps()
-        return SeenStep(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
+def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
+    """Run the work to its end; returns the run, with the observer's stamps, and between when and when its annotation begins."""
+    begun = time.perf_counter()
+    with jax.profiler.TraceAnnotation(STEP):
+        entered = time.perf_counter()
+        if isinstance(observer, Stamps):
+            observer.begin()
+        results = work.run(observer, watched=watched)
+        if isinstance(observer, Watch):
+            observer.stamps()  # it looks while the results arrive, not when all are there
+        jax.block_until_ready(results)
+    stamps = observer.stamps if isinstance(observer, Stamps) else () if observer is None else observer.stamps()
+    return SeenStep(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
 
 
-def check_profile(num_steps: int, clock: str | None) -> None:
+def check_profile(clock: str | None, where: str = "pipe.profile", **counts: int) -> None:
     """Refuse what cannot be profiled.
 
     Raises:
-        ArgumentError: fewer than one step, or an unknown clock.
+        ArgumentError: a count below 1, or an unknown clock.
     """
-    if not is_count(num_steps, least=1):
-        raise ArgumentError("pipe.profile", "num_steps is a whole number of at least 1", f"num_steps={num_steps!r}", "pass 3")
+    for name, count in counts.items():
+        if not is_count(count, least=1):
+            raise ArgumentError(where, f"{name} is a whole number of at least 1", f"{name}={count!r}", "pass 3")
     if clock not in (None, "trace", "isolated"):
         rule = 'the times are those of the trace ("trace"), or of each program alone ("isolated")'
-        raise ArgumentError("pipe.profile", rule, f"clock={clock!r}", 'pass clock="trace", or leave it out')
+        raise ArgumentError(where, rule, f"clock={clock!r}", 'pass clock="trace", or leave it out')
 
 
-def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_steps: int, clock: Clock | None) -> Profile:
-    """Run steps under the profiler, then one step whose memory is looked at; the profile is of the traced step of median length.
+def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
+    """Run the work under the profiler, then look at memory; the profile is of the traced run of median length.
 
-    The leaves of the state are copied, and stay as they are. The numbers are those of the isolated clock where devices share what
-    they compute with, unless a clock is given. Several processes tell each other what they saw, and all return the same profile.
+    The numbers are those of the isolated clock where devices share what they compute with, unless a clock is given. Several
+    processes tell each other what they saw of a training step, and all return the same profile.
 
     Raises:
         ArgumentError: somebody else is taking a trace.
     """
-    plan, _ = engine.plan("update", batch, key)
-    schedule, steps = engine.options.schedule, _Steps(engine, leaves, batch, key)
+    engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
-        steps.run()
+        _run(work)
     processes = processes_of(engine.options.devices)
-    company = Company(engine, batch, key, align_clocks()) if len(processes) > 1 else None
-    seen = _seen(plan, steps, num_steps)
+    company = _company(work) if len(processes) > 1 else None
+    seen = _seen(plan, work, num_steps)
     if company is not None:
         plan, seen = company.plan, company.seen(seen)
     plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
     alone = durations_of(plan, [step.seconds for step in apart])
     if seen.missing:
-        together, found = _watched(steps, num_steps, company, plan)
+        together, found = _watched(work, num_steps, company, plan, seen.missing)
     else:
         found = [traced_spans(plan, _from_zero(step), step.stamps, alone, schedule) for step in together]
     lengths = [step.ended - step.begun for step in together]
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
-    ledger, _ = sample_step(engine, steps.leaves, batch, key)
+    ledger = work.ledger()
     ledger = ledger if company is None else company.ledger(ledger)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], isolated_spans(plan, alone, schedule)
@@ -137,16 +127,25 @@ def record(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None,
     shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     clock = clock or ("isolated" if shared else "trace")
     error = 0.0 if company is None else seen.error
-    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, seen.missing, len(processes), error)
+    made = {"missing": seen.missing, "num_processes": len(processes), "clock_error": error, "passes": tuple(work.passes)}
+    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, offloaded=engine.options.offloaded, **made)
 
 
-def _seen(plan: Plan, steps: _Steps, num_steps: int) -> Seen:
-    """Run steps as they are, as many under the profiler, and some in which each program runs alone."""
-    plain = [steps.run()[0] for _ in range(num_steps)]
-    observers = [_Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
+def _company(work: Work) -> Company:
+    """The processes that run a training step together."""
+    if not isinstance(work, Steps):
+        rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
+        raise ArgumentError("profile", rule, "devices of several processes", fix)
+    return Company(work.engine, work.batch, work.key, align_clocks())
+
+
+def _seen(plan: Plan, work: Work, num_steps: int) -> Seen:
+    """Run the work as it is, as often under the profiler, and a few times so that each program runs alone."""
+    plain = [_run(work)[0] for _ in range(num_steps)]
+    observers = [Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
     with tempfile.TemporaryDirectory() as folder:
         with _session(folder):
-            found = [steps.run(stamps) for stamps in observers]
+            found = [_run(work, stamps) for stamps in observers]
         try:
             read = read_runs(Path(folder))
             runs, missing = matched(plan, read, len(found)), ""
@@ -191,12 +190,16 @@ def _session(folder: str) -> Iterator[None]:
         jax.profiler.stop_trace()
 
 
-def _watched(steps: _Steps, num_steps: int, company: Company | None, plan: Plan) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
-    """Steps whose results are polled, and their spans."""
-    engine = steps.engine
-    watched, _ = engine.plan("update", steps.batch, steps.key, watched=True)
-    found = [steps.run(Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
+def _watched(
+    work: Work, num_steps: int, company: Company | None, plan: Plan, missing: str
+) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
+    """Runs whose results are polled, and their spans."""
+    watched = work.watched_plan()
+    if watched is None:
+        rule, fix = "the profile of a generation is read from the trace of JAX's profiler", "profile pipe.apply in its place"
+        raise ArgumentError("generation.profile", rule, f"a trace that lacks what is needed: {missing}", fix)
+    found = [_run(work, Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
     seen = Seen(tuple(found), "", 0.0)
     seen = seen if company is None else company.seen(seen)
     found = [step._replace(begun=beginning(step.stamps), ended=max(stamp.done for stamp in step.stamps)) for step in seen.steps]
-    return found, [watched_spans(plan, step.stamps, engine.options.schedule) for step in found]
+    return found, [watched_spans(plan, step.stamps, work.schedule) for step in found]

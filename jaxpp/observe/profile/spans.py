@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 from jaxpp.observe.profile.trace import Run
+from jaxpp.plan.builder import MemoryCopy
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.base import Schedule
@@ -24,7 +25,7 @@ class Span(NamedTuple):
 
     Attributes:
         label: ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
-        action: the action that it runs, or whose result it sends; None for the rest of a step.
+        action: the action that it runs, or whose result it sends or copies; None for the rest of a step.
         rank: where it ran, or arrived.
         sends: whether it is a transfer.
         start: its beginning.
@@ -32,6 +33,7 @@ class Span(NamedTuple):
         begun: when the host began to hand it over.
         handed: when the host went on.
         process: the number of the process whose host that is.
+        copies: whether it copies residuals to host memory, or back.
     """
 
     label: str
@@ -43,6 +45,7 @@ class Span(NamedTuple):
     begun: float
     handed: float
     process: int = 0
+    copies: bool = False
 
 
 class Stamp(NamedTuple):
@@ -84,14 +87,24 @@ def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
-    """The instructions of a step on devices of their own, each with the seconds that it takes alone."""
+    """The instructions of a step on devices of their own, each with the seconds that it takes alone.
+
+    Each rank has a link to its host memory and one back, which copy beside the programs. A copy begins when the rank has run what
+    it was given before.
+    """
     free: defaultdict[int, float] = defaultdict(float)
+    links: defaultdict[tuple[int, MemoryCopy], float] = defaultdict(float)
 
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
         if line.about.sends:
             return ready, ready + durations[number]
         rank = schedule.stage_to_rank[line.about.stage]
         start = max(ready, free[rank])
+        if line.about.copies is not None:
+            link = rank, line.about.copies
+            start = max(start, links[link])
+            links[link] = start + durations[number]
+            return start, links[link]
         free[rank] = start + durations[number]
         return start, free[rank]
 
@@ -103,8 +116,8 @@ def traced_spans(
 ) -> tuple[Span, ...]:
     """The instructions of a step as a trace has them; without ``stamps`` it is not known when the host handed them over.
 
-    A send is no program: it begins when it was handed over and its source is there, and takes as long as alone, but no longer than
-    until a program begins that reads what it sends.
+    A send is no program, nor is a copy to host memory or back: it begins when it was handed over and its source is there, and takes
+    as long as alone, but no longer than until a program begins that reads what it brings.
     """
     readers, zero = _readers(plan), beginning(stamps)
 
@@ -132,7 +145,7 @@ def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tu
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
         begun, _, done, asked = (at - zero for at in stamps[number][:4])
         start = max(begun, asked, ready)
-        if not line.about.sends:
+        if not line.about.sends and line.about.copies is None:
             before = last[line.about.device]
             start = max(start, before) if before <= done else start
             last[line.about.device] = max(before, done, start)
@@ -153,7 +166,8 @@ def _spans(
         begun, handed = (at - zero for at in stamps[number][:2]) if stamps else (0.0, 0.0)
         process = stamps[number].process if stamps else 0
         about, action = line.about, cast("Action | None", line.about.action)
-        spans.append(Span(line.label, action, schedule.stage_to_rank[about.stage], about.sends, start, end, begun, handed, process))
+        where = schedule.stage_to_rank[about.stage], about.sends
+        spans.append(Span(line.label, action, *where, start, end, begun, handed, process, about.copies is not None))
     return tuple(spans)
 
 

@@ -3,9 +3,10 @@
 Problem: a timer that blocks on every action destroys the overlap that it measures, and threads that wait beside the dispatching
 thread take Python's lock from it (with one thread for each device, a step of small stages took 2.3 times as long). Idea: poll, do
 not wait. Mechanism: an observer of the executor keeps one result of each instruction in a queue of its device (one queue for
-programs, one for arrivals). After each instruction it looks whether the heads of the queues are there; when the host has handed
-everything over, it goes on until the queues are empty. A stamp is late by one instruction's dispatch at most (which on forced CPU
-devices may run a small program, or wait for a core), or by the pause between two looks.
+programs, one for arrivals, and one for copies to host memory and one for copies back). After each instruction it looks whether the
+heads of the queues are there; when the host has handed everything over, it goes on until the queues are empty. A stamp is late by
+one instruction's dispatch at most (which on forced CPU devices may run a small program, or wait for a core), or by the pause
+between two looks.
 
 Nothing is sent, copied or run for this. A program without a small result that stays alive returns one byte more
 (``compile_plan(watched=True)``), so that nothing large is held on to.
@@ -28,7 +29,9 @@ class Watch:
     """Observes one step of a plan; ``stamps`` returns all times."""
 
     def __init__(self, plan: Plan):
-        self._lanes = {(line.about.device, line.about.sends): deque[tuple[int, Leaf]]() for line in plan.instructions}
+        self._lanes = {
+            (line.about.device, line.about.sends, line.about.copies): deque[tuple[int, Leaf]]() for line in plan.instructions
+        }
         self._queues = tuple(self._lanes.values())
         self._times: list[tuple[float, float]] = []
         self._done: dict[int, float] = {}
@@ -41,7 +44,7 @@ class Watch:
         if about.watch < 0:  # a send to another process, say, of which nothing is here
             self._done[len(self._times)] = handed
         else:
-            self._lanes[about.device, about.sends].append((len(self._times), slots[about.watch]))
+            self._lanes[about.device, about.sends, about.copies].append((len(self._times), slots[about.watch]))
         self._times.append((self._went_on, handed))
         self._look()
         self._went_on = time.perf_counter()

@@ -87,7 +87,7 @@ def local_line(line: _Line, place: Place, placement: Placement, shapes: Shapes) 
     """A line as this process runs it, and what it moves between processes if it does; None if it is of no concern here."""
     there = place.is_here
     if not line.is_send:
-        if line.program is None and not isinstance(line.call, GroupMean):  # a wait, for values of any stage
+        if line.program is None and not line.copies and not isinstance(line.call, GroupMean):  # a wait, for values of any stage
             mine = tuple(name for name in line.inputs if name.stage == CALLER or placement[name.stage].is_here)
             return (dataclasses.replace(line, inputs=mine, outputs=mine[:1]), None) if mine else None
         return (line, None) if there else None

@@ -7,9 +7,11 @@ import math
 
 from jaxpp.schedule.action import Kind
 
-__all__ = ["IDLE", "INK", "colour_of", "dark", "ink_of", "shade"]
+__all__ = ["IDLE", "INK", "colour_of", "dark", "group_colour", "group_ink", "ink_of", "shade"]
 
 _COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F0E442"}
+_GROUPS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+_DARK = 110  # of 255: what is darker has white numbers
 IDLE, INK = "#EFEFEF", "#222222"
 _WIDE = 4.0  # points: bars that are at least so wide have the colours of the key
 
@@ -35,6 +37,21 @@ def ink_of(kind: Kind, order: int, latest: int) -> str:
 
 def _paleness(order: int, latest: int) -> float:
     return 0.55 * order / max(1, latest)
+
+
+def group_colour(group: int, *, pale: bool = False) -> str:
+    """The colour of a group of a ring; the second six are darker, the third six paler, and then they begin again.
+
+    Some bars of a group may be paler than the others.
+    """
+    towards, part = (("#FFFFFF", 0.0), ("#000000", 0.4), ("#FFFFFF", 0.5))[group // len(_GROUPS) % 3]
+    return _mix(_mix(_GROUPS[group % len(_GROUPS)], towards, part), "#FFFFFF", 0.6 * pale)
+
+
+def group_ink(group: int, *, pale: bool = False) -> str:
+    """The colour of the number in a bar of a group."""
+    red, green, blue = (int(group_colour(group, pale=pale)[i : i + 2], 16) for i in (1, 3, 5))
+    return "#FFFFFF" if 0.3 * red + 0.59 * green + 0.11 * blue < _DARK else "#000000"
 
 
 def dark(kind: Kind) -> str:

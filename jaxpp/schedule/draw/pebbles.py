@@ -4,6 +4,8 @@ Rows follow the data: the forwards of stages 0 to S - 1, the backwards from S - 
 forward row lie its pebbles, one for each residual that is alive: from the start of its F to the end of its B, or of its I and W. A
 pebble keeps its place as long as it lives, as a buffer would. Where there are more pebbles than can be counted by eye, their number
 stands there instead, on a ground that is darker for larger numbers.
+
+Forwards without backwards keep nothing, so there the rows of the forwards have no room for pebbles.
 """
 
 import math
@@ -39,14 +41,15 @@ class Lane(NamedTuple):
 def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
     """The rows of the pebble graph in the order that data flows, each with its top: F upwards, then B and I downwards, then W.
 
-    Forward rows are two high, with the pebbles in the lower half; between the blocks is half a row.
+    Forward rows are two high, with the pebbles in the lower half, if there are backwards; between the blocks is half a row.
     """
     present = {(action.stage, action.kind) for _, action, _, _ in bars}
+    forward_rows = 1 + any(kind != Kind.F for _, kind in present)
     stages = sorted({stage for stage, _ in present})
     found: dict[Lane, float] = {}
     top = 0.0
     for gap, height, block, order in (
-        (0, 2, (Kind.F,), stages),
+        (0, forward_rows, (Kind.F,), stages),
         (0.5, 1, (Kind.B, Kind.I), stages[::-1]),
         (0.5, 1, (Kind.W,), stages[::-1]),
     ):
@@ -95,17 +98,18 @@ def _figure(
 ) -> Figure:
     """The pebble graphs one below the other, each with a column every step of its own; in a pair, no narrower than ``_COLUMN``."""
     everything = [bar for line in timelines for bar in line.bars]
+    keeps = any(bar.action.kind != Kind.F for bar in everything)
     above, margin = TITLE if unit else 0, 1.4 if several_stages(stage_to_rank) else 0.6
     across = extents([line._replace(rest=()) for line in timelines], [0] * len(timelines))
     columns = max(end / (2 * step if unit else step) for end, step in zip(across, steps, strict=True))
-    frame = frame_of(heading, bar_key(everything, stage_to_rank, ANY, pebble=DOT), columns, margin, width=width)
+    frame = frame_of(heading, bar_key(everything, stage_to_rank, ANY, pebble=DOT * keeps), columns, margin, width=width)
     parts = [_room(line.bars, end, above) for line, end in zip(timelines, across, strict=True)]
     scales = [72 * frame.width / end for end in across]
     if unit:
         steps = [max(step, _COLUMN / scale) for step, scale in zip(steps, scales, strict=True)]
     labels = choose_labels(zip([line.bars for line in timelines], scales, strict=True), BAR * min(part.points for part in parts))
     countable = all(map(_countable, timelines, steps, scales, parts))
-    key = bar_key(everything, stage_to_rank, labels, pebble=DOT if countable else shade(1))
+    key = bar_key(everything, stage_to_rank, labels, pebble=(DOT if countable else shade(1)) * keeps)
     panels = page(frame, heading, key, parts, unit)
     for panel, line, step, written in zip(panels, timelines, steps, labels, strict=True):
         _draw(panel, line.bars, stage_to_rank, step if countable else None, written)
@@ -114,14 +118,15 @@ def _figure(
 
 
 def _room(bars: Sequence[Bar], across: Number, above: float) -> Part:
-    rows = max(top + 1 + (Kind.F in lane.kinds) for lane, top in lanes(bars).items())
+    keeps = any(bar.action.kind != Kind.F for bar in bars)
+    rows = max(top + 1 + (keeps and Kind.F in lane.kinds) for lane, top in lanes(bars).items())
     return Part(rows, rows * max(0.14, min(0.24, 14 / rows)), above, across)
 
 
 def _countable(line: Timeline, step: float, scale: float, part: Part) -> bool:
     """Whether the pebbles of every stage can be counted by eye, in columns of so much time."""
     most = max(peaks(lifetimes(line.bars), range(1 + max(bar.action.stage for bar in line.bars))))
-    return most <= _MOST_PEBBLES and are_seen(most, step * scale, part.points)
+    return 0 < most <= _MOST_PEBBLES and are_seen(most, step * scale, part.points)
 
 
 def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float | None, labels: Labels) -> None:
@@ -131,6 +136,8 @@ def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step:
     named = {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}
     panel.lanes(named, [(bar, top_of[bar.action[:2]]) for bar in bars], makespan, stage_to_rank, labels)
     residuals = lifetimes(bars)
+    if not residuals:
+        return
     of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
     most = max(of_stage)
     for stage, rank in enumerate(stage_to_rank):

@@ -7,17 +7,20 @@ import base64
 import html
 import io
 import os
+import string
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
+from jaxpp.schedule.draw.ring_timeline import ring_timeline
 from jaxpp.schedule.draw.timeline import timeline
 from jaxpp.tables.text import fold_lines, terminal_columns
 
 __all__ = ["Drawing", "Drawn"]
 
+_GROUPS = string.digits + string.ascii_lowercase
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
 _CSS_DPI = 96  # pixels of a page in an inch
@@ -25,12 +28,16 @@ _FITS = "max-width:100%;height:auto"
 
 
 class Drawing(NamedTuple):
-    """What a picture needs: one line that says what it is, and every action with its rank, start and end."""
+    """What a picture needs: one line that says what it is, and every action with its rank, start and end.
+
+    If it is a ring, with so many groups, each group has a colour of its own.
+    """
 
     heading: str
     num_ranks: int
     stage_to_rank: Sequence[int]
     bars: Sequence[Bar]
+    num_groups: int | None = None
 
 
 class Drawn:
@@ -50,7 +57,7 @@ class Drawn:
             the heading and the panels; or ``overview`` if the panels would fill more than a screen or two, or times are not whole.
         """
         width = width or terminal_columns()
-        heading, num_ranks, _, bars = self.drawing()
+        heading, num_ranks, _, bars, _ = self.drawing()
         if any(bar.start % 1 or bar.end % 1 for bar in bars):
             return self.overview(width)
         makespan = int(max(bar.end for bar in bars))
@@ -73,11 +80,13 @@ class Drawn:
     def overview(self, width: int | None = None) -> str:
         """All bars in one line for each rank: the kind that runs, ``·`` where the rank idles.
 
+        In a ring it is the group that runs: 0 to 9, then a to z, then 0 again.
+
         Args:
             width: characters in a line; the width of the terminal unless given.
         """
         width = width or terminal_columns()
-        heading, num_ranks, _, bars = self.drawing()
+        heading, num_ranks, _, bars, num_groups = self.drawing()
         makespan = max(bar.end for bar in bars)
         columns = max(1, width - 6)
         whole = makespan == int(makespan) and makespan <= columns
@@ -85,11 +94,14 @@ class Drawn:
         lines = [["·"] * columns for _ in range(num_ranks)]
         for rank, action, start, end in bars:
             first, last = (int(time * columns / (makespan or 1) + 0.5) for time in (start, end))
-            lines[rank][first:last] = [str(action.kind)] * (last - first)
+            mark = _GROUPS[action.microbatch % num_groups % len(_GROUPS)] if num_groups else str(action.kind)
+            lines[rank][first:last] = [mark] * (last - first)
         return "\n".join([*fold_lines([heading], width), *(f"{rank:<6}" + "".join(line) for rank, line in enumerate(lines))])
 
     def figure(self, width: float | None = None) -> Figure:
         """The timeline as a matplotlib ``Figure``: a row for each rank, a colour for each kind, microbatch numbers, idle time grey.
+
+        A ring has a colour for each group, and the numbers of its turns.
 
         As the last line of a notebook's cell it shows itself; ``figure().savefig("timeline.png")`` writes a file. Numbers are left
         out where bars are too narrow for them; a wider figure has room for more.
@@ -100,7 +112,9 @@ class Drawn:
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        heading, _, stage_to_rank, bars = self.drawing()
+        heading, _, stage_to_rank, bars, num_groups = self.drawing()
+        if num_groups:
+            return ring_timeline(bars, stage_to_rank, num_groups, heading, width)
         return timeline(bars, stage_to_rank, heading, width)
 
     def pebble_figure(self, width: float | None = None) -> Figure:
@@ -112,7 +126,7 @@ class Drawn:
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        heading, _, stage_to_rank, bars = self.drawing()
+        heading, _, stage_to_rank, bars, _ = self.drawing()
         return pebbles(bars, stage_to_rank, heading, width=width)
 
     def pebble_gif(self, path: str | os.PathLike[str]) -> None:
@@ -121,7 +135,7 @@ class Drawn:
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        heading, _, stage_to_rank, bars = self.drawing()
+        heading, _, stage_to_rank, bars, _ = self.drawing()
         pebble_gif(bars, stage_to_rank, heading, path)
 
     def _repr_html_(self) -> str:

@@ -1,6 +1,6 @@
 """The timeline: bars in time, a row for each rank. Schedules, simulations and profiles are drawn by the same function."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
@@ -10,7 +10,19 @@ from jaxpp.schedule.draw.labels import Labels, choose_labels
 from jaxpp.schedule.draw.page import Part, frame_of, page
 from jaxpp.schedule.draw.panel import BAR, Figure, Panel, inside
 
-__all__ = ["REST", "SENT", "TITLE", "Timeline", "draw_timeline", "extents", "scaled", "shortest", "timeline", "timeline_room"]
+__all__ = [
+    "REST",
+    "SENT",
+    "TITLE",
+    "Timeline",
+    "draw_others",
+    "draw_timeline",
+    "extents",
+    "scaled",
+    "shortest",
+    "timeline",
+    "timeline_room",
+]
 
 REST, SENT = "#8C8C8C", "#D55E00"
 """The colours of what is no action, and of what arrives, which is a line below the row of a rank."""
@@ -19,12 +31,17 @@ _UNEQUAL = 2  # how many times as long one timeline is as the other if they have
 
 
 class Timeline(NamedTuple):
-    """A step in time, in any unit. Its ``rest`` is the begin of the step, sums of tied gradients, and the update."""
+    """A step in time, in any unit. Its ``rest`` is the begin of the step, sums of tied gradients, and the update.
+
+    Of a ring, it has the number of groups, and the numbers of the passes that take in prompts.
+    """
 
     title: str
     bars: Sequence[Bar]
     rest: Sequence[tuple[int, float, float]] = ()  # rank, start and end
     sends: Sequence[tuple[int, float, float]] = ()  # rank, start and end of each arrival
+    num_groups: int | None = None
+    prompts: Set[int] = frozenset()
 
     @property
     def end(self) -> Number:
@@ -79,6 +96,11 @@ def draw_timeline(panel: Panel, line: Timeline, stage_to_rank: Sequence[int], la
     ranks = range(max(stage_to_rank) + 1)
     bars = [(bar, bar.rank) for bar in line.bars]
     panel.lanes({str(rank): rank for rank in ranks}, bars, line.end or 1, stage_to_rank, labels)
+    draw_others(panel, line)
+
+
+def draw_others(panel: Panel, line: Timeline) -> None:
+    """Draw what is no action: the rest of a step, what arrives, and what the timeline is called."""
     panel.rectangles([(start, end, *inside(rank)) for rank, start, end in line.rest], REST, "rest")
     panel.rectangles([(start, end, rank + 0.94, rank + 1.04) for rank, start, end in line.sends], SENT, "sends")
     panel.axes.set_ylabel("rank", size=9, color=INK)

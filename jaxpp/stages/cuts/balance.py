@@ -10,16 +10,17 @@ A second trace of the same model (another batch shape, an evaluation loss) must 
 where it fits the owners best (``align``); what does not fit is copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import multiplies
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
-__all__ = ["Cuts", "align", "balance", "least_largest", "owners"]
+__all__ = ["SLACK", "Cuts", "align", "balance", "balance_for_sends", "balance_within", "least_largest", "owners", "prefix_sums"]
 
 Cuts = tuple[int, ...]
 """``cuts[k]`` is the spine position at which stage k + 1 begins."""
@@ -36,20 +37,59 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
     Raises:
         CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
     """
-    size = len(loss.spine)
-    _check_size(size, num_stages)
-    total = _prefix_sums(loss)
+    _check_size(loss, num_stages)
+    if num_stages == 1:
+        return ()
+    total = prefix_sums(loss)
     least = least_largest(loss, num_stages)
     if least is None:
         raise _divided(loss, num_stages)
     first = np.searchsorted(total, total - (1 + SLACK) * least * (1 + 1e-12))
-    idle = np.zeros((num_stages, size + 1))
-    return _cheapest(loss, num_stages, first, idle, poor=_Poor.of(loss, total, num_stages))
+    return balance_within(loss, np.tile(first, (num_stages, 1)))
+
+
+def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
+    """Cut for stages that all have something to do, then for the fewest bytes.
+
+    Args:
+        loss: what to cut.
+        first: ``first[stage, end]``, where the stage may begin at the earliest if it ends at a spine position.
+
+    Raises:
+        CutError: there are no such cuts.
+    """
+    num_stages = len(first)
+    return _cheapest(loss, num_stages, first, np.zeros(first.shape), poor=_Poor.of(loss, prefix_sums(loss), num_stages))
+
+
+def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
+    """Cut for stages that all have something to do, then for the cheapest sends; None if no cut has stages as small as ``most``.
+
+    Args:
+        loss: what to cut.
+        hops: ``hops[stage, end]``, what a send across the boundary at ``end`` costs that follows the stage; 0 after the last stage.
+        share: how much of the sends across its boundaries counts as a stage's own cost.
+        most: the largest cost of a stage.
+    """
+    num_stages, total = len(hops), prefix_sums(loss)
+    price = hops * (max(loss.boundary_bytes) / max(hops.max(), 1e-300))
+    before = np.concatenate([np.zeros((1, hops.shape[1])), hops[:-1]])
+
+    def barred(stage: int, starts: slice, end: int) -> np.ndarray:
+        cost = total[end] - total[starts] + share * (before[stage, starts] + hops[stage, end])
+        return np.where(cost <= most, 0.0, np.inf)
+
+    first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
+    poor = _Poor.of(loss, total, num_stages)
+    try:
+        return _cheapest(loss, num_stages, first, np.zeros(hops.shape), poor=poor, price=price, barred=barred)
+    except CutError:
+        return None
 
 
 def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     """The least that the largest of ``num_stages`` stages can cost, over all cuts; None if model state leaves too few places."""
-    total = _prefix_sums(loss)
+    total = prefix_sums(loss)
     allowed = [k for k in range(1, len(total) - 1) if k not in loss.barred]
     if len(allowed) < num_stages - 1:
         return None
@@ -118,14 +158,15 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
     size = len(loss.spine)
     if size < num_stages and not train:
         return tuple(min(stage, size) for stage in range(1, num_stages))
-    _check_size(size, num_stages)
+    _check_size(loss, num_stages)
     moved = np.zeros((num_stages, size + 1))
-    for leaves, all_uses, home in ((loss.params, loss.param_uses, owner), (loss.state, loss.state_uses, state_owner)):
+    both = [(loss.params, loss.param_uses, owner), (loss.state, loss.state_uses, state_owner)]
+    for leaves, all_uses, home in both if len(state_owner) == len(loss.state) else both[:1]:
         weights = [count_bytes(var.aval) for var in leaves]
         for k, uses in enumerate(all_uses):
             for stage in range(num_stages):
                 moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
-    return _cheapest(loss, num_stages, np.zeros(size + 1, dtype=int), 8.0 * np.cumsum(moved, axis=1))
+    return _cheapest(loss, num_stages, np.zeros((num_stages, size + 1), dtype=int), 8.0 * np.cumsum(moved, axis=1))
 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
@@ -141,18 +182,20 @@ def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     return tuple(result)
 
 
-def _prefix_sums(loss: TracedLoss) -> np.ndarray:
+def prefix_sums(loss: TracedLoss) -> np.ndarray:
     """The cost before each spine position; every equation costs a little, so that no two positions are the same."""
     return np.concatenate([[0.0], np.cumsum(np.asarray(loss.costs) + 1e-9)])
 
 
-def _check_size(size: int, num_stages: int) -> None:
-    if size < num_stages:
+def _check_size(loss: TracedLoss, num_stages: int) -> None:
+    size, noun = len(loss.spine), loss.noun
+    if size < num_stages and not (num_stages == 1 and not loss.is_loss):
+        reads = f"check that {'loss_fn' if loss.is_loss else 'fn'} reads its batch"
         raise CutError(
             f"num_stages={num_stages}",
-            "each stage needs at least one equation of the loss that works on data",
-            f"{num_stages} stages and a loss that can be cut into {size} at most",
-            f"pass num_stages={max(size, 1)} or fewer, or check that loss_fn reads its batch",
+            f"each stage needs at least one equation of the {noun} that works on data",
+            f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most",
+            f"pass num_stages={max(size, 1)}{' or fewer' * (size > 1)}, or {reads}" if num_stages > 1 else reads,
         )
 
 
@@ -173,7 +216,10 @@ def _cheapest(
     num_stages: int,
     first: np.ndarray,
     misplaced: np.ndarray,
+    *,
     poor: _Poor | None = None,
+    price: np.ndarray | None = None,
+    barred: Callable[[int, slice, int], np.ndarray] | None = None,
 ) -> Cuts:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
@@ -182,17 +228,20 @@ def _cheapest(
     Args:
         loss: what to cut.
         num_stages: stages.
-        first: a stage that ends at position e may start from ``first[e]``.
+        first: a stage that ends at position e may start from ``first[stage, e]``.
         misplaced: ``misplaced[stage, e]``, bytes moved if positions 0 to e were all on that stage (prefix sums).
         poor: charges for stages without real work, a matrix product or a parameter.
+        price: ``price[stage, e]``, instead of the bytes that cross where the stage ends at e.
+        barred: of a stage, its starts and its end: infinite where it may not be so.
 
     Raises:
         CutError: there are none, because model state leaves too few places for a stage to begin.
     """
     size = len(loss.spine)
-    price = np.asarray(loss.boundary_bytes, dtype=float) + 1e-3 * np.asarray(_untidiness(loss))
-    price[list(loss.barred)] = np.inf
-    price[size] = 0.0
+    price = np.tile(np.asarray(loss.boundary_bytes, dtype=float), (num_stages, 1)) if price is None else price
+    price = price + 1e-3 * np.asarray(_untidiness(loss))
+    price[:, list(loss.barred)] = np.inf
+    price[:, size] = 0.0
     total = np.concatenate([[0.0], np.cumsum(loss.costs)])
     evenness = 1e-4 * (num_stages / max(total[-1], 1.0)) ** 2
     best = np.full(size + 1, np.inf)
@@ -203,15 +252,17 @@ def _cheapest(
         origin = np.zeros(size + 1, dtype=int)
         last = stage == num_stages - 1
         for end in [size] if last else range(stage + 1, size - (num_stages - stage - 1) + 1):
-            low = max(int(first[end]), stage)
-            if low >= end or not np.isfinite(price[end]):
+            low = max(int(first[stage, end]), stage)
+            if low >= end or not np.isfinite(price[stage, end]):
                 continue
             starts = slice(low, end)
             scores = best[starts] + evenness * (total[end] - total[starts]) ** 2 + misplaced[stage, end] - misplaced[stage, starts]
             if poor is not None:
                 scores = scores + poor.scores(starts, end)
+            if barred is not None:
+                scores = scores + barred(stage, starts, end)
             choice = int(np.argmin(scores))
-            following[end] = scores[choice] + price[end]
+            following[end] = scores[choice] + price[stage, end]
             origin[end] = low + choice
         best = following
         came.append(origin)

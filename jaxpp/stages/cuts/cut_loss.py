@@ -16,8 +16,9 @@ from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.packing import SMALL, Pack
 from jaxpp.stages.remat.policy import Kept
 from jaxpp.stages.stage import StageBuilder, StageCode
+from jaxpp.stages.stage_programs import StagePrograms
 
-__all__ = ["CutLoss", "cut"]
+__all__ = ["CutLoss", "cut", "uncut"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,17 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     return CutLoss(
         loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home, reducers or {}
     )
+
+
+def uncut(loss: TracedLoss, kept: Kept) -> StagePrograms:
+    """The whole loss as one stage whose forward keeps what ``kept`` says: its equations, not yet made into programs."""
+    colors: list[int | None] = [None] * len(loss.graph.eqns)
+    for i in loss.spine:
+        colors[i] = 0
+    homes = _homes(loss, 0, (0,) * len(loss.state))
+    piece = partition_stages(loss.graph, colors, homes).get(0, Piece())
+    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes, [], (), {}, frozenset(), None, True, None, 0)
+    return builder.colored(0, piece, kept)
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:

@@ -29,13 +29,13 @@ def check_giant(loss: TracedLoss, num_stages: int) -> None:
         return
     eqn = loss.graph.eqns[loss.spine[giant]]
     kind, advice = _kind_and_advice(loss, eqn)
-    where = f"{kind} in {loss.graph.names[loss.spine[giant]] or 'the loss'}"
+    where = f"{kind} in {loss.graph.names[loss.spine[giant]] or f'the {loss.noun}'}"
     reads = sorted(loss.param_uses[giant])
     shown = ", ".join(loss.param_paths[leaf] for leaf in reads[:3]) + (", ..." if len(reads) > 3 else "")
     fewer = max((n for n in range(1, num_stages) if not _too_large(loss, giant, n)), default=1)
     raise CutError(
         f"num_stages={num_stages}",
-        "stages of equal work need a loss that can be cut, and one equation of it cannot",
+        f"stages of equal work need a {loss.noun} that can be cut, and one equation of it cannot",
         [f"{where}: {_share(loss, giant):.0%} of the work", f"it reads {shown or 'no parameter'}"],
         f"{advice}; say where stages begin with cuts=[...]; or pass num_stages={fewer}",
     )
@@ -60,7 +60,7 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
     eqn = loss.graph.eqns[loss.spine[heaviest]]
     share = sums[largest] / total
     lines = [
-        f"num_stages={num_stages}: the stages are uneven, and no other cut of this loss is much better.",
+        f"num_stages={num_stages}: the stages are uneven, and no other cut of this {loss.noun} is much better.",
         f"Got: stage {largest} does {share:.0%} of the work, {share * num_stages:.1f} times the mean, so {num_stages} stages are "
         f"at most {1 / share:.2f} times as fast as one device. {module} weighs most in it: {weight / total:.0%} of the work, "
         f"{_share(loss, heaviest):.0%} in one {eqn.primitive.name}.",
@@ -83,14 +83,14 @@ def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> 
     """What helps where the stage of the spine positions ``inside`` is too large, in which ``eqn`` weighs most."""
     total = sum(loss.costs)
     fits = [n for n in range(2, num_stages) if (least_largest(loss, n) or total) * n <= UNEVEN * total]
-    fewer = f"pass num_stages={fits[-1]}" if fits else "train on one device, or with data parallelism alone"
+    fewer = f"pass num_stages={fits[-1]}" if fits else "use one device, or data parallelism alone"
     held = sorted({loss.barred[k] for k in inside if k in loss.barred})
     if held:
         other = f"update model_state {', '.join(held[:3])} where it is read, so that a stage can begin in between"
     elif inner_jaxprs(eqn):
         other = _kind_and_advice(loss, eqn)[1]
     else:
-        other = "shard its parameters with Pipeline(mesh=..., shardings=...)"
+        other = f"shard its parameters with {'Pipeline' if loss.is_loss else 'Forward'}(mesh=..., shardings=...)"
     quiet = 'warnings.filterwarnings("ignore", category=jaxpp.UnevenStagesWarning)'
     return f"{fewer}; or {other}; if the stages are there for memory, {quiet}"
 

@@ -34,6 +34,7 @@ from jaxpp.stages.jaxpr import (
     new_variable,
     scan_of,
     variables,
+    window_of,
 )
 from jaxpp.types import Tree
 
@@ -59,13 +60,15 @@ class Layers:
     stop: int
 
 
-def split_scans(graph: Graph, params: Sequence[Var], *, per_layer: bool = False) -> tuple[Graph, tuple[Layers, ...]]:
-    """Split the loops over stacked parameters.
+def split_scans(
+    graph: Graph, params: Sequence[Var], state: Sequence[Var] = (), *, per_layer: bool = False
+) -> tuple[Graph, tuple[Layers, ...]]:
+    """Split the loops over stacked parameters, and over stacked leaves of a model state.
 
     Returns:
         the graph, and what the loops were split into; casts of stacked parameters are taken out of their loops.
     """
-    splitter = _Splitter(frozenset(params), per_layer)
+    splitter = _Splitter(frozenset(params), frozenset(state), per_layer)
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
         splitter.add(splitter.resolved(eqn), name)
     return splitter.graph(graph), tuple(splitter.layers)
@@ -85,19 +88,25 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
 class _Splitter(Rewriter):
     """Copies the equations of a graph, each loop over parameters as several."""
 
-    def __init__(self, params: frozenset[Var], per_layer: bool):
+    def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool):
         super().__init__()
         self.layers: list[Layers] = []
-        self._params, self._per_layer = params, per_layer
+        self._params, self._state, self._per_layer = params | state, set[Atom](state), per_layer
         self._loops = 0
         self._parts: dict[Atom, list[tuple[int, Atom]]] = {}
         self._casts: dict[Atom, JaxprEqn] = {}
+        self._made: dict[Atom, list[tuple[int, Atom]]] = {}
 
     def add(self, eqn: JaxprEqn, name: str) -> None:
         joined = concatenated_rows(eqn)
         if joined and self._params.issuperset(joined):
             starts = itertools.accumulate((aval_of(atom).shape[0] for atom in joined[:-1]), initial=0)
             self._parts[eqn.outvars[0]] = list(zip(starts, joined, strict=True))
+            self._state.update(eqn.outvars if self._state.issuperset(joined) else ())
+        if self._is_made(eqn):
+            start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
+            self.replaced[eqn.outvars[0]] = self._rows(eqn.invars[0], start, stop, name)
+            return
         if is_cast(eqn) and self._is_stacked(eqn.invars[0]):
             self._casts[eqn.outvars[0]] = eqn
         loop = scan_of(eqn) if eqn.outvars else None
@@ -105,6 +114,14 @@ class _Splitter(Rewriter):
             self.emit(eqn, name)
         else:
             self._split(eqn, name, loop)
+
+    def _is_made(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
+        if kind_of(eqn) != "slice" or eqn.invars[0] not in self._made:
+            return False
+        window = window_of(eqn, lambda _: None)
+        shape = aval_of(eqn.invars[0]).shape
+        return window is not None and window[:2] == ((window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]))
 
     def _bounds(self, stacked: Sequence[Var], loop: Scan) -> list[int]:
         """The layers before which the loop is split, with its ends."""
@@ -138,7 +155,7 @@ class _Splitter(Rewriter):
             rows = f"{label}[{start}:{stop}]" if stop - start > 1 else f"{label}[{start}]"
             path = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
             inputs = [self._rows(atom, start, stop, path) if len(spans) > 1 else atom for atom in whole]
-            is_param = [self._is_stacked(atom) for atom in whole]
+            is_param = [self._is_stacked(atom) and self._origin(atom) not in self._state for atom in whole]
             eqns, results = _over(loop, [*consts, *carry, *inputs], is_param, stop - start)
             for made in eqns:
                 self.emit(made, path)
@@ -149,7 +166,8 @@ class _Splitter(Rewriter):
         self._loops += 1
         self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
         for k, var in enumerate(eqn.outvars[loop.num_carry :]):
-            self.replaced[var] = self._joined([pieces[start][k] for start, _ in spans], name)
+            self.replaced[var] = joined = self._joined([pieces[start][k] for start, _ in spans], name)
+            self._made[joined] = [(start, pieces[start][k]) for start, _ in spans]
 
     def _rows(self, atom: Atom, start: int, stop: int, name: str) -> Atom:
         """Rows of a stacked operand: the slices that hold them, if there are such slices, else cut out of the whole."""
@@ -159,7 +177,7 @@ class _Splitter(Rewriter):
             out = new_variable(atom, (stop - start, *aval_of(atom).shape[1:]))
             self.emit(cast.replace(invars=[rows], outvars=[out]), name)
             return out
-        parts = [] if isinstance(atom, Literal) else self._parts.get(atom, [])
+        parts = [] if isinstance(atom, Literal) else self._parts.get(atom, self._made.get(atom, []))
         inside = [part for first, part in parts if start <= first and first + aval_of(part).shape[0] <= stop]
         if sum(aval_of(part).shape[0] for part in inside) < stop - start:
             return self.call(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom], name)[0]

@@ -27,6 +27,7 @@ __all__ = [
     "joined",
     "rows",
     "slicing_of",
+    "split_like",
     "whole_shape",
 ]
 
@@ -155,6 +156,14 @@ def _sliced(leaf: Leaf, sizes: Sequence[int]) -> Slices:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return Slices([jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in sizes], sizes)
     return Slices([leaf[a:b] for a, b in rows(sizes)], sizes)
+
+
+def split_like(leaves: Sequence[Leaf], tree: Tree) -> list[Leaf]:
+    """Whole leaves divided as those of a tree, some of which are held as slices."""
+    found: list[Leaf] = []
+    for leaf, node in zip(leaves, jax.tree.leaves(tree, is_leaf=is_slices), strict=True):
+        found += [jax.lax.slice_in_dim(leaf, a, b) for a, b in rows(node.sizes)] if isinstance(node, Slices) else [leaf]
+    return found
 
 
 def first_rows(node: object) -> list[int]:

@@ -2,6 +2,7 @@
 
 Unless the user says otherwise a leaf that has one row an example is joined, and everything else is averaged with the weights of the
 loss. Averages are summed as the microbatches run; all else is held, one value a microbatch, and reduced at the end of the step.
+Of a function that returns outputs, what is the same for all microbatches (a parameter, a constant) stays as it is.
 """
 
 import difflib
@@ -10,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 from jaxtyping import Float
 
-from jaxpp.errors import ArgumentError, LossError
+from jaxpp.errors import ArgumentError, JaxppError, LossError, OutputError
+from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.types import ReduceAux
 
-__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
+__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of", "words_of"]
 
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]
 """Takes the values of the microbatches, and their weights, which sum to 1."""
@@ -81,32 +84,44 @@ def reducers_of(
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
+        what = "the loss's aux" if loss.is_loss else "the output"
         near = [match for name in unknown for match in difflib.get_close_matches(name, paths, n=1)]
         raise ArgumentError(
             "reduce_aux",
-            "each path is one of the loss's aux leaves, or the beginning of one",
+            f"each path is one of {what} leaves, or the beginning of one",
             [repr(name) for name in unknown],
-            f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'the loss has no aux'}",
+            f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}",
         )
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
     found: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
-    if len(chosen) < len(paths):
-        found |= {k: join for k in rows() if k not in chosen}
+    same = frozenset() if loss.is_loss else _same_everywhere(loss) - chosen.keys()
+    found |= dict.fromkeys(same, REDUCERS["last"])
+    if len(found) < len(paths):
+        found |= {k: join for k in rows() if k not in found}
     _try(loss, paths, found)
+    where, name, error = words_of(loss)
     wrong = [
-        f"aux {paths[k] or 'itself'}: {describe(aval_of(atom))}"
+        f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
         if found.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
     ]
     if wrong:
-        raise LossError(
-            "loss_fn",
-            "an aux leaf without an average needs another reducer",
+        raise error(
+            where,
+            f"an {name} leaf without an average needs another reducer",
             wrong,
             'leave it out, or pass for example reduce_aux={"<path>": "last"}',
         )
     return {k: reducer for k, reducer in found.items() if reducer is not None}
+
+
+def _same_everywhere(loss: TracedLoss) -> frozenset[int]:
+    """The outputs that are the same for all microbatches, such as a parameter: one of these is the output, to the last bit."""
+    batch = [var for k, var in enumerate(loss.batch) if k not in loss.shared]
+    state = [var for k, var in enumerate(loss.state) if k not in loss.unchanged]
+    differing = descendants(loss.graph, [*batch, *state, *([] if loss.key is None else [loss.key])])
+    return frozenset(k for k, atom in enumerate(loss.aux) if not (isinstance(atom, Var) and atom in differing))
 
 
 def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Reducer | None]) -> None:
@@ -129,6 +144,11 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
 
 
+def words_of(loss: TracedLoss) -> tuple[str, str, type[JaxppError]]:
+    """What a message calls the function and its leaves, and the class of the error."""
+    return ("loss_fn", "aux", LossError) if loss.is_loss else ("fn", "output", OutputError)
+
+
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
     """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined.
 
@@ -138,15 +158,16 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> 
     tree = losses[0].aux_tree.unflatten(range(losses[0].aux_tree.num_leaves))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
+    where, name, error = words_of(losses[0])
     wrong = [
-        f"aux {path or 'itself'}: {' and '.join(dict.fromkeys(found))}"
+        f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(found))}"
         for k, (path, found) in enumerate(zip(paths, shapes, strict=True))
         if len(set(found)) > 1 and reducers.get(k) is not join
     ]
     if wrong:
-        raise LossError(
-            "loss_fn",
-            "an aux leaf has one shape at all microbatches, unless it is joined along its first axis",
+        raise error(
+            where,
+            f"an {name} leaf has one shape at all microbatches, unless it is joined along its first axis",
             wrong,
-            "reduce it in the loss, move the examples to the first axis and join, or let num_microbatches divide the batch size",
+            f"reduce it in {where}, move the examples to the first axis and join, or let num_microbatches divide the batch size",
         )

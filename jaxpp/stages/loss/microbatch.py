@@ -208,7 +208,7 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
             "batch",
             "every batch leaf is an array whose first axis counts the examples, or a number for all of them",
             wrong,
-            "leave out what is neither, or close over it in loss_fn",
+            "leave out what is neither, or let the function close over it",
         )
     lists = [
         f"batch{jax.tree_util.keystr(path)}: a list of {len(node)} number{'s' * (len(node) != 1)}"
@@ -242,7 +242,7 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
             "all batch leaves have the same first axis, the number of examples",
             described,
             "give every leaf one row for each example; if examples differ in size (graphs), pad each to one size, stack them "
-            "along a new first axis and jax.vmap the loss over it; name what is the same for all examples: "
+            "along a new first axis and jax.vmap the function over it; name what is the same for all examples: "
             'shared=("beta", "graph/*")',
         )
     if lengths == {0}:

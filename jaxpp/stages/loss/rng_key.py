@@ -67,8 +67,10 @@ def _signature(loss_fn: LossFn) -> inspect.Signature | None:
         return None
 
 
-def positional_key(loss_fn: Any, before: int) -> Any:
+def positional_key(loss_fn: Any, before: int, called: str = "loss_fn") -> Any:
     """A loss that takes its key as the argument after ``before`` others; the loss itself if it does, or takes none.
+
+    ``called`` is its name in messages: ``loss_fn``, or ``fn`` for a function that returns outputs.
 
     Raises:
         ArgumentError: it needs other arguments than the loss is called with.
@@ -76,12 +78,12 @@ def positional_key(loss_fn: Any, before: int) -> Any:
     if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         return loss_fn
     found = key_argument(loss_fn, before)
-    _check_call(loss_fn, before, found)
+    _check_call(loss_fn, before, found, called)
     name = found.name if found.by_keyword else None
     return _Loss(loss_fn, name, before) if name or not _hashable(loss_fn) else loss_fn
 
 
-def _check_call(loss_fn: LossFn, before: int, found: KeyArgument) -> None:
+def _check_call(loss_fn: LossFn, before: int, found: KeyArgument, called: str) -> None:
     """Refuse a loss that cannot be called with what a loss is given."""
     signature = _signature(loss_fn)
     if signature is None:
@@ -93,11 +95,11 @@ def _check_call(loss_fn: LossFn, before: int, found: KeyArgument) -> None:
         names = {3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
         arguments = names.get(before, "params, batch")
         raise ArgumentError(
-            "loss_fn",
-            f"the loss is called as loss_fn({arguments}[, key])",
+            called,
+            f"{'the loss' if called == 'loss_fn' else 'it'} is called as {called}({arguments}[, key])",
             f"{name_of(loss_fn)}: {error}",
-            f"take these by position, def loss_fn({arguments}); put what changes from step to step into "
-            "the batch, and bind the rest: functools.partial(loss_fn, name=value)",
+            f"take these by position, def {called}({arguments}); put what changes from step to step into "
+            f"the batch, and bind the rest: functools.partial({called}, name=value)",
         ) from error
 
 

@@ -1,6 +1,7 @@
 """The user's loss traced at one microbatch's shapes, and checked: that it is a loss, and that its parameters have gradients."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,12 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.tree_util import KeyPath
 
-from jaxpp.errors import JaxppError, LossError, ParamsError
+from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
 from jaxpp.stages.graph import Graph, inline_remat, trace
 from jaxpp.stages.jaxpr import describe, is_ordered
 from jaxpp.stages.loops.rows import place_rows
 from jaxpp.stages.loops.split_scan import split_scans
-from jaxpp.stages.loops.stacked import concatenated, first_rows, is_slices, joined
+from jaxpp.stages.loops.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
@@ -32,6 +33,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     frozen: frozenset[int] = frozenset(),
     per_layer: bool = False,
     shared: frozenset[int] = frozenset(),
+    is_loss: bool = True,
 ) -> TracedLoss:
     """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
 
@@ -47,6 +49,8 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         frozen: the parameter leaves whose gradient nobody wants.
         per_layer: whether every layer of a loop over layers becomes an equation of its own.
         shared: the batch leaves that every microbatch gets as they are.
+        is_loss: False for a function that returns outputs, which become aux: ``fn(params, batch[, key]) -> outputs``, or with a
+            model state ``-> (new_model_state, outputs)``.
 
     Raises:
         LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
@@ -56,18 +60,20 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     keys, wrap = _raw_key(key)
+    words = _LOSS if is_loss else _FN
     aux_trees: list[Tree] = []
 
     def flat(leaves: list[Leaf], state: list[Leaf], batch_leaves: list[Leaf], keys: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
-        states = () if model_state is None else (state_tree.unflatten(state),)
+        states = () if model_state is None else (joined(state_tree.unflatten(state), concatenated),)
         args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
         result = loss_fn(*args)
         pair = isinstance(result, tuple) if has_aux is None else has_aux or model_state is not None
-        loss, aux = _check_result(result, pair)
+        loss, aux = _check_result(result, pair) if is_loss else (0.0, result)
         new = state
-        if model_state is not None and pair:
-            new, aux = _check_state(aux, model_state)
-        _check_aux(aux)
+        if model_state is not None and (pair or not is_loss):
+            new, aux = _check_state(aux, assembled_shapes(model_state), words)
+            new = split_like(new, model_state)
+        _check_aux(aux, words)
         aux_leaves, aux_tree = jax.tree.flatten(aux)
         aux_trees.append(aux_tree)
         return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
@@ -77,16 +83,19 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     except Exception as error:
         if not isinstance(error, JaxppError):
             shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
-            error.add_note(f"jaxpp: raised while tracing the loss for one microbatch, batch leaves {shapes}")
+            error.add_note(f"jaxpp: raised while tracing {words.noun} {words.given.format(shapes)}")
         raise
     graph, remat = inline_remat(graph)
     graph = place_rows(graph, graph.inputs[: len(param_leaves)])
-    graph, layers = split_scans(graph, graph.inputs[: len(param_leaves)], per_layer=per_layer)
-    _check_order(graph)
+    stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: 0 if is_loss else len(state_leaves)]
+    graph, layers = split_scans(graph, *stacked, per_layer=per_layer)
+    _check_order(graph, words)
     paths = _paths(param_leaves), _paths(state_leaves)
     whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
     stacks = tuple((path, row) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for row in first_rows(leaf))
-    traced = TracedLoss(graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks)
+    traced = TracedLoss(
+        graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks, is_loss=is_loss
+    )
     loss = graph.outputs[0]
     if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
         raise LossError(
@@ -106,63 +115,107 @@ def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _check_order(graph: Graph) -> None:
+def _check_order(graph: Graph, words: "_Words") -> None:
     ordered = [
-        f"{eqn.primitive.name} in {name or 'the loss'}"
+        f"{eqn.primitive.name} in {name or words.noun}"
         for eqn, name in zip(graph.eqns, graph.names, strict=True)
         if is_ordered(eqn)
     ]
     if ordered:
-        raise LossError(
-            "loss_fn",
+        raise words.error(
+            words.where,
             "stages run side by side, so side effects have no order among each other",
             ordered,
-            "leave out ordered=True, or return the values as aux",
+            f"leave out ordered=True, or return the values as {words.aux}",
         )
 
 
-def _check_aux(aux: Tree, name: str = "aux") -> None:
+class _Words(NamedTuple):
+    """What the parts of a result are called in messages.
+
+    Attributes:
+        where: who returns it.
+        noun: the function itself.
+        error: the class of what is wrong.
+        aux: what is returned beside the loss and the state.
+        state: the state.
+        pair: the whole, with a state.
+        fix: how to return both.
+        given: what the function was called with, around the shapes.
+    """
+
+    where: str
+    noun: str
+    error: type[JaxppError]
+    aux: str
+    state: str
+    pair: str
+    fix: str
+    given: str
+
+
+_LOSS = _Words(
+    "loss_fn",
+    "the loss",
+    LossError,
+    "aux",
+    "model state",
+    "(loss, (new_model_state, aux))",
+    "return the new model state and aux as a pair beside the loss; aux may be {}",
+    "for one microbatch, batch leaves {}",
+)
+_FN = _Words(
+    "fn",
+    "fn",
+    OutputError,
+    "output",
+    "carry",
+    "(new_carry, outputs)",
+    "return the new carry and the outputs as a pair; outputs may be {}",
+    "with {} beside its parameters",
+)
+
+
+def _check_aux(aux: Tree, words: _Words, name: str = "") -> None:
+    name = name or words.aux
     wrong = [
         f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     ]
     if wrong:
-        raise LossError("loss_fn", f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
+        raise words.error(words.where, f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
 
 
-def _check_state(aux: Tree, old: Tree) -> tuple[list[Leaf], Tree]:
+def _check_state(aux: Tree, old: Tree, words: _Words) -> tuple[list[Leaf], Tree]:
     """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
-    where = "loss_fn with has_state=True"
+    where = f"{words.where} with has_state=True" if words is _LOSS else f"{words.where} with a {words.state}"
+    name = words.state.replace(" ", "_")
     if not isinstance(aux, tuple) or len(aux) != 2:
-        raise LossError(
-            where,
-            "it returns (loss, (new_model_state, aux))",
-            f"(loss, {type(aux).__name__})" if not isinstance(aux, tuple) else f"(loss, a tuple of {len(aux)})",
-            "return the new model state and aux as a pair beside the loss; aux may be {}",
-        )
+        got = type(aux).__name__ if not isinstance(aux, tuple) else f"a tuple of {len(aux)}"
+        raise words.error(where, f"it returns {words.pair}", f"(loss, {got})" if words is _LOSS else got, words.fix)
     new, aux = aux
     before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
     if jax.tree.structure(new) != jax.tree.structure(old):
         had, has = ({jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new))
-        got = [f"without model_state{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
-        raise LossError(
+        got = [f"without {name}{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
+        raise words.error(
             where,
-            "the new model state is a tree like the old one",
+            f"the new {words.state} is a tree like the old one",
             got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
-            "return every leaf of the model state, changed or not, and no other",
+            f"return every leaf of the {words.state}, changed or not, and no other",
         )
-    _check_aux(new, "model_state")
+    _check_aux(new, words, name)
     shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
     wrong = [
-        f"model_state{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
+        f"{name}{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
         for (path, a), b in zip(before, shapes, strict=True)
         if (a.shape, a.dtype) != (b.shape, b.dtype)
     ]
     if wrong:
-        raise LossError(
+        raise words.error(
             where,
-            "the leaves of the model state keep their shapes and types",
+            f"the leaves of the {words.state} keep their shapes and types",
             wrong,
             "give new values the old shape, and cast them with .astype(old.dtype)",
         )
@@ -189,17 +242,18 @@ def check_floating(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
         raise ParamsError(where, "every parameter leaf must be an array of floating type, because its gradient is", wrong, fix)
 
 
-def check_arrays(model_state: Tree) -> None:
-    """Refuse model state leaves that are no arrays, all of them at once."""
+def check_arrays(model_state: Tree, name: str = "model state") -> None:
+    """Refuse leaves of a model state, or of another tree called ``name``, that are no arrays, all of them at once."""
+    where = name.replace(" ", "_")
     wrong = [
-        f"model_state{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
+        f"{where}{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     ]
     if wrong:
         raise ParamsError(
-            "model_state",
-            "every leaf of the model state is an array",
+            where,
+            f"every leaf of the {name} is an array",
             wrong,
             "make scalars arrays with jnp.asarray, and close over what never changes",
         )

@@ -58,6 +58,7 @@ class TracedLoss:
         clock: where measured, after which part of the FLOPs which part of the time has passed.
         shared: the batch leaves that every microbatch gets as they are.
         stacks: for each parameter leaf the path of the user's leaf, and which row of that is its first (those of slices differ).
+        is_loss: False for a function that returns outputs; they are the aux leaves, and the loss is a literal that nobody reads.
     """
 
     graph: Graph
@@ -71,6 +72,12 @@ class TracedLoss:
     clock: tuple[tuple[float, float], ...] = ()
     shared: frozenset[int] = frozenset()
     stacks: tuple[tuple[str, int], ...] = ()
+    is_loss: bool = True
+
+    @property
+    def noun(self) -> str:
+        """What messages call it."""
+        return "loss" if self.is_loss else "function"
 
     @cached_property
     def params(self) -> tuple[Var, ...]:
@@ -276,7 +283,8 @@ class TracedLoss:
         first = {leaf: k for k, uses in reversed(list(enumerate(self.state_uses))) for leaf in uses}
         made = [position.get(source) if isinstance(source, Var) else None for source in self.sources]
         needs = self._uses_of(self.state)[1]
-        floating = {leaf: needs.get(source, ()) for leaf, source in enumerate(self.sources) if made[leaf] is None}
+        sources = {leaf: source for leaf, source in enumerate(self.sources) if made[leaf] is None}
+        floating = {leaf: needs.get(source, ()) if isinstance(source, Var) else () for leaf, source in sources.items()}
         for _ in floating:  # what is made of other state alone, where it is first read, reads that there
             for leaf, others in floating.items():
                 for other in others:

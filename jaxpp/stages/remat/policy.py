@@ -10,7 +10,8 @@ from jaxpp.errors import ArgumentError
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.remat.least import Least
-from jaxpp.types import Policy, Remat
+from jaxpp.stages.remat.offload import Offload, Remat, each_stage
+from jaxpp.types import Policy
 
 __all__ = ["RECOMPUTE", "Kept", "kept_of", "recomputed"]
 
@@ -31,21 +32,23 @@ def kept_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> t
         ArgumentError: it says of no stage what to keep, or the list has another length.
     """
     known: dict[str | None, Kept] = {None: None, "keep": None, "recompute": RECOMPUTE}
-    known["least"] = Least(_TRANSCENDENTAL.get(platform, 0.0))
-    each = remat if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
+    known["least"] = known["offload"] = Least(_TRANSCENDENTAL.get(platform, 0.0))
+    each = each_stage(remat, num_stages)
     wrong = [
         f"stage {k}: {item!r}"
         for k, item in enumerate(each)
-        if not (callable(item) or item is None or (isinstance(item, str) and item in known))
+        if not (callable(item) or item is None or isinstance(item, Offload) or (isinstance(item, str) and item in known))
     ]
     wrong += [f"{len(each)} for {num_stages} stages"] if len(each) != num_stages else []
     if wrong:
         raise ArgumentError(
             "remat",
-            'a stage keeps the least ("least"), everything ("keep"), its inputs only ("recompute"), or what a policy says',
+            'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
+            "or what a policy says",
             wrong,
-            'pass "least", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
+            'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
         )
+    each = tuple("offload" if isinstance(item, Offload) else item for item in each)
     kept: tuple[Any, ...] = tuple(item if callable(item) else known[item] for item in each)
     return kept if any(item is not None for item in kept) else None
 

@@ -1,0 +1,5 @@
+"""``python -m experiments.generate``."""
+
+from experiments.generate.main import main
+
+main()

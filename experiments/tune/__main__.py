@@ -1,0 +1,5 @@
+"""``python -m experiments.tune``."""
+
+from experiments.tune.main import main
+
+main()

@@ -1,0 +1,253 @@
+"""Other functions over the parameters of a pipeline: each is cut so that every parameter stays with its owner."""
+
+import bisect
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.layout import Layout
+from jaxpp.engine.placed import place_leaves
+from jaxpp.engine.prepare import Preparer
+from jaxpp.engine.tracing import Tracing, avals_of
+from jaxpp.errors import CutError
+from jaxpp.options import Options
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.schedule.base import Schedule
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cuts.balance import Cuts, align
+from jaxpp.stages.jaxpr import aval_of
+from jaxpp.stages.loops.split_scan import slices_between
+from jaxpp.stages.loops.stacked import Slices, Slicing, is_slices
+from jaxpp.stages.loss.aux import check_reducers
+from jaxpp.stages.loss.copies import StateCopy, copies_of, with_copies
+from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, split_any
+from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.types import Batch, ForwardFn, Key, ReduceAux, Tree
+
+__all__ = ["Functions", "one_microbatch", "unchanged"]
+
+_NOT_OF_A_FUNCTION: dict[str, Tree] = {
+    "is_loss": False,
+    "has_aux": False,
+    "weight": None,
+    "cuts": None,
+    "remat": None,
+    "offload": (),
+    "cut_gradient": frozenset(),
+    "loss_scale": None,
+    "balance": "flops",
+}
+"""Options of a loss, as a function that is only run forward has them."""
+
+
+_T = TypeVar("_T")
+
+_MOVED = 0.1
+"""The part of all parameters that may be copied away from their owners, in a function that was not cut where the loss was."""
+
+
+class Functions:
+    """The engines that run functions forward over the parameters of other engines; those used last are kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Engine, Any]] = {}
+
+    def engine(
+        self,
+        base: Engine,
+        fn: ForwardFn,
+        batch: Batch,
+        key: Key | None,
+        *,
+        carry: Tree = None,
+        reduce_aux: ReduceAux = None,
+        like: Engine | None = None,
+    ) -> Engine:
+        """The engine that runs ``fn`` over the parameters of ``base``.
+
+        Args:
+            base: whose parameters, places and compiled programs are used.
+            fn: ``fn(params[, model_state], batch[, key]) -> outputs``; with a carry it is
+                ``fn(params, carry, batch) -> (carry, outputs)`` and run on the whole batch as one microbatch. A model state is read
+                and left as it is (``unchanged``).
+            batch: at whose shapes it is cut.
+            key: or None.
+            carry: shapes of the carry, or None.
+            reduce_aux: how outputs are put together that do not have one row for each example.
+            like: an engine of a function with the same carry, whose leaves live where those of this one are to live.
+
+        Raises:
+            JaxppError: for a function or a batch that cannot be run.
+        """
+        shapes = None if carry is None else (jax.tree.structure(carry), tuple(map(str, jax.tree.leaves(avals_of(carry)))))
+        name = (id(base), fn, shapes, _hashable(reduce_aux))
+        return self.remember(name, base, lambda: _derived(base, fn, batch, key, carry, check_reducers(reduce_aux), like))
+
+    def remember(self, name: Hashable, base: Engine, make: Callable[[], _T]) -> _T:
+        """What was made before under this name, which has the ``id`` of ``base`` in it; or what is made now."""
+        found = self._known.pop(name, None)
+        if found is None:
+            found = base, make()
+        self._known[name] = found
+        if len(self._known) > 2 * base.options.max_shapes:
+            del self._known[next(iter(self._known))]
+        return found[1]
+
+
+def _hashable(reduce_aux: Tree) -> Hashable:
+    return tuple(sorted(reduce_aux.items(), key=str)) if isinstance(reduce_aux, Mapping) else reduce_aux
+
+
+def _derived(
+    base: Engine,
+    fn: ForwardFn,
+    batch: Batch,
+    key: Key | None,
+    carry: Tree,
+    reducers: Mapping[str, Tree],
+    like: Engine | None,
+) -> Engine:
+    """An engine for a function, whose parameters live where those of ``base`` do."""
+    known, layout = base.options, base.layout
+    if carry is not None:
+        fn = _WithCopies(fn)
+    changed: dict[str, Tree] = {"loss_fn": fn, "reduce_aux": reducers, **_NOT_OF_A_FUNCTION}
+    variables, owners = layout.variables, layout.state_owner
+    if carry is not None:
+        changed |= {"has_state": True, "schedule": one_microbatch(known.schedule.stage_to_rank)}
+        variables, owners = (layout.params, (avals_of(carry), ())), ()
+    options: Options = dataclasses.replace(known, **changed)
+    tracing, schedule = Tracing(options), options.schedule
+    if carry is None:
+        tracing.check_key_taken(fn, key)
+    check_shared(batch, options.shared)
+    split = split_any(check_batch(batch, 1, shared=options.shared), schedule.num_microbatches, options.placement.num_replicas)
+    microbatch = resized(batch_avals(batch), split.sizes[0], tracing.shared(batch))
+    copies: tuple[StateCopy, ...] = ()
+    if carry is None:
+        loss = tracing.trace(fn, variables, microbatch, key)
+        cuts = align(loss, schedule.num_stages, layout.owner, owners, train=False)
+    else:
+        loss, cuts, variables, copies = _carried(tracing, layout, variables, microbatch, like)
+        owners = () if like is None else like.layout.state_owner
+    found = tracing.reducers(loss, fn, variables, microbatch, key)
+    first = tracing.cut(loss, cuts, layout.owner, found, state_owner=owners or None)
+    layout = dataclasses.replace(
+        layout,
+        given=(layout.given[0], *variables[1:]),
+        variables=variables,
+        spine=loss.primitives,
+        cuts=cuts,
+        reducers=found,
+        packs=(),
+        state_owner=first.state_home,
+        unevenness=None,
+        copies=copies,
+    )
+    placed = place_leaves(options, None, layout, first)
+    preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
+    return Engine(options, None, placed, preparer, base.programs, base.opened_at)
+
+
+def _carried(
+    tracing: Tracing, layout: Layout, variables: tuple[Tree, Tree], microbatch: Batch, like: Engine | None
+) -> tuple[TracedLoss, Cuts, tuple[Tree, Tree], tuple[StateCopy, ...]]:
+    """A function with a carry, traced and cut, and the carry as it is held: stacked leaves as slices, shared leaves once a stage.
+
+    Each slice of a stacked leaf has the layers of one slice of the parameters.
+    """
+    fn, count = tracing.options.loss_fn, tracing.options.schedule.num_stages
+    params, (carry, _) = variables
+    loss = tracing.trace(fn, variables, microbatch, None)
+    if like is None:
+        sizes = slices_between(loss.state, loss.layers, range(len(loss.layers)))
+    else:
+        nodes = jax.tree.leaves(like.layout.variables[1][0], is_leaf=is_slices)
+        sizes = tuple(node.sizes if isinstance(node, Slices) else () for node in nodes)
+    if any(sizes):
+        carry = Slicing(sizes).of(carry)
+        loss = tracing.trace(fn, (params, (carry, ())), microbatch, None)
+    owners = () if like is None else like.layout.state_owner[: len(loss.state)]
+    cuts = align(loss, count, layout.owner, owners, train=False)
+    _check_owners(loss, cuts, layout.owner)
+    copies = copies_of(loss, cuts) if like is None else like.layout.copies
+    leaves = jax.tree.leaves(carry)
+    variables = params, (carry, tuple(leaves[leaf] for leaf, _ in copies))
+    if copies:
+        loss = with_copies(tracing.trace(fn, variables, microbatch, None), cuts, copies)
+    return loss, cuts, variables, copies
+
+
+def _check_owners(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> None:
+    """Refuse a carry that keeps most of a function on one stage, where the parameters of others would be copied to.
+
+    Raises:
+        CutError: naming the leaf of the carry.
+    """
+    read = {(leaf, bisect.bisect_right(cuts, k)) for k, uses in enumerate(loss.param_uses) for leaf in uses}
+    at_home = {leaf for leaf, stage in read if stage == owner[leaf]}
+    sizes = [count_bytes(aval_of(var)) for var in loss.params]
+    moved = sum(sizes[leaf] for leaf in {leaf for leaf, _ in read} - at_home)
+    if moved <= _MOVED * sum(sizes) or not loss.barred:
+        return
+    path, _ = Counter(loss.barred.values()).most_common(1)[0]
+    raise CutError(
+        "carry",
+        "each leaf of a carry is kept by one stage, which has all layers from the first that reads it to the last that changes it",
+        f"{path.removeprefix('0/model/').removeprefix('0/')}, which layers of several stages read and change",
+        "give each layer a leaf of its own, a list of caches; run the layers with jax.lax.scan over a stacked cache; "
+        "or, if a layer was divided, begin the stages between layers with cuts=[...], or pass fewer stages",
+    )
+
+
+def one_microbatch(stage_to_rank: Sequence[int]) -> Schedule:
+    """The schedule of one microbatch through all stages."""
+    order = [Action(stage, Kind.F, 0) for stage in range(len(stage_to_rank))]
+    rows = [[action for action in order if stage_to_rank[action.stage] == rank] for rank in range(max(stage_to_rank) + 1)]
+    return Schedule("forward", tuple(map(tuple, rows)), tuple(stage_to_rank))
+
+
+@dataclass(frozen=True)
+class _WithCopies:
+    """A function whose carry has copies of some leaves beside it, which it leaves to the stages that keep them."""
+
+    function: ForwardFn
+
+    def __call__(self, params: Tree, carry: tuple[Tree, Tree], batch: Batch) -> tuple[Tree, Tree]:
+        result = self.function(params, carry[0], batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            return result
+        return (result[0], carry[1]), result[1]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "fn")
+
+
+def unchanged(fn: ForwardFn) -> ForwardFn:
+    """``fn(params, model_state, ...) -> outputs`` as a function that returns the model state too, as it was."""
+    return _Unchanged(fn)
+
+
+@dataclass(frozen=True)
+class _Unchanged:
+    """A function with the name and the signature of the one that it calls."""
+
+    function: ForwardFn
+
+    def __call__(self, params: Tree, model_state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
+        return model_state, self.function(params, model_state, *rest)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "fn")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)

@@ -1,0 +1,1 @@
+"""What a generation will hold, and how it ran."""

@@ -1,0 +1,200 @@
+"""How the next token is chosen from the logits of a language model.
+
+``Sampling`` is the usual rule: divide the logits by a temperature, keep the ``top_k`` most likely tokens, of these keep the most
+likely ones that together have the probability ``top_p``, and draw. A sampling rule is any function ``(logits, key) -> token`` of
+the logits of one position, so a user can write another. ``draw`` applies a rule, and says how likely the model found the token.
+
+Every token has a key of its own (``key_of``), made of the number of the sequence and of the place of the token in it. What is drawn
+therefore does not depend on how many sequences are generated side by side, in which order, or on how many devices.
+"""
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors.tracebacks import entries
+from jaxpp.schedule.validate import is_count
+from jaxpp.stages.jaxpr import describe
+from jaxpp.types import Array, Aval, Key
+
+__all__ = ["SampleRule", "Sampler", "Sampling", "draw", "key_of", "sampler_of"]
+
+Sampler = Callable[[Float[Array, " vocab"], Key], Int[Array, ""]]
+"""The token drawn from the logits of one position; it is traced."""
+
+_SMALL, _SMALLEST = 1e-6, 1e-30
+"""Below the first temperature, the maximum is subtracted before the division; below the second, the second is used."""
+
+
+@entries
+@dataclass(frozen=True)
+class Sampling:
+    """Draws the next token at a temperature, among the ``top_k`` most likely, or among those of probability ``top_p``.
+
+    With the logits ``x``, the token ``t`` is drawn with the probability ``softmax(x / temperature)[t]``. ``top_k`` and ``top_p``
+    set the probabilities of unlikely tokens to zero, and the others are scaled up; first the temperature is applied, then
+    ``top_k``, then ``top_p`` to what ``top_k`` has left. Of tokens of equal probability, those with the smaller numbers are kept.
+
+    An instance is a function ``(logits, key) -> token`` that can be traced, so a plain loop can draw the same tokens.
+
+    Args:
+        temperature: below 1 likely tokens become more likely; 0 always takes the most likely token (greedy).
+        top_k: how many tokens may be drawn (Fan et al. 2018); None: all.
+        top_p: draw among the fewest tokens whose probabilities add up to at least ``top_p`` (nucleus sampling, Holtzman et al.
+            2020); at least one token is left. None or 1: all.
+
+    Raises:
+        ArgumentError: a temperature below 0, ``top_k`` below 1 or above the size of the vocabulary, or ``top_p`` not in (0, 1].
+
+    Example:
+        >>> logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
+        >>> keys = jax.random.split(jax.random.key(0), 1000)
+        >>> tokens = jax.vmap(Sampling(top_p=0.8), (None, 0))(logits, keys)
+        >>> sorted(set(tokens.tolist()))
+        [1, 2]
+        >>> int(Sampling(temperature=0)(logits, keys[0]))
+        1
+
+    References:
+        Fan, Lewis and Dauphin, Hierarchical Neural Story Generation, 2018, arXiv:1805.04833 (top-k).
+        Holtzman et al., The Curious Case of Neural Text Degeneration, 2020, arXiv:1904.09751 (top-p).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong: list[str] = []
+        if not (_is_real(self.temperature) and 0 <= self.temperature < math.inf):
+            wrong.append(f"temperature={shown(self.temperature)} is no finite number of at least 0")
+        if self.top_k is not None and not is_count(self.top_k, least=1):
+            wrong.append(f"top_k={shown(self.top_k)} is no whole number of at least 1")
+        if self.top_p is not None and not (_is_real(self.top_p) and 0 < self.top_p <= 1):
+            wrong.append(f"top_p={shown(self.top_p)} is no number above 0 and up to 1")
+        if wrong:
+            rule = "tokens are drawn at a temperature, among the top_k most likely, or among those that have the probability top_p"
+            fix = "pass for example jaxpp.Sampling(temperature=0.8, top_k=50, top_p=0.95); temperature=0 is greedy"
+            raise ArgumentError("jaxpp.Sampling(...)", rule, wrong, fix)
+
+    def __call__(self, logits: Float[Array, " vocab"], key: Key) -> Int[Array, ""]:
+        """The token drawn from the logits of one position."""
+        return jnp.argmax(_wide(logits)) if self.temperature == 0 else jax.random.categorical(key, self.adjusted(logits))
+
+    def adjusted(self, logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
+        """The logits whose softmax is the distribution of the drawn token: minus infinity for tokens that are never drawn.
+
+        Computed in float32, or in float64 if the logits are.
+
+        Raises:
+            ArgumentError: ``top_k`` is above the size of the vocabulary, or the logits are those of several positions.
+        """
+        logits = _wide(logits)
+        size = logits.shape[0]
+        if self.top_k is not None and self.top_k > size:
+            where, rule = f"jaxpp.Sampling(top_k={self.top_k})", "top_k is at most the size of the vocabulary"
+            raise ArgumentError(where, rule, f"{size} tokens", f"pass top_k={size} or less, or leave top_k out")
+        if self.temperature == 0:
+            return jnp.where(jnp.arange(size) == jnp.argmax(logits), jnp.zeros_like(logits), -jnp.inf)
+        logits = _scaled(logits, float(self.temperature))
+        nucleus = self.top_p is not None and self.top_p < 1
+        if self.top_k is None and not nucleus:
+            return logits
+        values, tokens = jax.lax.top_k(logits, size if self.top_k is None else int(self.top_k))
+        keep = _nucleus(values, float(self.top_p or 1)) if nucleus else jnp.ones(values.shape, bool)
+        return jnp.where(jnp.zeros(size, bool).at[tokens].set(keep), logits, -jnp.inf)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (numbers.Real, np.floating)) and not isinstance(value, bool)
+
+
+def _wide(logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
+    logits = jnp.asarray(logits)
+    if logits.ndim != 1:
+        rule, fix = "a token is drawn from the logits of one position, [vocab]", "use jax.vmap for several positions"
+        raise ArgumentError("jaxpp.Sampling(...)(logits, key)", rule, describe(logits), fix)
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def _scaled(logits: Float[Array, " vocab"], temperature: float) -> Float[Array, " vocab"]:
+    if temperature >= _SMALL:
+        return logits / temperature
+    return (logits - logits.max()) / max(temperature, _SMALLEST)  # without an infinity where there was none
+
+
+def _nucleus(logits: Float[Array, " k"], top_p: float) -> Bool[Array, " k"]:
+    """Which of the tokens, the likeliest first, are needed to reach ``top_p``: those before which it is not reached yet."""
+    reached = jnp.cumsum(jax.nn.softmax(logits))
+    return jnp.concatenate([jnp.ones(1, bool), reached[:-1] < top_p])
+
+
+SampleRule = str | Sampling | Sampler | None
+"""What a user may pass as ``sample``."""
+
+
+def sampler_of(sample: SampleRule) -> Sampler:
+    """The rule that a user's ``sample`` stands for: None and "greedy" take the most likely token; functions stand for themselves.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if sample is None or (isinstance(sample, str) and sample == "greedy"):
+        return Sampling(temperature=0)
+    if callable(sample) and sample is not Sampling:
+        return sample
+    rule = 'sample is None or "greedy", a jaxpp.Sampling, or a function (logits [vocab], key) -> token'
+    fix = "pass for example sample=jaxpp.Sampling(temperature=0.8, top_k=50)"
+    if sample is Sampling:
+        fix = "call it: sample=jaxpp.Sampling()"
+    elif _is_real(sample):
+        fix = f"pass sample=jaxpp.Sampling(temperature={shown(sample)})"
+    raise ArgumentError("sample", rule, shown(sample), fix)
+
+
+def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[Int[Array, ""], Float[Array, ""]]:
+    """A token, and the logarithm of its probability in the model's own distribution: at temperature 1, with every token allowed.
+
+    Args:
+        sampler: from ``sampler_of``.
+        logits: of one position, ``[vocab]``, in any floating type; the sampler gets them in float32, or in float64 if they are.
+        key: of this token, from ``key_of``.
+
+    Returns:
+        the token as int32, and its log-probability.
+
+    Raises:
+        ArgumentError: the sampler returns no integer scalar.
+        Exception: what the sampler raises, unchanged, with a note.
+    """
+    logits = _wide(logits)
+    try:
+        found = sampler(logits, key)
+    except Exception as error:
+        error.add_note(f"jaxpp: raised by sample, which was called with logits {describe(logits)} and a key")
+        raise
+    if not _is_token(found):
+        got = jax.tree.map(lambda leaf: describe(leaf) if isinstance(leaf, Aval) else leaf, found)
+        rule = "a sampling function returns the number of one token, an integer scalar"
+        fix = "return for example jax.random.categorical(key, logits), which is an integer"
+        raise ArgumentError("sample(logits, key)", rule, got if isinstance(found, Aval) else shown(got), fix)
+    token = jnp.asarray(found, jnp.int32)
+    return token, jax.nn.log_softmax(logits)[token]
+
+
+def _is_token(found: object) -> bool:
+    if not isinstance(found, (jax.Array, np.ndarray, np.integer, int)) or isinstance(found, bool):
+        return False
+    return np.shape(found) == () and jnp.issubdtype(jnp.result_type(found), jnp.integer)
+
+
+def key_of(key: Key, sequence: int | Int[Array, ""], index: int | Int[Array, ""]) -> Key:
+    """The key of a token: of the sequence of this number, at this place in it, its prompt included."""
+    return jax.random.fold_in(jax.random.fold_in(key, sequence), index)

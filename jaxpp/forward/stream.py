@@ -1,0 +1,193 @@
+"""The outputs of many batches, one after another, with the devices kept busy and the host kept near them.
+
+Problem: a loop that waits for each output before it hands over the next batch lets the pipeline run empty between batches. A loop
+that never waits runs ahead of the devices, and their memory fills with batches and outputs. Idea: a few batches are in flight, as
+many as the user allows. Mechanism: when the consumer asks for an output, ``Stream`` first dispatches batches until that many are
+in flight, then waits for the oldest::
+
+    next()  dispatch 0, dispatch 1, wait for 0     (max_in_flight=2)
+    next()  dispatch 2, wait for 1
+    next()  dispatch 3, wait for 2                 stage 0 begins 3 as soon as it has done 2
+
+An output that the consumer holds counts as in flight until the consumer asks for the next output.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice, repeat
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from jaxpp.errors import ArgumentError, BatchError, shown
+from jaxpp.errors.tracebacks import entries, fold
+from jaxpp.schedule.validate import is_count
+from jaxpp.types import Batch, Tree
+
+__all__ = ["Stream"]
+
+_PULLED, _DISPATCHED, _FAILED = "pulled", "dispatched", "failed"
+"""What a batch in flight is: a batch that is not dispatched yet, its outputs, or the exception in their place."""
+
+
+@entries
+class Stream(Iterator[Tree]):
+    """The outputs of batches, in their order, as an iterator that looks ahead by a bounded number of batches.
+
+    ``next`` returns the outputs of the next batch when the devices have computed them, while later batches are under way. An
+    exception comes out in the place of the outputs of its batch, with a note that says which batch it was: an exception of the
+    iterator of batches, of the model (at a batch of another shape, say), or of a device. The ``next`` after it goes on with the
+    batch after it, unless the iterator of batches has ended (a generator that has raised has ended). After Ctrl-C, ``next`` goes on
+    where it was; no outputs are lost.
+
+    A stream can be run through once. ``close``, or the end of a ``with`` block, drops all batches and outputs that the stream
+    holds; so does dropping the stream.
+
+    Args:
+        batches: any iterable of batches, which may differ in size. A batch is taken from it when the batch is about to be
+            dispatched, so a batch that depends on earlier outputs needs ``max_in_flight=1``.
+        run: ``run(k, batch)`` dispatches batch k and returns its outputs, a tree of arrays, without waiting for them. After Ctrl-C
+            it may be called again for the same batch.
+        max_in_flight: batches whose outputs may exist at a time, those that the consumer was last given among them. At least 2,
+            if the devices are to have work while the consumer looks at outputs.
+        where: what messages call the stream.
+
+    Raises:
+        ArgumentError: ``max_in_flight`` is no whole number of at least 1, or ``batches`` is a single batch.
+
+    Example:
+        >>> stream = Stream([1, 2, 3], lambda k, batch: 10 * k + batch, max_in_flight=2)
+        >>> list(stream)
+        [1, 12, 23]
+    """
+
+    def __init__(self, batches: Iterable[Batch], run: Callable[[int, Batch], Tree], max_in_flight: int, where: str = "pipe.stream"):
+        if not is_count(max_in_flight, least=1):
+            rule = "max_in_flight says how many batches are under way at a time, a whole number of at least 1"
+            raise ArgumentError(f"{where}(..., max_in_flight={shown(max_in_flight)})", rule, shown(max_in_flight), "pass 2")
+        self._length = _length_of(batches)
+        self._work: tuple[Iterator[Batch], Callable[[int, Batch], Tree]] | None = (_iterator_of(batches, where), run)
+        self._max_in_flight, self._where = int(max_in_flight), where
+        self._next, self._numbers, self._flight = 0, count(), deque[tuple[Tree, int, str]]()
+
+    def __next__(self) -> Tree:
+        taken = None
+        try:
+            self._fill()
+            if not self._flight:
+                raise StopIteration
+            value, number, status = entry = self._flight[0]
+            failure = value if status == _FAILED else self._failure_of(value, number)
+            taken, self._next = entry, number + 1
+            del self._flight[0]
+            if failure is not None:
+                raise failure
+            return value
+        except BaseException as error:
+            if taken is not None and not isinstance(error, Exception) and (not self._flight or self._flight[0] is not taken):
+                self._flight.appendleft(taken)  # Ctrl-C, when all but the return was done
+            fold(error)
+            raise
+
+    def _fill(self) -> None:
+        """Dispatch batches until enough are in flight, there are no more, or a failure waits for its turn.
+
+        Ctrl-C may come between any two bytecodes here. What is in flight changes in single steps: a batch that was not dispatched
+        for certain is dispatched again.
+        """
+        flight = self._flight
+        while self._work is not None and not (flight and flight[-1][2] == _FAILED):
+            source, run = self._work
+            if flight and flight[-1][2] == _PULLED:
+                batch, number, _ = flight[-1]
+                try:
+                    flight[-1] = (run(number, batch), number, _DISPATCHED)
+                except Exception as error:  # noqa: BLE001  (raised when it is its turn)
+                    flight[-1] = (_noted(error, self._at(number)), number, _FAILED)
+                del batch
+            elif len(flight) < self._max_in_flight:
+                self._pull(source)
+            else:
+                return
+
+    def _pull(self, source: Iterator[Batch]) -> None:
+        """Take one batch from the source, or what the source raises, or its end."""
+        before = len(self._flight)
+        try:
+            self._flight.extend(zip(islice(source, 1), self._numbers, repeat(_PULLED)))  # in C: no Ctrl-C between batch and flight
+        except Exception as error:  # noqa: BLE001  (raised when it is its turn)
+            number = next(self._numbers)
+            note = f"jaxpp: {self._where}: the iterator of batches raised this when it was asked for batch {number}"
+            self._flight.append((_noted(error, note), number, _FAILED))
+            return
+        if len(self._flight) == before:
+            self._work = None
+            if next(self._numbers) == 0:
+                where, rule = f"{self._where}(..., batches, ...)", "there is at least one batch"
+                fix = "pass a list or a fresh iterator of batches (an iterator that was run through before is empty)"
+                self._flight.append((BatchError(where, rule, "an iterator that ended before its first batch", fix), 0, _FAILED))
+
+    def _at(self, number: int) -> str:
+        return f"jaxpp: {self._where}: this was batch {number}, counted from 0"
+
+    def _failure_of(self, outputs: Tree, number: int) -> Exception | None:
+        """Wait for outputs; returns what a device raised."""
+        try:
+            jax.block_until_ready(outputs)
+        except Exception as error:  # noqa: BLE001  (raised by who asked)
+            return _noted(error, self._at(number))
+        return None
+
+    def close(self) -> None:
+        """Drop everything: the batches, and the outputs that nobody has taken. The stream has ended then."""
+        self._work = None
+        self._flight.clear()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """The number of batches in all, taken or not, if ``batches`` has a length."""
+        if self._length is None:
+            raise TypeError("the batches of this stream have no length")
+        return self._length
+
+    def __bool__(self) -> bool:
+        return True  # not the length, which may be unknown
+
+    def __repr__(self) -> str:
+        if self._work is None and not self._flight:
+            return f"<{self._where}: ended after {self._next} batches>"
+        return f"<{self._where}: batch {self._next} is next; {len(self._flight)} of at most {self._max_in_flight} in flight>"
+
+
+def _noted(error: Exception, note: str) -> Exception:
+    """The exception with a note, to be raised when it is its turn."""
+    error.add_note(note)
+    if isinstance(error, StopIteration):  # which would look like the end of the stream
+        raised = RuntimeError("StopIteration was raised inside a stream")
+        raised.__cause__ = error
+        return raised
+    return error
+
+
+def _length_of(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _iterator_of(batches: Any, where: str) -> Iterator[Batch]:
+    """The iterator of an iterable of batches, unless it is one batch by mistake."""
+    single = isinstance(batches, (Mapping, str, bytes)) or hasattr(batches, "dtype") or hasattr(batches, "_fields")
+    if single or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+        rule = "batches is an iterable of batches: a list, a generator, a data loader"
+        got = f"a single {type(batches).__name__}: {shown(batches)}"
+        fix = f"pass [batch] for one batch, or call {where.rpartition('.')[0] or 'pipe'}.apply(...)"
+        raise ArgumentError(f"{where}(..., batches, ...)", rule, got, fix)
+    return iter(batches)

@@ -1,0 +1,191 @@
+"""Where to cut for equal memory: the device that holds most should hold as little as possible.
+
+A stage holds its parameters, their gradients and the state of the optimizer once, and what its forward keeps as often as there are
+microbatches between forward and backward; under 1F1B that is more on earlier stages. Devices with several stages hold the sum. The
+yardstick is the least that the fullest device can hold. Of the cuts that are within ``MEMORY_SLACK`` of it, the rest is decided
+as for equal FLOPs: stages that all have something to do, then the fewest bytes across boundaries.
+
+Where every stage has a device of its own, the yardstick is found by a dynamic program over all cuts. Where stages share devices,
+one cut is moved at a time, from several beginnings, until no move lowers what the fullest devices hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxpp.stages.cuts.balance import Cuts, balance, balance_within
+from jaxpp.stages.cuts.held import Use, kept_uses, param_uses
+from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.stages.remat.least import Least
+from jaxpp.stages.remat.policy import Kept
+from jaxpp.stages.stage import StageCode
+
+__all__ = ["MEMORY_SLACK", "StageBytes", "balance_memory"]
+
+MEMORY_SLACK = 0.02
+"""How much more than the least possible the fullest device may hold, for fewer bytes across boundaries."""
+_MOST_PLACES = 512
+"""How many positions are looked at; of a longer spine only some, those at which the fewest bytes cross."""
+_BEGINNINGS = 32
+"""From how many cuts the search begins where stages share devices."""
+_POWER = 16
+"""Loads of devices are compared by the sum of so high a power that the largest decides, and the next counts where it is equal."""
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What stages hold, besides what the loss says.
+
+    Attributes:
+        of_user: bytes of each parameter leaf on every stage that uses it, its gradient included.
+        of_owner: bytes of each parameter leaf on its owner alone: the state of the optimizer.
+        num_kept: for each stage, of how many microbatches it holds what is kept when its device holds most.
+        policies: what the forward of each stage keeps.
+        devices: the number of each stage's device.
+    """
+
+    of_user: tuple[float, ...]
+    of_owner: tuple[float, ...]
+    num_kept: tuple[int, ...]
+    policies: tuple[Kept, ...]
+    devices: tuple[int, ...]
+
+    def fullest(self, stages: Sequence[StageCode], owner: Sequence[int]) -> float:
+        """The bytes of the fullest device, from what the stages of a cut keep."""
+        sizes = [
+            sum(self.of_user[leaf] + self.of_owner[leaf] * (owner[leaf] == code.index) for leaf in code.params) + count * code.kept
+            for code, count in zip(stages, self.num_kept, strict=True)
+        ]
+        return self.largest(sizes)
+
+    def largest(self, of_stage: Sequence[float]) -> float:
+        """The bytes of the fullest device, from those of the stages."""
+        return float(np.bincount(self.devices, of_stage).max())
+
+
+def balance_memory(loss: TracedLoss, held: StageBytes) -> Cuts:
+    """Cut for the least memory on the device that holds most, then as ``balance`` does.
+
+    Raises:
+        CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
+    """
+    num_stages = len(held.devices)
+    flops = balance(loss, num_stages)
+    if num_stages == 1:
+        return flops
+    stretches = _Stretches(loss, held, _places(loss, flops))
+    at = stretches.least(flops)
+    sizes = stretches.sizes(at)
+    limit = (1 + MEMORY_SLACK) * held.largest(sizes)
+    room = np.asarray(sizes) * limit / np.bincount(held.devices, sizes)[list(held.devices)]
+    return balance_within(loss, stretches.first(room))
+
+
+def _places(loss: TracedLoss, flops: Cuts) -> tuple[int, ...]:
+    """The positions at which a stage may begin, those of ``flops`` among them, and both ends of the spine."""
+    size = len(loss.spine)
+    allowed = [k for k in range(1, size) if k not in loss.barred]
+    if len(allowed) > _MOST_PLACES:
+        groups = np.array_split(np.asarray(allowed), _MOST_PLACES)
+        allowed = [int(min(group, key=loss.boundary_bytes.__getitem__)) for group in groups]
+    return (0, *sorted({*allowed, *flops}), size)
+
+
+class _Stretches:
+    """What each stretch of the spine holds as each of the stages; stretches are named by the numbers of their two ends."""
+
+    def __init__(self, loss: TracedLoss, held: StageBytes, places: tuple[int, ...]):
+        self.held, self.places = held, places
+        weights = self._table(param_uses(loss, held.of_user, held.of_owner))
+        kept = {policy: self._kept(loss, policy) for policy in set(held.policies)} if any(held.num_kept) else {}
+        counts = zip(held.num_kept, held.policies, strict=True)
+        self.tables = [weights + count * kept[policy] if count else weights for count, policy in counts]
+
+    def _table(self, uses: Sequence[Use]) -> Float[np.ndarray, " starts ends"]:
+        """The bytes of the uses that have a position in each stretch, each use once."""
+        places, count = np.asarray(self.places), len(self.places)
+        changes = np.zeros((count + 1, count + 1))
+        for num_bytes, positions in uses:
+            before = -1
+            for at in positions:  # stretches that begin after the position before, and in which this position is
+                low, high = np.searchsorted(places, (before, at), side="right")
+                changes[low, high] += num_bytes
+                changes[high, high] -= num_bytes
+                before = at
+        return changes.cumsum(axis=0).cumsum(axis=1)[:count, :count]
+
+    def _kept(self, loss: TracedLoss, policy: Kept) -> Float[np.ndarray, " starts ends"]:
+        """What the forward of a stage keeps; one that computes things again holds the activations that it begins with."""
+        found = self._table(kept_uses(loss, policy))
+        if policy is None or isinstance(policy, Least):
+            return found
+        return found + np.asarray([loss.boundary_bytes[k] if k else 0 for k in self.places], float)[:, None]
+
+    @cached_property
+    def _shared(self) -> bool:
+        return len(set(self.held.devices)) < len(self.held.devices)
+
+    def sizes(self, at: Sequence[int]) -> list[float]:
+        """The bytes of each stage, where the stages end at the places ``at``."""
+        return [float(table[a, b]) for table, a, b in zip(self.tables, (0, *at[:-1]), at, strict=True)]
+
+    def first(self, room: np.ndarray) -> np.ndarray:
+        """``first[stage, end]``: where the stage may begin at the earliest that ends at a position, with so many bytes of room."""
+        places = np.asarray(self.places)
+        found = np.tile(np.arange(places[-1] + 1), (len(self.tables), 1))
+        for stage, (table, most) in enumerate(zip(self.tables, room, strict=True)):
+            fits = table <= most * (1 + 1e-9)
+            found[stage, places] = np.where(fits.any(axis=0), places[fits.argmax(axis=0)], places)
+        return found
+
+    def least(self, flops: Cuts) -> tuple[int, ...]:
+        """The ends of the stages for which the fullest device holds least."""
+        equal = self._smallest(np.ones(len(self.tables)))
+        if not self._shared:
+            return equal
+        devices = np.asarray(self.held.devices)
+        given = tuple(int(k) for k in np.searchsorted(self.places, (*flops, self.places[-1])))
+        drawn = np.random.default_rng(0).exponential(size=(_BEGINNINGS, len(devices)))  # each stage another part of its device
+        begun = [equal, given, *(self._smallest(sizes / np.bincount(devices, sizes)[devices]) for sizes in drawn)]
+        return min(map(self._moved, begun), key=lambda at: self.held.largest(self.sizes(at)))
+
+    def _smallest(self, parts: np.ndarray) -> tuple[int, ...]:
+        """The ends of the stages for which the largest of them is least, each divided by its part of a device."""
+        count = len(self.places)
+        best = np.where(np.arange(count) == 0, 0.0, np.inf)
+        later = np.tril_indices(count)  # a stage ends after it begins
+        came = []
+        for table, part in zip(self.tables, parts, strict=True):
+            largest = np.maximum(best[:, None], table / part)
+            largest[later] = np.inf
+            came.append(largest.argmin(axis=0))
+            best = largest.min(axis=0)
+        ends = [count - 1]
+        for origin in reversed(came[1:]):
+            ends.append(int(origin[ends[-1]]))
+        return tuple(reversed(ends))
+
+    def _moved(self, at: tuple[int, ...]) -> tuple[int, ...]:
+        """The ends after moving one of them at a time, as long as that lowers what the fullest devices hold."""
+        devices, ends = np.asarray(self.held.devices), list(at)
+        score = self._score(self.sizes(ends))
+        while True:
+            before = score
+            for stage in range(len(ends) - 1):
+                low = ends[stage - 1] if stage else 0
+                inside = np.arange(low + 1, ends[stage + 1])
+                loads = np.bincount(devices, self.sizes(ends))[:, None].repeat(len(inside), axis=1)
+                loads[devices[stage]] += self.tables[stage][low, inside] - self.tables[stage][low, ends[stage]]
+                following = self.tables[stage + 1][:, ends[stage + 1]]
+                loads[devices[stage + 1]] += following[inside] - following[ends[stage]]
+                scores = (loads**_POWER).sum(axis=0)
+                if scores.min() < score * (1 - 1e-12):
+                    ends[stage], score = int(inside[scores.argmin()]), float(scores.min())
+            if score == before:
+                return tuple(ends)
+
+    def _score(self, sizes: Sequence[float]) -> float:
+        return float((np.bincount(self.held.devices, sizes) ** _POWER).sum())

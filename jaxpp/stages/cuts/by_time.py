@@ -1,0 +1,104 @@
+"""Where to cut for the shortest step, where it was measured what sends cost.
+
+Problem: the most even cut may lie where much crosses. With a slow link, a narrow place a little further on makes a shorter step,
+though one stage is larger there. Idea: predict the step,
+
+    (num_turns - 1) * L + T + 2 * (h_1 + h_2 + ...),
+
+where L is the largest stage, T the sum of all stages, and h_b the time of a send across boundary b: an activation and a cotangent
+cross it while the pipeline fills and drains. A schedule may also wait for sends in between (1F1B does, GPipe does not), so a part
+of the sends across its boundaries counts as a stage's own time (``Links.waiting``).
+
+Mechanism: the cheapest sends for stages of at most some size, by the dynamic program of ``balance``, for smaller and smaller sizes;
+of these cuts the one with the shortest predicted step. Stages within ``SLACK`` of the least possible count as equal, so with free
+links the cut is that of ``balance``.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxpp.stages.cuts.balance import SLACK, Cuts, balance, balance_for_sends, least_largest, prefix_sums
+from jaxpp.stages.loss.traced_loss import TracedLoss
+
+__all__ = ["Links", "balance_time", "predicted"]
+
+_EXACT = 2048
+"""Up to how many positions times stages every size is tried; above, sizes that are ``SLACK`` apart."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What sends between neighbouring stages cost, and how the schedule waits for them.
+
+    Attributes:
+        per_send: seconds of a send without its bytes, for each boundary.
+        per_byte: seconds of a byte, for each boundary.
+        waiting: which part of a send across its boundaries a stage waits for at every microbatch.
+        num_turns: how many forwards a rank runs in a step, and as many backwards.
+    """
+
+    per_send: tuple[float, ...]
+    per_byte: tuple[float, ...]
+    waiting: float
+    num_turns: int
+
+    @property
+    def free(self) -> bool:
+        """Whether sends cost nothing."""
+        return not any((*self.per_send, *self.per_byte))
+
+    def scaled(self, factor: float) -> "Links":
+        """The same in another unit of time."""
+        sends, bytes_ = (tuple(factor * seconds for seconds in each) for each in (self.per_send, self.per_byte))
+        return replace(self, per_send=sends, per_byte=bytes_)
+
+    def hops(self, loss: TracedLoss) -> np.ndarray:
+        """``hops[stage, end]``: what a send after a stage takes that ends at a position; 0 after the last stage."""
+        moved = np.asarray(loss.boundary_bytes, float)
+        rows = [send + byte * moved for send, byte in zip(self.per_send, self.per_byte, strict=True)]
+        return np.asarray([*rows, np.zeros(len(moved))])
+
+
+def balance_time(loss: TracedLoss, links: Links) -> Cuts:
+    """Cut for the shortest predicted step; ``links`` are in the unit of the loss's costs.
+
+    Raises:
+        CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
+    """
+    num_stages = len(links.per_send) + 1
+    found = balance(loss, num_stages)
+    if links.free or num_stages == 1:
+        return found
+    hops, least = links.hops(loss), least_largest(loss, num_stages) or 0.0
+    step = 1e-9 if len(loss.spine) * num_stages <= _EXACT else SLACK
+    shortest, most = predicted(loss, found, links), np.inf
+    while most > least:
+        cuts = balance_for_sends(loss, hops, links.waiting, min(most, 2 * float(prefix_sums(loss)[-1]) + 2 * float(hops.max())))
+        if cuts is None:
+            break
+        time = predicted(loss, cuts, links)
+        if time < shortest:
+            found, shortest = cuts, time
+        largest = _largest(loss, cuts, links)
+        if largest <= (1 + SLACK) * least:
+            break
+        most = largest * (1 - step)
+    return found
+
+
+def predicted(loss: TracedLoss, cuts: Cuts, links: Links) -> float:
+    """The time of a step, in the unit of the loss's costs (and of the links)."""
+    least = least_largest(loss, len(cuts) + 1) or 0.0
+    largest = max(_largest(loss, cuts, links), (1 + SLACK) * least)
+    sends = sum(float(links.hops(loss)[stage, cut]) for stage, cut in enumerate(cuts))
+    return (links.num_turns - 1) * largest + sum(loss.costs) + 2 * sends
+
+
+def _largest(loss: TracedLoss, cuts: Cuts, links: Links) -> float:
+    """The largest stage, with what it waits for sends."""
+    total, hops = prefix_sums(loss), links.hops(loss)
+    ends = [0, *cuts, len(loss.spine)]
+    own = np.diff(total[ends])
+    crossing = np.asarray([0.0, *(hops[stage, cut] for stage, cut in enumerate(cuts)), 0.0])
+    return float((own + links.waiting * (crossing[:-1] + crossing[1:])).max())

@@ -1,0 +1,1 @@
+"""Which pipeline is the fastest that fits: candidates, what they cost, and the search among them."""

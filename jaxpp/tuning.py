@@ -1,0 +1,271 @@
+"""``jaxpp.tune``: the pipeline that trains a loss fastest on the devices there are, found by measuring.
+
+What limits a pipeline differs from one model and machine to the next: the bubble, memory, the transfers, or the one process that
+hands the programs over. So the programs of a few cuts are measured on the devices, all candidates are simulated with these costs,
+and the best few are run.
+"""
+
+import math
+import numbers
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import optax
+
+from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
+from jaxpp.errors.tracebacks import entries, entry
+from jaxpp.observe.memory.forecast import parse_bytes
+from jaxpp.pipeline import Pipeline
+from jaxpp.runtime.processes.exchange import rows_of_all
+from jaxpp.runtime.processes.here import is_here, processes_of
+from jaxpp.schedule.registry import SCHEDULES, make
+from jaxpp.schedule.validate import is_count
+from jaxpp.stages.loss.microbatch import check_batch
+from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tuner.findings import Findings
+from jaxpp.tuner.machine import Devices
+from jaxpp.tuner.search import Limits, search
+from jaxpp.tuner.space import Space
+from jaxpp.types import Arguments, Batch, Device, Key, LossFn, Tree
+
+__all__ = ["Tuning", "tune"]
+
+_DECIDED = ("num_stages", "schedule", "cuts")
+_ALONE = ("mesh", "data_parallel", "shardings", "bank")
+_REMAT = ("least", "keep", "recompute", "offload")
+
+
+@entries
+@dataclass(frozen=True, eq=False, repr=False)
+class Tuning(Findings):
+    """What ``jaxpp.tune`` found. ``print`` it for a table and the reasons; in a notebook it draws itself.
+
+    Attributes:
+        found: what the search found.
+        given: options of ``Pipeline`` that all candidates share.
+        hbm: bytes that each device has; None if that is not known.
+        processes: the process of each rank's device; one process if there are none.
+        ask: the peaks of a candidate, for the figure.
+        remark: what should be known of how it was measured; empty if nothing.
+        loss_fn: what was tuned.
+        optimizer: with which it trains.
+    """
+
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformation
+
+    def pipeline(self) -> Pipeline:
+        """The best pipeline: ``jaxpp.Pipeline(loss_fn, optimizer, **tuning.best)``."""
+        return Pipeline(self.loss_fn, self.optimizer, **self.best)
+
+
+@entry
+def tune(  # noqa: PLR0913  (the options of the front door)
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    init_or_params: Tree,
+    batch: Batch,
+    key: Key | None = None,
+    *,
+    devices: Sequence[Device] | None = None,
+    hbm: float | str | None = None,
+    seconds: float | None = None,
+    schedules: str | Sequence[str] | None = None,
+    num_microbatches: int | Sequence[int] | None = None,
+    num_ranks: int | Sequence[int] | None = None,
+    stages_per_rank: int | Sequence[int] = (1, 2),
+    remat: str | Sequence[str] | None = None,
+    balance: str | Sequence[str] = "flops",
+    num_measured: int = 3,
+    keep: bool | str | os.PathLike[str] = True,
+    **options: object,
+) -> Tuning:
+    """Find the schedule, number of microbatches, stages a rank and remat with which a training step takes the least time.
+
+    Candidates that run the same programs (equal cuts, equal microbatches) are measured together: what their forwards, backwards,
+    transfers, update and dispatch take on the devices. All candidates are then simulated with these costs. Of those that fit into
+    ``hbm``, the best few are run, and the fastest is the choice. Progress is shown if it takes long; Ctrl-C stops it and leaves
+    nothing behind.
+
+    Results do not depend on the choice: every candidate trains like single-device gradient accumulation.
+
+    Args:
+        loss_fn: as for ``Pipeline``.
+        optimizer: as for ``Pipeline``.
+        init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
+        batch: a whole batch, as a step takes it.
+        key: for the loss, if it takes one, and for ``init_fn``; ``jax.random.key(0)`` unless given.
+        devices: what the pipeline may use, one device for each rank. Default: ``jax.devices()``.
+        hbm: bytes that each device has: ``"24GiB"``, or a number. Default: what the devices report (CPUs report nothing).
+        seconds: a budget. No more families of candidates are measured once so much time has passed, those that promise most come
+            first, and ``print(tuning)`` tells what was not looked at. The best few are run after that, in any case. Default: no
+            budget.
+        schedules: a name, or several. Default: all of ``jaxpp.schedule.SCHEDULES``.
+        num_microbatches: a number, or several. Default: about half, one, two, four and eight times the ranks, or what near these
+            divides the batch; and 1 for ``naive``.
+        num_ranks: a number, or several. Default: all devices.
+        stages_per_rank: a number, or several. Schedules in a V have two stages a rank, and interleaved ones two or more.
+        remat: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, or several of these. Default: ``"least"``; and, if the
+            fastest candidate does not fit into ``hbm``, ``"offload"`` and ``"recompute"`` as well.
+        balance: what stages have equal amounts of, as for ``Pipeline``; or several of these.
+        num_measured: how many candidates are run. With 0, the best by prediction is chosen.
+        keep: whether what was measured is kept, so that a later call for the same model and devices need not measure it again: in
+            the user's cache folder, or in a folder of this name.
+        **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``loss_scale``, ...
+
+    Returns:
+        a ``Tuning``: ``tuning.best`` holds the options, ``tuning.pipeline()`` makes the pipeline, ``tuning.rows`` has all
+        candidates, ``tuning.why`` says why, and ``tuning.figure()`` draws time against memory.
+
+    Raises:
+        ArgumentError: options that cannot be what they stand for; no candidate fits into ``hbm``; or ``seconds`` are too few to
+            measure one candidate.
+        ScheduleError: an unknown schedule.
+        BatchError: a batch that cannot be split.
+        JaxppError: for a loss, parameters or optimizer that cannot be run; candidates for which the model has too few layers are
+            only left out.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp, optax
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((jnp.tanh(batch @ params["w1"]) @ params["w2"]) ** 2)
+        >>> params, batch = {"w1": jnp.ones((4, 8)), "w2": jnp.ones((8, 2))}, jnp.ones((8, 4))
+        >>> two = jax.devices()[:2]
+        >>> tuning = jaxpp.tune(
+        ...     loss_fn, optax.adam(1e-2), params, batch, devices=two, schedules=("gpipe", "1f1b"), num_microbatches=4, keep=False
+        ... )
+        >>> tuning.best["num_microbatches"], tuning.best["schedule"] in ("gpipe", "1f1b")
+        (4, True)
+        >>> pipe = tuning.pipeline()
+    """
+    refuse_tracers("jaxpp.tune(loss_fn, optimizer, ...)", init_or_params, batch, key)
+    check_optimizer(loss_fn, optimizer)
+    _check_options(options)
+    places = check_devices(devices)
+    limits = Limits(None if hbm is None else parse_bytes(hbm), _seconds_of(seconds), _count_of(num_measured))
+    counts = _counts_of("num_microbatches", num_microbatches) if num_microbatches is not None else ()
+    space = Space(
+        num_examples=check_batch(batch, min(counts, default=1), shared=_listed(options.get("shared", ()))),
+        num_ranks=_ranks_of(num_ranks, places),
+        schedules=_schedules_of(schedules),
+        stages_per_rank=_counts_of("stages_per_rank", stages_per_rank),
+        num_microbatches=counts,
+        remat=("least",) if remat is None else _remat_of(remat),
+        balance=_listed(balance),
+        in_order=bool(options.get("has_state")),
+    )
+    given: Arguments = {**options, **({} if devices is None else {"devices": places})}
+    for each in space.balance:
+        Pipeline(loss_fn, optimizer, num_stages=1, balance=each, **given)  # what cannot be an option is refused before any work
+    limits = _agreed(limits, places)
+    used = places[: max(space.num_ranks)]
+    machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=used, options=dict(options), keep=keep)
+    _check_params(machine.param_bytes, limits.hbm, len(used))
+    found = search(machine, space, limits, saves=remat is None)
+    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, machine.remark, loss_fn, optimizer)
+
+
+def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
+    """The limits with what the devices report of their memory, and with a clock that all processes agree on."""
+    mine = [device for device in devices if is_here(device)]
+    reported = min(
+        (stats["bytes_limit"] for device in mine if "bytes_limit" in (stats := device.memory_stats() or {})), default=None
+    )
+    if len(processes_of(devices)) == 1:
+        return limits._replace(hbm=reported if limits.hbm is None else limits.hbm)
+    everywhere = float(rows_of_all(np.array(math.inf if reported is None else reported, np.float32)).min())
+    hbm = limits.hbm if limits.hbm is not None else int(everywhere) if everywhere < math.inf else None
+    return limits._replace(hbm=hbm, processes=tuple(device.process_index for device in devices), clock=_latest_clock())
+
+
+def _latest_clock() -> Callable[[], float]:
+    """Seconds since now, of the process for which most time has passed."""
+    began = time.perf_counter()
+    return lambda: float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
+
+
+def _check_options(options: Arguments) -> None:
+    """Refuse options that tune decides, and options with which there is more than one device a rank."""
+    if decided := [f"{name}={shown(options[name])}" for name in _DECIDED if name in options]:
+        fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
+        raise ArgumentError("jaxpp.tune(...)", "tune finds the schedule, the number of stages and the cuts itself", decided, fix)
+    if others := [f"{name}={shown(options[name])}" for name in _ALONE if name in options]:
+        rule, fix = "tune looks at pipelines of one set of parameters with one device a rank", "leave it out, and pass devices"
+        raise ArgumentError("jaxpp.tune(...)", rule, others, fix)
+
+
+def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
+    """Refuse parameters that all devices together have no room for."""
+    if hbm is not None and num_bytes > hbm * num_devices:
+        need, room = bytes_in_words(num_bytes), bytes_in_words(hbm)
+        got = f"parameters of {need}, and {num_devices} device{'s' * (num_devices != 1)} of {room}"
+        fix = "use more devices or a smaller model, or pass a larger hbm if the devices have it"
+        raise ArgumentError(f"jaxpp.tune(..., hbm={room!r})", "the devices together have room for the parameters", got, fix)
+
+
+def _listed(value: Tree) -> tuple[Tree, ...]:
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def _counts_of(name: str, value: object) -> tuple[int, ...]:
+    """A count, or several: whole numbers of at least 1."""
+    counts = _listed(value)
+    if not counts or any(not is_count(count, least=1) for count in counts):
+        rule = "it is a whole number of at least 1, or several of them"
+        raise ArgumentError(f"jaxpp.tune(..., {name}=...)", rule, shown(value), f"pass for example {name}=(4, 8)")
+    return tuple(dict.fromkeys(map(int, counts)))
+
+
+def _ranks_of(value: object, devices: Sequence[Device]) -> tuple[int, ...]:
+    if value is None:
+        return (len(devices),)
+    counts = _counts_of("num_ranks", value)
+    if most := [f"num_ranks={count} with {len(devices)} devices" for count in counts if count > len(devices)]:
+        rule = "there is a device for each rank"
+        raise ArgumentError("jaxpp.tune(..., num_ranks=...)", rule, most, f"pass {len(devices)} or fewer, or more devices")
+    return counts
+
+
+def _schedules_of(value: object) -> tuple[str, ...]:
+    """The names, each of which there is.
+
+    Raises:
+        ScheduleError: there is no such schedule.
+    """
+    if value is None:
+        return tuple(SCHEDULES)
+    names = _listed(value)
+    if not names:
+        fix = 'pass schedules="1f1b", or leave it out to look at all'
+        raise ArgumentError("jaxpp.tune(..., schedules=...)", "there is at least one name", shown(value), fix)
+    for name in names:
+        make(name, num_ranks=1, num_microbatches=2)
+    return tuple(dict.fromkeys(names))
+
+
+def _remat_of(value: object) -> tuple[str, ...]:
+    names = _listed(value)
+    if not names or any(name not in _REMAT for name in names):
+        rule = 'candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or offload ("offload")'
+        raise ArgumentError("jaxpp.tune(..., remat=...)", rule, shown(value), 'pass remat=("least", "recompute"), for example')
+    return tuple(dict.fromkeys(names))
+
+
+def _seconds_of(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
+        rule = "the budget is a number of seconds above 0, or None"
+        raise ArgumentError("jaxpp.tune(..., seconds=...)", rule, shown(value), "pass seconds=60, or leave it out to measure all")
+    return float(value)
+
+
+def _count_of(num_measured: object) -> int:
+    if not is_count(num_measured):
+        rule = "the number of candidates that are run is a whole number of at least 0"
+        raise ArgumentError("jaxpp.tune(..., num_measured=...)", rule, shown(num_measured), "pass num_measured=3")
+    return int(num_measured)  # pyright: ignore[reportArgumentType]

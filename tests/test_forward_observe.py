@@ -1,0 +1,347 @@
+"""What is seen of functions that are only run forward: their stages, the memory that they take, and how they ran."""
+
+import dataclasses
+import gc
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, ParamsError, StateError
+from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
+from jaxpp.observe.profile.causes import ForwardCauses, RingCauses
+from tests.conftest import mlp_case
+from tests.decoders import loop, plain, prompts_of
+
+
+def network(params, x):
+    """Four layers; ``counts`` has no gradient. One output has a row for each example, one has none."""
+    for k in range(4):
+        x = jnp.tanh(x @ params[f"w{k}"])
+    return {"y": x * params["counts"], "mean": x.mean()}
+
+
+def network_params():
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {f"w{k}": jax.random.normal(keys[k], (16, 16)) / 4 for k in range(4)} | {"counts": jnp.arange(16)}
+
+
+@pytest.fixture(scope="module")
+def forward():
+    found = jaxpp.Forward(network, num_stages=4, num_microbatches=3)
+    return found, found.init(network_params(), jnp.ones((6, 16)))
+
+
+def test_the_table_of_a_forward_keeps_nothing_and_says_what_the_last_stage_returns(forward):
+    found, _ = forward
+    assert "schedule: forward, 4 stages, 3 microbatches" in repr(found)
+    head, *_ = str(found.stages).splitlines()
+    assert head.split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]
+    assert [stage.sends for stage in found.stages[:3]] == [(f"f32[2,16] to {k}",) for k in (1, 2, 3)]
+    assert found.stages[3].sends == ("f32[] as output", "f32[2,16] as output")
+    assert "loss" not in str(found.stages) and "kept" not in found.stages._repr_html_()
+
+
+def test_the_stages_of_a_forward_run_by_hand_return_plain_values(forward):
+    found, _ = forward
+    params, x, value = network_params(), jax.random.normal(jax.random.key(1), (2, 16)), {}
+    for stage in found.stages:
+        value = stage.forward(params, value, x)
+        assert {leaf.device for leaf in jax.tree.leaves(value)} == {stage.device}
+    expected = network(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), value, expected)
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def most_live_bytes(run, devices, before):
+    """The most bytes that each device held while ``run(observer)`` ran, less those that it held before."""
+    most = dict.fromkeys(devices, 0)
+
+    def look(*_):
+        most.update({device: max(most[device], live_bytes(device) - before[device]) for device in devices})
+
+    result = run(look)
+    jax.block_until_ready(result)
+    look()
+    return most
+
+
+@pytest.mark.parametrize("examples", [2, 7, 48])
+def test_a_forecast_of_a_forward_is_what_apply_holds_to_the_byte(forward, examples):
+    found, params = forward
+    x = np.ones((examples, 16), np.float32)
+    forecast = found.forecast(shapes_of(params), shapes_of(x))
+    devices = forecast.liveness.devices
+    leaves, engine = found.engine.bring(params), found.engine
+    jax.block_until_ready(engine.run("forward", leaves, x, None))
+    gc.collect()
+    own = {device: sum(leaf.nbytes for leaf in jax.tree.leaves(params) if leaf.device == device) for device in devices}
+    constants = {device: forecast.liveness.levels[device][0].sum() - own[device] for device in devices}
+    before = {device: live_bytes(device) - own[device] - constants[device] for device in devices}
+    measured = most_live_bytes(lambda look: engine.run("forward", leaves, x, None, observer=look), devices, before)
+    assert measured == {device: forecast.liveness.levels[device].sum(axis=1).max() for device in devices}
+    last = forecast.stages[-1]
+    assert last.kinds[MEMORY_KINDS.index("outputs")] >= examples * 16 * 4
+    assert last.kinds[MEMORY_KINDS.index("parameters")] == own[devices[-1]]
+    assert "in brackets" not in str(forecast) and "outputs" in str(forecast)
+
+
+def test_a_forward_is_forecast_before_there_are_parameters_and_init_compiles_nothing_more():
+    found = jaxpp.Forward(network, num_stages=2)
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    forecast = found.forecast(jax.eval_shape(network_params), batch)
+    assert forecast.fits and len(forecast.stages) == 2
+    programs = len(found.engine.programs)
+    found.init(network_params(), batch)
+    assert len(found.engine.programs) == programs
+
+
+def test_forwards_that_do_not_fit_are_run_on_smaller_batches():
+    found = jaxpp.Forward(network, num_stages=2, num_microbatches=2)
+    shapes, batch = jax.eval_shape(network_params), jax.ShapeDtypeStruct((512, 16), jnp.float32)
+    worst = max(found.forecast(shapes, batch).peaks.values())
+    tight = found.forecast(shapes, batch, hbm=0.7 * worst)
+    assert not tight.fits
+    changes = {change.what: change for change in tight.changes}
+    assert changes["batches of 256"].slowdown == 1 and changes["batches of 256"].peak <= 0.7 * worst
+    assert max(found.forecast(shapes, jax.ShapeDtypeStruct((256, 16), jnp.float32)).peaks.values()) <= 0.7 * worst
+    text = str(found.forecast(shapes, batch, hbm=100))
+    assert "nothing that was looked at fits (smaller batches, microbatches, twice the stages): use more devices" in text
+
+
+def test_a_pipeline_forecasts_what_apply_holds_beside_the_optimizer():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=2, has_aux=True)
+    shapes, x = jax.eval_shape(lambda: case.params), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+    def predict(params, x):
+        return case.model.apply({"params": params}, x)
+
+    with pytest.raises(StateError, match="is cut by init or abstract_state"):
+        pipe.forecast(shapes, x, fn=predict)
+    pipe.abstract_state(shapes, case.batch)
+    forecast = pipe.forecast(shapes, x, fn=predict)
+    state = pipe.init(case.params, case.batch)
+    for kind, trees in (("parameters", state.params), ("optimizer", state.opt_state)):
+        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(trees) if leaf.device == row.device) for row in forecast.stages]
+        assert [row.kinds[MEMORY_KINDS.index(kind)] for row in forecast.stages] == sizes
+    assert pipe.apply(state, np.ones((8, 16), "f"), predict).nbytes <= forecast.stages[-1].kinds[MEMORY_KINDS.index("outputs")]
+    with pytest.raises(ParamsError, match="the parameters are those of the model"):
+        pipe.forecast({"other": jnp.ones(3)}, x, fn=predict)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_groups", "group_size", "dtype"), [(2, 2, 1, "float32"), (4, 3, 2, "bfloat16"), (4, 1, 3, "float32")]
+)
+def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages, num_groups, group_size, dtype):
+    decoder = plain(dtype=dtype)
+    found, params = decoder.forward(num_stages)
+    options = {"num_groups": num_groups, "group_size": group_size, "chunk": 8}
+    forecast = found.forecast_generate(decoder.fn, shapes_of(decoder.carry), **options)
+    programs, liveness = len(found.engine.programs), forecast.liveness
+    gc.collect()
+    own = {device: sum(leaf.nbytes for leaf in jax.tree.leaves(params) if leaf.device == device) for device in liveness.devices}
+    before = {device: live_bytes(device) - own[device] for device in liveness.devices}
+    prompts = prompts_of(*[9, 3, 17, 1, 2] * 2)
+
+    def run(look):
+        with found.generate(params, decoder.fn, decoder.carry, prompts, 6, progress=False, **options) as generation:
+            generation.observer = look
+            return len(list(generation))
+
+    measured = most_live_bytes(run, liveness.devices, before)
+    assert len(found.engine.programs) == programs, "what the forecast has compiled is what runs"
+    for row in forecast.stages:
+        foreseen = liveness.levels[row.device].sum(axis=1).max()
+        assert abs(foreseen - measured[row.device]) <= 64 * num_groups * group_size, "tokens on their way to the host"
+        assert row.kinds[MEMORY_KINDS.index("parameters")] == own[row.device] or row is forecast.stages[-1]
+    one = sum(leaf.nbytes for leaf in jax.tree.leaves(decoder.carry))
+    held = sum(row.kinds[MEMORY_KINDS.index("carries")] for row in forecast.stages)
+    least = num_groups * group_size + 1
+    most = least + (group_size > 1)
+    assert least * one <= held <= 1.02 * most * one, "of all places, the empty one, and the one that is prefilled beside them"
+    assert "of a prompt" in str(forecast) or "a group" in str(forecast)
+
+
+def test_what_a_generation_cannot_be_is_refused_by_its_forecast_too():
+    decoder = plain()
+    found = jaxpp.Forward(network, num_stages=2)
+    with pytest.raises(StateError, match="is cut by init"):
+        found.forecast_generate(decoder.fn, decoder.carry)
+    found, _ = decoder.forward(2)
+    for wrong in ({"num_groups": 0}, {"group_size": -1}, {"chunk": 0}):
+        with pytest.raises(ArgumentError, match="counts are whole numbers of at least 1"):
+            found.forecast_generate(decoder.fn, decoder.carry, **wrong)
+    with pytest.raises(ArgumentError, match="Fix: pass for example"):
+        found.forecast_generate(decoder.fn, decoder.carry, hbm="much")
+    assert "nothing that was looked at fits (fewer groups;" in str(found.forecast_generate(decoder.fn, decoder.carry, hbm=1000))
+    worst, some = (max(found.forecast_generate(decoder.fn, decoder.carry, num_groups=k).peaks.values()) for k in (6, 3))
+    (change,) = found.forecast_generate(decoder.fn, decoder.carry, num_groups=6, hbm=some + 100).changes
+    assert change == ("num_groups=3", some, 1, 0) and some < worst
+
+
+@pytest.fixture(scope="module")
+def profiles(forward):
+    """Profiles of a batch, and of three batches in a stream."""
+    found, params = forward
+    batch = np.ones((7, 16), np.float32)
+    return {count: found.profile(params, batch, num_batches=count, num_steps=1) for count in (1, 3)}
+
+
+@pytest.mark.parametrize("clock", ["trace", "isolated"])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_a_profile_of_forwards_obeys_their_order(profiles, num_batches, clock):
+    assert not profiles[num_batches].missing, "every forward has its run in the trace"
+    profile = dataclasses.replace(profiles[num_batches], clock=clock)
+    assert profile.schedule == jaxpp.schedule.forward(4, 3 * num_batches)
+    assert set(profile.actions) == set(profile.schedule.order)
+    present = frozenset(profile.schedule.order)
+    for action, span in profile.actions.items():
+        assert span.start < span.end and span.begun <= span.handed
+        for need in jaxpp.schedule.dependencies(action, 4, present):
+            assert profile.actions[need].end <= span.start + 1e-5
+    assert len(profile.transfers) == 3 * 3 * num_batches
+    for idle, causes in zip(profile.idle, profile.causes, strict=True):
+        assert isinstance(causes, ForwardCauses) and sum(causes) == pytest.approx(idle) and min(causes) >= -1e-9
+    assert len(profile.memory) == 4 and sum(profile.shares) == pytest.approx(1)
+
+
+def test_the_batches_of_a_stream_fill_and_drain_the_stages_once(profiles):
+    one, three = profiles[1], profiles[3]
+    assert [jaxpp.schedule.simulate(profile.schedule).makespan for profile in (one, three)] == [3 + 3, 9 + 3]
+    held = three.ledger.liveness.levels[three.devices[3]][-1][MEMORY_KINDS.index("outputs")]
+    assert held == 3 * one.ledger.liveness.levels[one.devices[3]][-1][MEMORY_KINDS.index("outputs")]
+
+
+def test_a_profile_of_forwards_speaks_of_forwards(profiles):
+    assert str(profiles[1]).startswith("forward: 4 ranks, 4 stages, 3 microbatches; each program alone")
+    assert str(profiles[3]).startswith("stream of 3 batches: 4 ranks, 4 stages, 9 microbatches; each program alone")
+    for profile in profiles.values():
+        text = str(profile)
+        assert "step" not in text and "optimizer" not in text and "loss" not in text and "token" not in text
+        figure = profile.figure()
+        words = {text.get_text() for axes in figure.axes for text in axes.texts}
+        assert {"F forward", "traced", "outputs", "memory of arrays"} <= words and "B backward" not in words
+        assert jaxpp.observe.to_html(profile).count("<svg") == 1
+        assert json.loads(jaxpp.observe.to_json(profile))["ranks"][0]["causes"].keys() == set(ForwardCauses._fields)
+        assert json.loads(jaxpp.observe.to_perfetto(profile))["traceEvents"]
+    for sample in profiles[1].ledger.samples:
+        assert sample.kinds == tuple(profiles[1].ledger.liveness.levels[sample.device][sample.moment]), sample
+    assert len(profiles[1].ledger.samples) == 12
+
+
+def test_a_pipeline_profiles_a_function_of_its_parameters_and_its_state_stays():
+    case = mlp_case()
+    pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=4, has_aux=True, schedule="zb-v")
+    state = pipe.init(case.params, case.batch)
+
+    def predict(params, x):
+        return case.model.apply({"params": params}, x)
+
+    profile = pipe.profile(state, case.batch["x"], fn=predict, num_batches=2, num_steps=1)
+    assert [len(row) for row in profile.schedule.rows] == [16] and not profile.transfers
+    pipe.step(state, case.batch)
+    with pytest.raises(ArgumentError, match="num_batches is a whole number of at least 1"):
+        pipe.profile(pipe.state, case.batch["x"], fn=predict, num_batches=0)
+    with pytest.raises(ArgumentError, match="steps follow one another one by one"):
+        pipe.profile(pipe.state, case.batch, num_batches=2)
+
+
+@pytest.fixture(scope="module", params=[(4, 1), (2, 2)], ids=["groups of one", "groups of two"])
+def ring(request):
+    """A generation with its groups, the profile of it, and the tokens that it gives afterwards."""
+    num_groups, group_size = request.param
+    decoder = plain()
+    found, params = decoder.forward(4)
+    options = {"num_groups": num_groups, "group_size": group_size, "chunk": 8, "progress": False}
+    generation = found.generate(params, decoder.fn, decoder.carry, prompts_of(9, 3, 1, 2, 4, 1), 5, **options)
+    profile = generation.profile(num_runs=1)
+    return decoder, generation, profile, num_groups
+
+
+@pytest.mark.parametrize("clock", ["trace", "isolated"])
+def test_a_profile_of_a_ring_obeys_the_order_of_its_tokens(ring, clock):
+    _, _, profile, num_groups = ring
+    assert not profile.missing, "every pass has its run in the trace"
+    profile = dataclasses.replace(profile, clock=clock)
+    assert profile.num_groups == num_groups
+    assert len(profile.actions) == 4 * len(profile.passes) == len(profile.schedule.order)
+    for number, each in enumerate(profile.passes):
+        for stage in range(4):
+            span = profile.actions[jaxpp.schedule.Action(stage, "F", number)]
+            assert span.start < span.end
+            if stage:
+                assert profile.actions[jaxpp.schedule.Action(stage - 1, "F", number)].end <= span.start + 1e-5
+            elif each.awaits >= 0:
+                assert profile.actions[jaxpp.schedule.Action(3, "F", each.awaits)].end <= span.start + 1e-5
+    for idle, causes in zip(profile.idle, profile.causes, strict=True):
+        assert isinstance(causes, RingCauses) and sum(causes) == pytest.approx(idle) and min(causes) >= -1e-9
+    assert len(profile.memory) == 4 and profile.simulated_seconds > 0
+
+
+def test_the_passes_of_a_ring_are_those_that_the_prompts_need(ring):
+    _, _, profile, num_groups = ring
+    chunks = [each.num_tokens for each in profile.passes if each.is_prompt]
+    assert sorted(chunks) == sorted([8, 1, *[1] * 3, 1, *[1] * 2, *[1] * 4, 1])
+    assert sum(each.num_made for each in profile.passes) == 6 * 5
+    for number, each in enumerate(profile.passes):
+        assert (each.awaits >= 0) == (not each.is_prompt)
+        if not each.is_prompt:
+            maker = profile.passes[each.awaits]
+            assert maker.group == each.group and each.turn == maker.turn + 1 and each.awaits < number - (num_groups > 2)
+    tokens = [span for span in profile.transfers if span.label.startswith("token of")]
+    assert len(tokens) == sum(not each.is_prompt for each in profile.passes)
+    assert {(span.rank, span.action.stage) for span in tokens} == {(0, 3)}
+
+
+def test_the_generation_that_was_profiled_gives_all_its_tokens(ring):
+    decoder, generation, _, _ = ring
+    assert generation.num_passes == 0
+    wanted = loop(decoder, prompts_of(9, 3, 1, 2, 4, 1), 5)
+    assert [found.tolist() for found in generation.collect()] == [made.tokens for made in wanted]
+    with pytest.raises(StateError, match="has let go of what it ran"):
+        generation.profile()
+
+
+def test_a_profile_of_a_ring_prints_draws_and_exports_itself(ring):
+    _, _, profile, num_groups = ring
+    text = str(profile)
+    assert text.startswith(f"ring: 4 ranks, 4 stages, {num_groups} groups, {len(profile.passes)} passes; each program alone")
+    assert "30 tokens were made" in text and "step" not in text and "optimizer" not in text
+    assert "fill, drain  token  imbalance" in text
+    figure = profile.figure()
+    words = {text.get_text() for axes in figure.axes for text in axes.texts}
+    assert {"traced", "group 0", "group 1", "paler: a prompt", "carries", "arrives"} <= words and "F forward" not in words
+    labels = {collection.get_label() for axes in figure.axes for collection in axes.collections}
+    assert {"group 0", "group 0, prompt", "group 1", "group 1, prompt"} <= labels
+    assert "<svg" in jaxpp.observe.to_html(profile) or "<img" in jaxpp.observe.to_html(profile)
+    found = json.loads(jaxpp.observe.to_json(profile))
+    assert found["passes"][0] == profile.passes[0]._asdict() and "token" in found["ranks"][0]["causes"]
+    assert json.loads(jaxpp.observe.to_perfetto(profile))["traceEvents"]
+    first, last = (profile.ledger.liveness.levels[profile.devices[0]][moment] for moment in (1, -2))
+    assert first[MEMORY_KINDS.index("carries")] < last[MEMORY_KINDS.index("carries")], "more groups have begun"
+
+
+def test_only_so_many_passes_are_profiled_and_prompts_that_come_once_are_refused():
+    decoder = plain()
+    found, params = decoder.forward(2)
+    generation = found.generate(params, decoder.fn, decoder.carry, prompts_of(*[2] * 9), 5, progress=False)
+    assert 8 <= len(generation.profile(num_passes=8, num_runs=1).passes) <= 10
+    for wrong in ({"num_passes": 0}, {"num_runs": 0}, {"clock": "sun"}):
+        with pytest.raises(ArgumentError, match=r"generation\.profile"):
+            generation.profile(**wrong)
+    generation.close()
+    with pytest.raises(StateError, match="has let go of what it ran"):
+        generation.profile()
+    once = found.generate(params, decoder.fn, decoder.carry, iter(prompts_of(2, 3)), 2, progress=False)
+    with pytest.raises(ArgumentError, match="Fix: pass them as a list"):
+        once.profile()
+    assert [len(tokens) for tokens in once.collect()] == [2, 2]

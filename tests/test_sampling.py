@@ -1,0 +1,262 @@
+"""The next token: which may be drawn, how often, what its log-probability is, and which samplers are refused."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpp.errors import ArgumentError
+from jaxpp.forward.sampling import Sampling, draw, key_of, sampler_of
+
+VOCAB = 12
+NUM_DRAWS = 20_000
+RULES = [
+    Sampling(),
+    Sampling(temperature=0.5),
+    Sampling(temperature=3.0),
+    Sampling(top_k=1),
+    Sampling(top_k=4),
+    Sampling(top_k=VOCAB),
+    Sampling(top_p=0.3),
+    Sampling(top_p=0.9),
+    Sampling(top_p=1.0),
+    Sampling(temperature=0.7, top_k=5, top_p=0.8),
+    Sampling(temperature=2, top_k=3, top_p=0.5),
+]
+
+
+def reference(logits, rule):
+    """The probability of each token, in NumPy and float64."""
+    x = np.asarray(logits, np.float64) / rule.temperature
+    order = sorted(range(len(x)), key=lambda token: (-x[token], token))[: rule.top_k]
+    p = np.exp(x - x.max())
+    p /= p[order].sum()
+    kept, mass = [], 0.0
+    for token in order:
+        kept.append(token)
+        mass += p[token]
+        if rule.top_p is not None and mass >= rule.top_p:
+            break
+    probabilities = np.zeros(len(x))
+    probabilities[kept] = p[kept] / p[kept].sum()
+    return probabilities
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def draws(rule, logits, number=NUM_DRAWS):
+    return jax.vmap(rule, (None, 0))(logits, jax.random.split(jax.random.key(3), number))
+
+
+def frequencies(rule, logits):
+    return np.bincount(np.asarray(draws(rule, logits)), minlength=len(logits)) / NUM_DRAWS
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tokens_are_drawn_with_the_probabilities_of_the_reference(rule, dtype):
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=VOCAB) * 1.5, dtype)
+    wanted, found = reference(np.asarray(logits, np.float64), rule), frequencies(rule, logits)
+    assert not found[wanted == 0].any()
+    np.testing.assert_allclose(found, wanted, atol=5 * math.sqrt(0.25 / NUM_DRAWS))  # five standard deviations
+
+
+def test_in_float64_they_are_too(x64):
+    logits = jnp.asarray(np.random.default_rng(6).normal(size=VOCAB))
+    assert logits.dtype == jnp.float64
+    rule = Sampling(0.7, 5, 0.8)
+    wanted, found = reference(logits, rule), frequencies(rule, logits)
+    np.testing.assert_allclose(found, wanted, atol=5 * math.sqrt(0.25 / NUM_DRAWS))
+    assert draw(rule, logits, jax.random.key(0))[1].dtype == jnp.float64
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    logits=st.lists(st.sampled_from([-math.inf, -8.0, -1.0, -0.5, 0.0, 0.25, 1.0, 6.0]), min_size=8, max_size=8),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([None, 1, 2, 5, 8]),
+    top_p=st.sampled_from([None, 0.001, 0.2, 0.6183, 0.9501, 1.0]),
+)
+def test_just_the_allowed_tokens_are_drawn_with_ties_and_impossible_tokens(logits, temperature, top_k, top_p):
+    if max(logits) == -math.inf:
+        return
+    rule = Sampling(temperature, top_k, top_p)
+    wanted = reference(logits, rule)
+    edge = np.cumsum(np.sort(reference(logits, Sampling(temperature, top_k)))[::-1])
+    if top_p is not None and top_p < 1 and np.abs(edge - top_p).min() < 1e-5:
+        return  # a rounding decides
+    np.testing.assert_allclose(jax.nn.softmax(rule.adjusted(jnp.asarray(logits))), wanted, atol=1e-6)
+    assert set(np.asarray(draws(rule, jnp.asarray(logits), 200)).tolist()) <= set(np.flatnonzero(wanted).tolist())
+
+
+@pytest.mark.parametrize("rule", [Sampling(0), Sampling(0.0, 3, 0.5), Sampling(top_k=1), Sampling(1e-3), Sampling(top_p=1e-9)])
+def test_the_most_likely_token_is_always_taken(rule):
+    logits = jnp.array([0.0, 2.0, -1.0, 1.0])
+    assert set(np.asarray(draws(rule, logits, 500)).tolist()) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-20, 1e-38, 1e-45, 1e-300])
+def test_temperatures_near_zero_are_nearly_greedy_and_make_no_infinities(temperature):
+    logits = jnp.array([-jnp.inf, 500.0, -3e4, 500.0, 499.0])
+    found = np.bincount(np.asarray(draws(Sampling(temperature), logits, 2000)), minlength=5)
+    assert found[[0, 2, 4]].sum() == 0 and found[1] == pytest.approx(1000, abs=120) and found[3] == 2000 - found[1]
+
+
+def test_of_equal_tokens_those_with_the_smaller_numbers_are_kept():
+    logits = jnp.zeros(6)
+    assert set(np.asarray(draws(Sampling(top_k=2), logits, 500)).tolist()) == {0, 1}
+    assert set(np.asarray(draws(Sampling(top_p=0.4), logits, 500)).tolist()) == {0, 1, 2}
+    assert set(np.asarray(draws(Sampling(0), logits, 500)).tolist()) == {0}
+    assert Sampling(0).adjusted(logits).tolist() == [0.0, *[-math.inf] * 5]
+
+
+def test_at_a_temperature_alone_the_token_is_that_of_jax_random_categorical():
+    logits = jax.random.normal(jax.random.key(1), (300, 50)) * 3
+    keys = jax.random.split(jax.random.key(2), 300)
+    for temperature in (1.0, 0.7):
+        wanted = jnp.stack([jax.random.categorical(key, row / temperature) for key, row in zip(keys, logits, strict=True)])
+        np.testing.assert_array_equal(jax.vmap(Sampling(temperature))(logits, keys), wanted)
+
+
+# draw: the token and its log-probability.
+
+
+@pytest.mark.parametrize("rule", [None, *RULES], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_log_probability_is_that_of_the_model_whatever_the_rule(rule, dtype):
+    logits = jnp.asarray(np.random.default_rng(7).normal(size=(40, VOCAB)) * 2, dtype)
+    keys = jax.random.split(jax.random.key(4), 40)
+    tokens, logprobs = jax.jit(jax.vmap(functools.partial(draw, sampler_of(rule))))(logits, keys)
+    assert tokens.dtype == jnp.int32 and logprobs.dtype == jnp.float32
+    x = np.asarray(logits, np.float64)
+    wanted = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logprobs, wanted[np.arange(40), tokens], rtol=1e-5, atol=1e-5)
+
+
+def test_the_sampler_gets_wide_logits_of_one_position():
+    seen = []
+
+    def sample(logits, key):
+        seen.append((logits.shape, logits.dtype, jax.random.key_data(key).shape))
+        return jnp.argmax(logits)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    jax.jit(jax.vmap(functools.partial(draw, sampler_of(sample))))(jnp.ones((3, 7), jnp.bfloat16), keys)
+    assert seen == [((7,), jnp.float32, (2,))]
+
+
+@pytest.mark.parametrize("sample", [lambda logits, key: 3, lambda logits, key: np.int64(3), lambda logits, key: jnp.uint8(3)])
+def test_a_sampler_may_return_any_integer_scalar(sample):
+    token, logprob = draw(sampler_of(sample), jnp.zeros(8), jax.random.key(0))
+    assert token == 3 and token.dtype == jnp.int32 and logprob == pytest.approx(-math.log(8))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(9), jax.random.PRNGKey(9)])
+def test_a_key_is_that_of_a_sequence_and_a_place_in_it(key):
+    keys = [jax.random.uniform(key_of(key, i, q)).item() for i, q in itertools.product(range(5), repeat=2)]
+    assert len(set(keys)) == 25
+    wanted = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 3), 4))
+    assert wanted == keys[3 * 5 + 4]
+    traced = jax.jit(jax.vmap(lambda i, q: jax.random.uniform(key_of(key, i, q))))(jnp.array([3, 0]), jnp.array([4, 1]))
+    assert traced.tolist() == [keys[3 * 5 + 4], keys[1]]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 is no finite number of at least 0"),
+        ({"temperature": math.inf}, "temperature=inf is no finite"),
+        ({"temperature": math.nan}, "temperature=nan is no finite"),
+        ({"temperature": "hot"}, "temperature='hot' is no finite"),
+        ({"temperature": True}, "temperature=True is no finite"),
+        ({"top_k": 0}, "top_k=0 is no whole number of at least 1"),
+        ({"top_k": 2.5}, "top_k=2.5 is no whole"),
+        ({"top_p": 0}, "top_p=0 is no number above 0 and up to 1"),
+        ({"top_p": 1.01}, "top_p=1.01 is no number"),
+        ({"top_p": math.nan}, "top_p=nan is no number"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, got):
+    with pytest.raises(ArgumentError) as caught:
+        Sampling(**options)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("jaxpp.Sampling(...): tokens are drawn at a temperature")
+    assert lines[1].startswith(f"  Got: {got}") and lines[2].startswith("  Fix: pass for example jaxpp.Sampling(temperature=0.8")
+
+
+def test_every_wrong_option_is_named():
+    with pytest.raises(ArgumentError) as caught:
+        Sampling(-1, 0, 2)
+    assert all(name in str(caught.value) for name in ("temperature=-1", "top_k=0", "top_p=2"))
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Sampling(np.float32(0.5), np.int64(3), np.float64(0.5))(jnp.zeros(5), jax.random.key(0)) < 3
+
+
+def test_more_tokens_than_the_vocabulary_has_are_refused_when_traced():
+    with pytest.raises(ArgumentError) as caught:
+        jax.eval_shape(Sampling(top_k=9), jnp.zeros(8), jax.random.key(0))
+    assert str(caught.value).splitlines() == [
+        "jaxpp.Sampling(top_k=9): top_k is at most the size of the vocabulary.",
+        "  Got: 8 tokens.",
+        "  Fix: pass top_k=8 or less, or leave top_k out.",
+    ]
+
+
+def test_logits_of_several_positions_are_refused():
+    with pytest.raises(ArgumentError, match="for several positions") as caught:
+        Sampling()(jnp.zeros((2, 8)), jax.random.key(0))
+    assert "f32[2,8]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sample", "got", "fix"),
+    [
+        ("nucleus", "'nucleus'", "pass for example sample=jaxpp.Sampling(temperature=0.8, top_k=50)"),
+        (0.7, "0.7", "pass sample=jaxpp.Sampling(temperature=0.7)"),
+        (Sampling, "<class", "call it: sample=jaxpp.Sampling()"),
+        ({"top_k": 3}, "{'top_k': 3}", "pass for example"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(sample, got, fix):
+    with pytest.raises(ArgumentError) as caught:
+        sampler_of(sample)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == 'sample: sample is None or "greedy", a jaxpp.Sampling, or a function (logits [vocab], key) -> token.'
+    assert lines[1].startswith(f"  Got: {got}") and lines[2].startswith(f"  Fix: {fix}")
+
+
+@pytest.mark.parametrize(
+    ("sample", "got"),
+    [
+        (lambda logits, key: logits, "f32[8]"),
+        (lambda logits, key: logits.max(), "f32[]"),
+        (lambda logits, key: logits.argmax()[None], "i32[1]"),
+        (lambda logits, key: (logits.argmax(), key), "('i32[]', 'key<fry>[]')"),
+        (lambda logits, key: logits.argmax() > 1, "bool[]"),
+        (lambda logits, key: True, "True"),
+        (lambda logits, key: None, "None"),
+        (lambda logits, key: "token", "'token'"),
+    ],
+)
+def test_a_sampler_that_returns_no_integer_scalar_is_refused_when_traced(sample, got):
+    with pytest.raises(ArgumentError) as caught:
+        jax.eval_shape(functools.partial(draw, sampler_of(sample)), jnp.zeros(8), jax.random.key(0))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "sample(logits, key): a sampling function returns the number of one token, an integer scalar."
+    assert lines[1] == f"  Got: {got}." and lines[2].startswith("  Fix: return for example jax.random.categorical(key, logits)")
+
+
+def test_what_a_sampler_raises_comes_out_with_a_note():
+    with pytest.raises(TypeError, match="takes 1 positional") as caught:
+        draw(sampler_of(lambda logits: 0), jnp.zeros(8), jax.random.key(0))
+    assert caught.value.__notes__ == ["jaxpp: raised by sample, which was called with logits f32[8] and a key"]

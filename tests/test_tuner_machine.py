@@ -1,0 +1,294 @@
+"""The devices as a machine for the search: what they say of families and candidates, and what they remember."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.engine.engine import Engine
+from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.schedule import make
+from jaxpp.schedule.action import Kind
+from jaxpp.tuner.candidate import Candidate, Family
+from jaxpp.tuner.machine import Devices
+from jaxpp.tuner.measure.fitted import fitted
+from jaxpp.tuner.measure.pace import Pace
+from jaxpp.tuner.measure.plain import one_at_a_time, plain_schedule
+from jaxpp.tuner.predict import predict
+from tests.conftest import gpt_case, mlp_case
+
+CASE = mlp_case(batch_size=12, width=8, depth=7)
+ADAM = optax.adam(1e-2)
+
+
+def devices(keep, case=CASE, made=None, optimizer=ADAM, **more):
+    """A machine of four ranks; of the model's own initial parameters unless others are given."""
+    given = {"devices": jax.devices()[:4], "options": {"has_aux": True}, "keep": keep, **more}
+    return Devices(case.loss_fn, optimizer, case.init if made is None else made, case.batch, case.key, **given)
+
+
+@pytest.fixture(autouse=True)
+def _briefly(monkeypatch):
+    """No test looks at how exact the times are."""
+    for name in ("_MEASURED", "_TIMED"):
+        monkeypatch.setattr(f"jaxpp.tuner.machine.{name}", 0.01)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    return devices(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [Family(4, 4, "least", "flops", False), Family(4, 4, "least", "flops", True), Family(8, 4, "recompute", "flops", False)],
+    ids=["full backwards", "split backwards", "two stages a rank, recomputed"],
+)
+def test_costs_have_a_number_for_each_stage(machine, family):
+    costs = machine.costs(family)
+    kinds = {Kind.F, Kind.I, Kind.W} if family.splits else {Kind.F, Kind.B}
+    for table in (costs.actions, costs.dispatch):
+        assert set(table) == kinds
+        assert {len(stages) for stages in table.values()} == {family.num_stages}
+    assert all(seconds > 0 for seconds in (*costs.dispatch[Kind.F], costs.before, costs.after_dispatch))
+    assert all(seconds >= 0 for stages in costs.actions.values() for seconds in stages)
+    assert len(costs.transfer) == family.num_stages - 1
+    assert min(costs.transfer) > 0
+    assert len(costs.after) == len(costs.offload) == len(costs.offload_dispatch) == family.num_stages
+    assert (min(costs.offload_dispatch) > 0) == (family.remat == "least")
+    assert 1 <= costs.capacity <= 4
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h2", "looped-bfs", "v-min"])
+def test_peaks_are_those_of_the_forecast(machine, name):
+    candidate = Candidate(make(name, num_ranks=4, num_microbatches=8), remat="least")
+    pipe = jaxpp.Pipeline(CASE.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:4], **candidate.options)
+    forecast = pipe.forecast(jax.eval_shape(CASE.init, jax.random.key(0)), CASE.batch)
+    assert machine.peaks(candidate) == tuple(forecast.peaks[device] for device in jax.devices()[:4])
+
+
+def test_peaks_know_what_is_offloaded(machine):
+    schedule = make("gpipe", num_ranks=4, num_microbatches=8)
+    least, moved = (machine.peaks(Candidate(schedule, remat=remat)) for remat in ("least", "offload"))
+    pipe = jaxpp.Pipeline(
+        CASE.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:4], **Candidate(schedule, remat="offload").options
+    )
+    forecast = pipe.forecast(jax.eval_shape(CASE.init, jax.random.key(0)), CASE.batch)
+    assert moved == tuple(forecast.peaks.values())
+    assert sum(moved) < sum(least)
+    assert machine.step(Candidate(schedule, remat="offload")) > 0
+
+
+def test_peaks_know_keys_and_dropout(tmp_path):
+    case = gpt_case(batch_size=8, depth=1)
+    candidate = Candidate(make("zb-h1", num_ranks=2, num_microbatches=4), remat="recompute")
+    machine = devices(tmp_path, case, devices=jax.devices()[:2])
+    pipe = jaxpp.Pipeline(case.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:2], **candidate.options)
+    forecast = pipe.forecast(case.params, case.batch, case.key)
+    assert machine.peaks(candidate) == tuple(forecast.peaks.values())
+
+
+def test_a_second_machine_measures_nothing(tmp_path, monkeypatch):
+    candidates = [Candidate(make(name, num_ranks=2, num_microbatches=2)) for name in ("1f1b", "gpipe")]
+    first = devices(tmp_path, devices=jax.devices()[:2])
+    found = [(first.costs(each.family), first.peaks(each), first.step(each)) for each in candidates]
+    assert first.num_measured == 3  # one family, two candidates
+    assert all(seconds > 0 for _, _, seconds in found)
+
+    def opened(*args):
+        raise AssertionError("nothing is cut, compiled or run")
+
+    monkeypatch.setattr("jaxpp.tuner.measure.opened.Problem.open", opened)
+    second = devices(tmp_path, devices=jax.devices()[:2])
+    assert [(second.costs(each.family), second.peaks(each), second.step(each)) for each in candidates] == found
+    assert (second.num_measured, second.remark) == (0, "")
+
+
+def test_another_problem_has_another_file(tmp_path):
+    def other_loss(params, batch):
+        loss, aux = CASE.loss_fn(params, batch)
+        return 2 * loss, aux
+
+    machines = [
+        devices(tmp_path),
+        devices(tmp_path, devices=jax.devices()[:2]),
+        devices(tmp_path, dataclasses.replace(CASE, loss_fn=other_loss)),
+        devices(tmp_path, dataclasses.replace(CASE, batch=jax.tree.map(lambda leaf: leaf[:8], CASE.batch))),
+        Devices(
+            CASE.loss_fn,
+            optax.sgd(1e-2),
+            CASE.init,
+            CASE.batch,
+            devices=jax.devices()[:4],
+            options={"has_aux": True},
+            keep=tmp_path,
+        ),
+        devices(tmp_path, options={"has_aux": True, "loss_scale": jaxpp.DynamicScale()})
+        if hasattr(jaxpp, "DynamicScale")
+        else None,
+    ]
+    for machine in filter(None, machines):
+        machine.peaks(Candidate(make("1f1b", num_ranks=2, num_microbatches=2)))
+    assert len(list(tmp_path.glob("*.json"))) == len(list(filter(None, machines)))
+    assert devices(tmp_path).remark == ""
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "something else", "found": {}}', '{"kind": "jaxpp tune 1", "found": 3}'])
+def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
+    candidate = Candidate(make("1f1b", num_ranks=2, num_microbatches=2))
+    peaks = devices(tmp_path).peaks(candidate)
+    (file,) = tmp_path.iterdir()
+    file.write_text(text)
+    machine = devices(tmp_path)
+    assert machine.remark.startswith(f"{file} is ignored, and will be written anew: ")
+    assert machine.peaks(candidate) == peaks
+    assert json.loads(file.read_text())["kind"] == "jaxpp tune 1"
+    assert list(tmp_path.iterdir()) == [file]
+    assert devices(tmp_path).remark == ""
+
+
+def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    devices(keep=False).peaks(Candidate(make("1f1b", num_ranks=2, num_microbatches=2)))
+    assert not list(tmp_path.iterdir())
+    devices(keep=True).peaks(Candidate(make("1f1b", num_ranks=2, num_microbatches=2)))
+    assert len(list((tmp_path / "jaxpp" / "tune").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_remark(tmp_path):
+    (tmp_path / "file").write_text("")
+    machine = devices(tmp_path / "file" / "folder")
+    assert machine.peaks(Candidate(make("1f1b", num_ranks=2, num_microbatches=2)))
+    assert machine.remark.startswith("results are not kept: ")
+
+
+def test_parameters_that_were_given_stay_as_they_are(tmp_path):
+    params = jax.tree.map(jnp.array, CASE.params)
+    before = jax.tree.map(np.array, params)
+    machine = devices(tmp_path, made=params, devices=jax.devices()[:2])
+    machine.costs(Family(2, 2, "least", "flops", splits=False))
+    assert machine.step(Candidate(make("1f1b", num_ranks=2, num_microbatches=2))) > 0
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), params, before))
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path):
+    with pytest.raises(JaxppError):
+        devices(tmp_path).costs(Family(64, 2, "least", "flops", splits=False))
+    with pytest.raises(JaxppError):
+        devices(tmp_path).costs(Family(2, 100, "least", "flops", splits=False))
+
+
+def test_families_are_measured_on_as_many_ranks_as_their_candidates_have():
+    names = {
+        Family(4, 8, "least", "flops", False): ("1f1b", 4),
+        Family(4, 8, "least", "flops", True): ("zb-h1", 4),
+        Family(8, 8, "least", "flops", False): ("interleaved", 4),
+        Family(8, 7, "least", "flops", False): ("interleaved", 4),
+        Family(8, 10, "least", "flops", False): ("interleaved", 4),
+        Family(8, 9, "least", "flops", False): ("looped-bfs", 4),
+        Family(8, 8, "least", "flops", True): ("zb-v", 4),
+        Family(6, 8, "least", "flops", False): ("1f1b", 6),
+    }
+    for family, expected in names.items():
+        schedule = plain_schedule(family, num_ranks=4)
+        assert (schedule.name, schedule.num_ranks) == expected
+        assert Candidate(schedule).family == family
+
+
+@pytest.mark.parametrize("seconds", [0.03, 0.05, 0.1, 0.2])
+def test_fitted_costs_predict_the_step_that_was_run(machine, seconds):
+    plain = Candidate(make("1f1b", num_ranks=4, num_microbatches=4))
+    costs = dataclasses.replace(
+        machine.costs(plain.family),
+        actions={Kind.F: (0.004,) * 4, Kind.B: (0.008,) * 4},
+        dispatch={Kind.F: (1e-5,) * 4, Kind.B: (1e-5,) * 4},
+        transfer=(1e-5,) * 3,
+        before=1e-4,
+        after=(1e-4,) * 4,
+        after_dispatch=1e-5,
+    )
+    found = fitted(costs, plain, seconds, shared=True)
+    assert math.isclose(predict(plain, found), seconds, rel_tol=0.02)
+    assert 1 <= found.capacity <= 4
+    own = fitted(costs, plain, seconds, shared=False)
+    assert own.capacity == 4
+    assert math.isclose(predict(plain, own), seconds, rel_tol=0.02)
+
+
+def test_families_that_hardly_fit_are_measured_one_microbatch_at_a_time(tmp_path, monkeypatch):
+    machine, family = devices(tmp_path, devices=jax.devices()[:2]), Family(2, 6, "least", "flops", splits=False)
+    usual = plain_schedule(family, 2)
+    single = one_at_a_time(family, usual)
+    most, least = (max(machine.peaks(Candidate(schedule))) for schedule in (usual, single))
+    assert least < most
+    ran = []
+    monkeypatch.setattr("jaxpp.tuner.machine.fitted", lambda costs, plain, seconds, **_: ran.append(plain.schedule) or costs)
+    for room, schedule in ((most, usual), (most - 1, single), (least, single)):
+        monkeypatch.setattr("jaxpp.tuner.machine.room_of", lambda engine, _, room=room: room)
+        devices(False, devices=jax.devices()[:2]).costs(family)
+        assert ran.pop() == schedule
+    monkeypatch.setattr("jaxpp.tuner.machine.room_of", lambda engine, _: least - 1)
+    with pytest.raises(ArgumentError, match="which must have room for one microbatch at a time"):
+        devices(False, devices=jax.devices()[:2]).costs(family)
+
+
+def test_an_interrupt_leaves_the_machine_as_it_was(tmp_path, monkeypatch):
+    machine, family = devices(tmp_path, devices=jax.devices()[:2]), Family(2, 2, "least", "flops", splits=False)
+    calls, run = [], Engine.run
+
+    def interrupted(*args, **options):
+        calls.append(None)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return run(*args, **options)
+
+    monkeypatch.setattr(Engine, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        machine.costs(family)
+    assert not list(tmp_path.iterdir())
+    assert machine.costs(family).actions
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_seconds_are_those_at_the_speed_that_the_machine_had_at_first():
+    class Steps:
+        """Stands for steps: each takes so many seconds, on a machine that is as fast as ``speed`` says."""
+
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def timed(self):
+            return self.seconds * next(speed)
+
+        def told(self, steps):
+            return list(steps)
+
+    pace, reference, other = Pace(), Steps(0.2), Steps(0.3)
+    speed = itertools.repeat(1.0)
+    found = pace.timed(reference, budget=1.0)
+    assert (found.seconds, found.factor) == (0.2, 1.0)
+    pace.begin(reference, found.seconds)
+    speed = itertools.repeat(1.6)
+    found = pace.timed(other, budget=5.0)
+    assert math.isclose(found.seconds, 0.3)
+    assert math.isclose(found.factor, 1.6)
+    speed = (1.0 + 0.05 * k for k in itertools.count())  # slower all the time
+    assert math.isclose(pace.timed(other, budget=5.0).seconds, 0.3)
+
+
+def test_what_is_measured_later_is_told_the_same_pace(tmp_path):
+    first = devices(tmp_path, devices=jax.devices()[:2])
+    first.costs(Family(2, 2, "least", "flops", splits=False))
+    (file,) = tmp_path.iterdir()
+    before = json.loads(file.read_text())["found"]["reference"]
+    second = devices(tmp_path, devices=jax.devices()[:2])
+    second.costs(Family(2, 4, "least", "flops", splits=False))
+    assert json.loads(file.read_text())["found"]["reference"] == before
+    assert before["of the pace"][0] == [2, 2, "least", "flops", False]
