@@ -10,6 +10,9 @@ IPython and pytest understand, and takes out those behind the last such frame, f
 ``"auto"``, the default, is that under IPython, and takes all of them out elsewhere.
 
 Frames that are hidden lose their local variables. A notebook keeps the last traceback, which would keep arrays on the devices.
+
+Ctrl-C at an unlucky moment of JAX's tracing leaves JAX believing that it still traces: all that is computed afterwards, by
+whomever, would fail. So what leaves a public function also gives JAX back the trace with which the function was called.
 """
 
 import builtins
@@ -23,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxpp.errors import JaxppError
 
-__all__ = ["entries", "entry", "fold", "managed"]
+__all__ = ["current_trace", "entries", "entry", "fold", "leave", "managed"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -43,11 +46,12 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        trace = current_trace()
         try:
             return function(*args, **kwargs)
         except BaseException as error:
             del args, kwargs  # of this frame, which runs and cannot be cleared
-            fold(error)
+            leave(error, trace)
             raise
 
     return public
@@ -89,6 +93,19 @@ class _Managed(contextlib.AbstractContextManager[_T]):
     @entry
     def __exit__(self, *raised: Any) -> bool | None:
         return self._inner.__exit__(*raised)
+
+
+def current_trace() -> object:
+    """What JAX is tracing, or that it is not; None if it has not been imported, which the schedules do without."""
+    find = getattr(sys.modules.get("jax.extend.core"), "find_top_trace", None)
+    return None if find is None else find(())
+
+
+def leave(error: BaseException, trace: object) -> None:
+    """What is to be done with an exception that leaves a public function, which was called with this ``current_trace()``."""
+    if trace is not None and current_trace() is not trace:
+        sys.modules["jax.extend.core"].set_current_trace(trace).__enter__()
+    fold(error)
 
 
 def fold(error: BaseException) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, StateError
-from jaxpp.errors.tracebacks import entries, fold
+from jaxpp.errors.tracebacks import current_trace, entries, fold, leave
 from jaxpp.forward.groups import Group
 from jaxpp.forward.observed.profile import Begun, RingRuns
 from jaxpp.forward.places import Admitted, Pass, Places, Token
@@ -74,6 +74,7 @@ class Generation(Iterator[Token]):
         return self
 
     def __next__(self) -> Token:
+        trace = current_trace()
         try:
             found = next(self._tokens, None)
             if isinstance(found, Token):
@@ -81,7 +82,7 @@ class Generation(Iterator[Token]):
         except BaseException as error:
             self._broken = True
             self._tokens.close()
-            fold(error)
+            leave(error, trace)
             raise
         if found is not None:
             fold(found)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxpp.errors import ArgumentError, BatchError, shown
-from jaxpp.errors.tracebacks import entries, fold
+from jaxpp.errors.tracebacks import current_trace, entries, leave
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Batch, Tree
 
@@ -72,7 +72,7 @@ class Stream(Iterator[Tree]):
         self._next, self._numbers, self._flight = 0, count(), deque[tuple[Tree, int, str]]()
 
     def __next__(self) -> Tree:
-        taken = None
+        taken, trace = None, current_trace()
         try:
             self._fill()
             if not self._flight:
@@ -87,7 +87,7 @@ class Stream(Iterator[Tree]):
         except BaseException as error:
             if taken is not None and not isinstance(error, Exception) and (not self._flight or self._flight[0] is not taken):
                 self._flight.appendleft(taken)  # Ctrl-C, when all but the return was done
-            fold(error)
+            leave(error, trace)
             raise
 
     def _fill(self) -> None:
