@@ -20,6 +20,9 @@ from jaxpp.errors import ArgumentError, BatchError
 from jaxpp.forward.stream import Stream
 from tests.test_interrupts import AtBytecode
 
+# Python cannot raise what comes while it runs a finalizer; it prints that and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 SIZES = [4, 2, 5, 1, 3]
 BATCHES = [np.arange(size, dtype=np.float32) + k for k, size in enumerate(SIZES)]
 double = jax.jit(lambda k, batch: {"twice": 2 * batch, "sum": batch.sum() + k})
