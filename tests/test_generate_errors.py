@@ -1,7 +1,9 @@
 """What generation refuses, and how it ends when something goes wrong; the parameters are as they were, and nothing stays alive."""
 
+import dis
 import gc
 import io
+import itertools
 import re
 import signal
 import sys
@@ -15,6 +17,7 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError, BatchError, CutError, OutputError, ParamsError, StateError
 from jaxpp.forward import generate as driver
+from jaxpp.runtime import interrupts
 from tests.decoders import WIDTH, loop, plain, prompts_of
 from tests.test_generate_carries import live
 from tests.test_interrupts import AtBytecode
@@ -23,6 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 PROMPTS, NUM_TOKENS = prompts_of(1, 9, 5, 2), 4
 DECODER = plain(num_layers=2)
 FN = "fn(params, carry, tokens): "
+
+
+@pytest.fixture
+def ctrl_c():
+    """Signals as a user's session has them."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +163,20 @@ WRONG = {
         "Got: num_groups=0\n       group_size=-1\n       chunk=1.5\n       max_length=0.",
         "pass 1 or more",
     ),
+    "tokens of another vocabulary": (
+        {"prompts": [[1, 2], [22, 23]]},
+        BatchError,
+        "forward.generate(..., prompts, ...): ",
+        "Got: prompt 1: numbers from 22 to 23 where 0 to 22 were expected.",
+        "pads its logits with -inf",
+    ),
+    "a stop of another vocabulary": (
+        {"stop": [3, 50256]},
+        ArgumentError,
+        "forward.generate(..., stop=[3, 50256]): ",
+        "Got: 50256, and the model has logits for 0 to 22.",
+        "the tokenizer that the model was trained with",
+    ),
     "no tokens": ({"num_tokens": 0}, ArgumentError, "forward.generate(..., num_tokens): ", "Got: 0.", "num_tokens=100"),
     "a stop of text": ({"stop": "end"}, ArgumentError, "forward.generate(..., stop='end'): ", "Got: 'end'.", "eos_token_id"),
     "a sample": ({"sample": "beam"}, ArgumentError, "sample: ", "Got: 'beam'.", "jaxpp.Sampling("),
@@ -261,7 +286,8 @@ def test_after_the_iterator_of_prompts_has_raised_the_others_are_finished(two_st
 
 
 @pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ctrl_c_leaves_the_parameters_and_nothing_else(two_stages, group_size):
+def test_after_ctrl_c_a_generation_goes_on_and_loses_no_token(two_stages, group_size, ctrl_c):
+    # It was broken off, and collect() lost all that it had collected.
     forward, params = two_stages
     wanted = [made.tokens for made in loop(DECODER, PROMPTS[:2], 2)]
 
@@ -271,30 +297,87 @@ def test_ctrl_c_leaves_the_parameters_and_nothing_else(two_stages, group_size):
     generation().collect()
     whole = generation()
     with AtBytecode() as counted:
-        for _ in whole:
-            pass
+        whole.collect()
     before, came = live(), 0
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for number in np.random.default_rng(group_size).integers(0, counted.seen, 5):
-            broken = generation()
-            try:
-                with AtBytecode(int(number)):
-                    for _ in broken:
-                        pass
-            except KeyboardInterrupt as error:
-                came += 1
-                del error
-                with pytest.raises(StateError, match=r"broken off before its end\.\n  Fix: call generate again"):
-                    list(broken)
-            broken.close()
-            del broken
-            gc.collect()
-            assert live() == before, number
-    finally:
-        signal.signal(signal.SIGINT, old)
-    assert came >= 4, "signals come while tokens are made"
-    assert [row.tolist() for row in generation().collect()] == wanted
+    for number in np.random.default_rng(group_size).integers(0, counted.seen, 8):
+        interrupted = generation()
+        try:
+            with AtBytecode(int(number)):
+                found = interrupted.collect()
+        except KeyboardInterrupt as error:
+            came += 1
+            del error
+            found = interrupted.collect()
+        assert [row.tolist() for row in found] == wanted, number
+        interrupted.close()
+        del interrupted
+        gc.collect()
+        assert live() == before, number
+    assert came >= 6, "signals come while tokens are made"
+
+
+class InNext(AtBytecode):
+    """Counts the bytecodes of ``next(generation)`` alone, and of the block that holds signals back.
+
+    It sends no SIGINT before the bytecode that returns: there Python calls no handler, and what is returned is given.
+    """
+
+    def __call__(self, frame, event, given):
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] == dis.opmap["RETURN_VALUE"]:
+            return self
+        within = frame.f_code.co_filename == driver.__file__ and frame.f_code.co_name == "__next__"
+        if within or frame.f_code.co_filename == interrupts.__file__:
+            return super().__call__(frame, event, given)
+        frame.f_trace_lines = False
+        return self
+
+
+def test_after_ctrl_c_at_any_bytecode_of_next_every_token_comes_once(two_stages, ctrl_c):
+    forward, params = two_stages
+    given = params, DECODER.fn, DECODER.carry, PROMPTS[:1], 2
+    wanted = list(forward.generate(*given, chunk=8))
+    for number in itertools.count(1):
+        generation, found = forward.generate(*given, chunk=8), []
+        try:
+            with InNext(number) as place:
+                found.extend(generation)
+        except KeyboardInterrupt:
+            found.extend(generation)
+        assert found == wanted, number
+        if place.seen < number:
+            break
+    assert number > 100
+
+
+def test_ctrl_c_pressed_again_breaks_off_what_does_not_answer(two_stages, ctrl_c, monkeypatch):
+    monkeypatch.setattr(interrupts, "_PATIENCE", 0.0)
+    forward, params = two_stages
+
+    def prompts():
+        yield PROMPTS[0]
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        yield pytest.fail("the second is not held back")
+
+    generation = forward.generate(params, DECODER.fn, DECODER.carry, prompts(), NUM_TOKENS, chunk=8)
+    with pytest.raises(KeyboardInterrupt) as error:
+        generation.collect()
+    assert "broke off the generation; the parameters are as they were" in error.value.__notes__[0]
+    with pytest.raises(StateError, match=r"broken off before its end\.\n  Fix: call generate again"):
+        generation.collect()
+
+
+def test_a_step_that_consumes_the_parameters_of_a_generation_is_named():
+    # XLA's own error said that an array was deleted, and not why.
+    pipe = jaxpp.Pipeline(
+        lambda params, batch: (params["last"] ** 2).mean() + 0 * batch.sum(), optax.sgd(0.1), num_stages=1, num_microbatches=1
+    )
+    state = pipe.init(DECODER.params, np.ones((2, 3), np.float32))
+    generation = pipe.generate(state, DECODER.fn, DECODER.carry, PROMPTS, NUM_TOKENS, chunk=8)
+    next(generation)
+    pipe.step(state, np.ones((2, 3), np.float32))
+    with pytest.raises(StateError, match=r"arrays were consumed by a step(.|\n)*Fix: .*donate=False"):
+        generation.collect()
 
 
 def test_the_bar_goes_away_whatever_happens(two_stages, monkeypatch):

@@ -15,8 +15,8 @@ from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.generate import Generation
+from jaxpp.forward.passes import check_unstepped
 from jaxpp.forward.places import Prompts
-from jaxpp.forward.predicting import check_unstepped
 from jaxpp.forward.request import generation, generation_forecast
 from jaxpp.forward.sampling import SampleRule
 from jaxpp.forward.stream import Stream
@@ -173,7 +173,7 @@ class Forward:
 
         def run(number: int, batch: Batch) -> Tree:
             refuse_tracers("forward.stream(params, batches, key)", batch)
-            check_unstepped("forward.stream", leaves)
+            check_unstepped("forward.stream", "stream", leaves)
             return engine.run("forward", leaves, batch, None if key is None else jax.random.fold_in(key, number)).aux
 
         return Stream(batches, run, max_in_flight, "forward.stream")

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, StateError
-from jaxpp.errors.tracebacks import current_trace, entries, fold, leave
+from jaxpp.errors.tracebacks import current_trace, entries, leave
 from jaxpp.forward.groups import Group
 from jaxpp.forward.observed.profile import Begun, RingRuns
 from jaxpp.forward.places import Admitted, Pass, Places, Token
@@ -27,9 +27,14 @@ from jaxpp.forward.sequences import NextToken
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import check_profile, record
 from jaxpp.runtime.execute import Observer
+from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
 
 __all__ = ["Generation"]
+
+
+_WAITED = "jaxpp: the generation goes on with its next token: next(generation), or generation.collect()"
+_BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the generation; the parameters are as they were"
 
 
 class _Read(NamedTuple):
@@ -50,6 +55,9 @@ class Generation(Iterator[Token]):
     Tokens of different prompts come mixed, those of one prompt in order. ``collect()`` waits for all that are left, and gives one
     array for each prompt. ``close()``, the end of a ``with`` block, or letting go of it stops the generation and drops the carries.
 
+    After Ctrl-C it goes on with the next token. While a token is made, what Ctrl-C raises waits for it; pressed again a second
+    later, it breaks off the generation.
+
     Attributes:
         num_passes: how many passes through the stages were begun.
         observer: for tools: sees every instruction of the passes that are begun from now on.
@@ -66,32 +74,41 @@ class Generation(Iterator[Token]):
     ):
         self.num_passes = 0
         self.observer: Observer | None = None
-        self._places, self._broken, self._begun, self._most_passes = places, False, list[Begun](), most_passes
+        self._places, self._begun, self._most_passes = places, list[Begun](), most_passes
         self._ring, self._again = ring, again
-        self._tokens = self._run(ring, places, shown)
+        self._tokens, self._ended = self._run(ring, places, shown), False
+        self._made, self._collected = collections.deque[Token | Exception](), list[Token]()
 
     def __iter__(self) -> "Generation":
         return self
 
     def __next__(self) -> Token:
-        trace = current_trace()
+        taken, trace = None, current_trace()
         try:
-            found = next(self._tokens, None)
-            if isinstance(found, Token):
-                return found
+            if not self._made:
+                with Hold(_WAITED, _BROKE_OFF) as hold:
+                    hold.begin()
+                    self._made.extend(itertools.islice(self._tokens, 1))  # in C: no Ctrl-C between what was made and where it is
+            if not self._made:
+                self._check_ended()
+                self.close()
+                raise StopIteration
+            taken = self._made[0]
+            del self._made[0]
+            if isinstance(taken, Exception):
+                raise taken
+            return taken
         except BaseException as error:
-            self._broken = True
-            self._tokens.close()
+            if taken is not None and not isinstance(error, Exception) and not self._made:
+                self._made.append(taken)  # Ctrl-C, when all but the return was done
             leave(error, trace)
             raise
-        if found is not None:
-            fold(found)
-            raise found
-        if self._broken:
+
+    def _check_ended(self) -> None:
+        """Refuse to end like a generation that has made all its tokens where an exception has broken it off."""
+        if not self._ended:
             rule, got = "a generation goes on until an exception breaks it off", "one that was broken off before its end"
             raise StateError("next(generation)", rule, got, "call generate again; the parameters are as they were")
-        self.close()
-        raise StopIteration
 
     def __repr__(self) -> str:
         places = self._places
@@ -106,7 +123,9 @@ class Generation(Iterator[Token]):
 
     def close(self) -> None:
         """Stop, and drop the carries of all sequences."""
+        self._ended = True
         self._tokens.close()
+        self._made.clear()
         self._ring = self._again = None
 
     def profile(self, *, num_passes: int = 48, num_runs: int = 3, clock: Clock | None = None) -> Profile:
@@ -150,9 +169,13 @@ class Generation(Iterator[Token]):
         return record(RingRuns(ring, generate), num_runs, clock)
 
     def collect(self) -> list[np.ndarray]:
-        """The tokens of each prompt, those that were not taken from the iterator yet: int32 arrays, in the order of the prompts."""
+        """The tokens of each prompt, those that were not taken from the iterator yet: int32 arrays, in the order of the prompts.
+
+        After Ctrl-C another call goes on, and gives those too that the first had collected.
+        """
+        self._collected.extend(self)  # in C: what was made is kept
         found: dict[int, list[int]] = collections.defaultdict(list)
-        for token in self:
+        for token in self._collected:
             found[token.prompt].append(token.token)
         count = self._places.num_prompts or max(self._places.num_ended, 1 + max(found, default=-1))
         return [np.array(found[k], np.int32) for k in range(count)]
@@ -171,6 +194,7 @@ class Generation(Iterator[Token]):
                     while waiting and waiting[0][0] <= (turn - AHEAD, number):
                         yield from self._take(places, waiting.popleft()[1], bar)
                 if not begun and not waiting:
+                    self._ended = True
                     return
 
     def _advance(self, ring: Ring, places: Places, group: Group, number: int) -> Iterator[_Found]:

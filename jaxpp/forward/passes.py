@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import aux_names
+from jaxpp.errors import StateError
 from jaxpp.plan.builder import CALLER, Builder, Line, Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.lower import forward_actions, lower
@@ -28,7 +29,26 @@ from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, Batch, Home, Leaf, Tree
 
-__all__ = ["CompiledPass", "Lasting", "LastingShapes", "Passes"]
+__all__ = ["CompiledPass", "Lasting", "LastingShapes", "Passes", "check_unstepped"]
+
+
+def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
+    """Refuse to go on with a stream or a generation whose state a step has consumed.
+
+    Args:
+        where: what was called.
+        what: "stream" or "generation".
+        leaves: of the state that it was given.
+
+    Raises:
+        StateError: it has.
+    """
+    held = leaves.flat()
+    if gone := sum(leaf.is_deleted() for leaf in held):
+        rule = f"a {what} reads the state that it was given until it ends, and a step reuses the buffers of that state"
+        got = f"{gone} of {len(held)} arrays were consumed by a step while the {what} was open"
+        fix = f"read the {what} to its end before the step, or call step(..., donate=False)"
+        raise StateError(where, rule, got, fix) from None
 
 
 @dataclass(frozen=True)
@@ -151,7 +171,11 @@ class Passes:
     def __call__(self, carry: Sequence[Array], batch: Batch, observer: Observer | None = None) -> tuple[list[Array], Tree]:
         """Run one pass; the carry is consumed. Returns the new carry and the outputs, and waits for nothing."""
         made, first = self.prepare(batch)
-        results = execute(made.plan, [*first, *carry, *jax.tree.leaves(batch)], observer)
+        try:
+            results = execute(made.plan, [*first, *carry, *jax.tree.leaves(batch)], observer)
+        except Exception:
+            check_unstepped("next(generation)", "generation", self._lasting.leaves)
+            raise
         split = len(results) - len(carry)
         return results[split:], made.step.cuts[0].loss.aux_tree.unflatten(results[:split])
 

@@ -111,6 +111,7 @@ class Places:
         sizes: the lengths that a chunk may have, descending, 1 among them.
         stop: token numbers that end a sequence.
         max_length: how many tokens a sequence may have, its prompt included; None: any number.
+        vocab: how many tokens the model knows; None: as many as there are numbers.
         where: what messages call the generation.
 
     Attributes:
@@ -133,10 +134,12 @@ class Places:
         sizes: Sequence[int] = (1,),
         stop: int | Iterable[int] = (),
         max_length: int | None = None,
+        vocab: int | None = None,
         where: str = "pipe.generate",
     ):
         self._where, self._sizes, self._max_length = where, tuple(sizes), max_length
-        self._stop = _stops(stop, where)
+        self._vocab = _LARGEST + 1 if vocab is None else vocab
+        self._stop = _stops(stop, self._vocab, where)
         self._num_tokens = _lengths(num_tokens, where)
         given = _listed(prompts, where)
         self.num_made = self.num_ended = 0
@@ -184,7 +187,7 @@ class Places:
             error.add_note(f"jaxpp: {self._where}: the iterator of prompts raised this when it was asked for prompt {number}")
             raise
         number = next(self._numbers)
-        tokens, wrong = _tokens_of(given)
+        tokens, wrong = _tokens_of(given, self._vocab)
         wrong = wrong or self._too_long(number, len(tokens))
         if wrong:
             raise self._refused([f"prompt {number}: {wrong}"])
@@ -246,7 +249,7 @@ class Places:
         if not isinstance(self._num_tokens, int) and len(self._num_tokens) != len(prompts):
             got = f"{len(self._num_tokens)} numbers and {len(prompts)} prompts"
             raise ArgumentError(f"{self._where}(..., num_tokens)", _NUM_TOKENS, got, "pass one number, or one for each prompt")
-        found = [_tokens_of(prompt) for prompt in prompts]
+        found = [_tokens_of(prompt, self._vocab) for prompt in prompts]
         reasons = [wrong or self._too_long(number, len(tokens)) for number, (tokens, wrong) in enumerate(found)]
         if any(reasons):
             raise self._refused([f"prompt {number}: {wrong}" for number, wrong in enumerate(reasons) if wrong])
@@ -270,6 +273,8 @@ class Places:
     def _refused(self, wrong: list[str]) -> BatchError:
         rule = "a prompt is a sequence of token numbers, at least one, that has room in the carry with the tokens generated for it"
         fix = "pass lists or arrays of integers, as a tokenizer makes them"
+        if self._vocab <= _LARGEST:
+            fix += "; a model that reads more tokens than it makes pads its logits with -inf"
         if self._max_length is not None:
             fix += "; if they are too long, shorten them, generate fewer tokens, or make a carry with more room"
         return BatchError(f"{self._where}(..., prompts, ...)", rule, wrong, fix)
@@ -326,7 +331,7 @@ def _listed(prompts: Any, where: str) -> Iterable[Tree]:
     return tuple(prompts) if isinstance(prompts, (list, tuple)) else prompts
 
 
-def _tokens_of(prompt: Any) -> tuple[np.ndarray, str]:
+def _tokens_of(prompt: Any, vocab: int) -> tuple[np.ndarray, str]:
     """The tokens of a prompt as int32, and what is wrong with them; empty if nothing is."""
     nothing = np.zeros(0, np.int32)
     if isinstance(prompt, (str, bytes)):
@@ -341,8 +346,8 @@ def _tokens_of(prompt: Any) -> tuple[np.ndarray, str]:
         return nothing, "no token"
     if not np.issubdtype(tokens.dtype, np.integer):
         return nothing, f"{describe(tokens)} where integers were expected"
-    if not 0 <= tokens.min() <= tokens.max() <= _LARGEST:
-        return nothing, f"numbers from {tokens.min()} to {tokens.max()} where 0 to {_LARGEST} were expected"
+    if not 0 <= tokens.min() <= tokens.max() < vocab:
+        return nothing, f"numbers from {tokens.min()} to {tokens.max()} where 0 to {vocab - 1} were expected"
     return tokens.astype(np.int32), ""
 
 
@@ -351,10 +356,13 @@ def _no_prompts(where: str) -> BatchError:
     return BatchError(f"{where}(..., prompts, ...)", "there is at least one prompt", "none", fix)
 
 
-def _stops(stop: Any, where: str) -> frozenset[int]:
+def _stops(stop: Any, vocab: int, where: str) -> frozenset[int]:
     stops = _numbers_in(() if stop is None else stop)[0]
     if wrong := [shown(token) for token in stops if not is_count(token)]:
         rule, fix = "stop is a token number that ends a sequence, or several", "pass for example stop=tokenizer.eos_token_id"
+        raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
+    if wrong := [f"{token}, and the model has logits for 0 to {vocab - 1}" for token in stops if token >= vocab]:
+        rule, fix = "a stop token is one that the model can make", "pass a token of the tokenizer that the model was trained with"
         raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
     return frozenset(map(int, stops))
 

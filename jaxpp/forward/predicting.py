@@ -8,11 +8,12 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tracing import check_key
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Functions, unchanged
 from jaxpp.forward.generate import Generation
+from jaxpp.forward.passes import check_unstepped
 from jaxpp.forward.places import Prompts
 from jaxpp.forward.request import generation
 from jaxpp.forward.sampling import SampleRule
@@ -20,26 +21,12 @@ from jaxpp.forward.stream import Stream
 from jaxpp.plan.leaves import Leaves
 from jaxpp.types import Array, Batch, ForwardFn, Key, ReduceAux, TaskNames, Tree
 
-__all__ = ["Lend", "Predicting", "check_unstepped"]
+__all__ = ["Lend", "Predicting"]
 
 Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]
 """Gives an engine and the leaves that its forwards read, for as long as they are used."""
 
 _RULE = "fn is a function of (params, batch[, key]) that returns outputs"
-
-
-def check_unstepped(where: str, leaves: Leaves[Array]) -> None:
-    """Refuse to go on with a stream whose state a step has consumed.
-
-    Raises:
-        StateError: it has.
-    """
-    held = leaves.flat()
-    if gone := sum(leaf.is_deleted() for leaf in held):
-        rule = "a stream reads the state that it was given until it ends, and a step reuses the buffers of that state"
-        got = f"{gone} of {len(held)} arrays were consumed by a step while the stream was open"
-        fix = "read the stream to its end before the step, or call step(..., donate=False)"
-        raise StateError(where, rule, got, fix)
 
 
 @entries
@@ -140,7 +127,7 @@ class Predicting:
         def run(number: int, batch: Batch) -> Tree:
             refuse_tracers("pipe.stream(state, batches, fn)", batch)
             with lend() as (engine, leaves):
-                check_unstepped("pipe.stream", leaves)
+                check_unstepped("pipe.stream", "stream", leaves)
                 folded = None if key is None else jax.random.fold_in(key, number)
                 return self._run(engine, leaves, chosen, batch, folded, reduce_aux).aux
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +56,15 @@ def generation(  # noqa: PLR0913  (what a generation is asked for)
     _check_carry(carry)
     _check_engine(where, engine)
     sampler = sampler_of(sample)
-    sizes, room = prompts_of(engine, functions, fn, carry, int(chunk))
+    taken = prompts_of(engine, functions, fn, carry, int(chunk))
     given = {"num_groups": int(num_groups), "group_size": int(group_size)}
-    limit = int(max_length) if max_length is not None else None if room is None else room + 1  # the last token does not enter
+    limit = (
+        int(max_length) if max_length is not None else None if taken.room is None else taken.room + 1
+    )  # the last token does not enter
 
     def places() -> Places:
-        return Places(prompts, num_tokens, sizes=sizes, stop=stop, max_length=limit, where=where, **given)
+        options: dict[str, Any] = {**given, "sizes": taken.sizes, "vocab": taken.vocab, "stop": stop}
+        return Places(prompts, num_tokens, max_length=limit, where=where, **options)
 
     first = places()
     ring = ring_of(engine, leaves, functions, fn, carry, sampler=sampler, key=key, **given)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,24 @@ from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
 
-__all__ = ["AHEAD", "Ring", "passes_of", "prompts_of", "ring_of", "sizes_of"]
+__all__ = ["AHEAD", "Ring", "Taken", "passes_of", "prompts_of", "ring_of", "sizes_of"]
 
 AHEAD = 2
 """Turns that are handed over before the tokens of the first of them are read."""
+
+
+class Taken(NamedTuple):
+    """What prompts a function takes.
+
+    Attributes:
+        sizes: how many tokens a pass of a prompt may take, the largest first.
+        room: how many tokens the carry has room for; None if that is not known.
+        vocab: for how many tokens there are logits; None if that is not known.
+    """
+
+    sizes: tuple[int, ...]
+    room: int | None
+    vocab: int | None
 
 
 @dataclass(frozen=True)
@@ -165,15 +180,26 @@ def _with_axis(aval: Aval, axis: int, size: int) -> Aval:
     return jax.ShapeDtypeStruct((*aval.shape[:axis], size, *aval.shape[axis:]), aval.dtype)
 
 
-def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> tuple[tuple[int, ...], int | None]:
-    """How many tokens a pass of a prompt may take, the largest first; and how many tokens the carry has room for, if that is known.
+def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> Taken:
+    """What prompts the function takes.
 
     A model that takes one token a call (Flax's attention with ``decode=True``) is known by that it cannot be traced at more. Nor
     can a model whose cache is shorter than a chunk, so it gets smaller chunks.
     """
-    sizes, graph = _sizes_and_graph(engine, functions, fn, carry, chunk)
+    sizes, traced = _sizes_and_graph(engine, functions, fn, carry, chunk)
+    if traced is None:
+        return Taken(sizes, None, None)
+    graph, shapes = traced
     first, count = len(jax.tree.leaves(engine.layout.given[0])), sizes[-2:][0]
-    return sizes, None if graph is None else capacity(graph, jax.tree.leaves(carry), first=first, num_tokens=count)
+    return Taken(sizes, capacity(graph, jax.tree.leaves(carry), first=first, num_tokens=count), _vocab_of(shapes))
+
+
+def _vocab_of(result: Tree) -> int | None:
+    """For how many tokens there are logits, by the shapes of what the function returns; None if it returns none."""
+    match result:
+        case (_, Aval(shape=(_, *_, vocab), dtype=dtype)) if jnp.issubdtype(dtype, jnp.floating):
+            return vocab
+    return None
 
 
 def sizes_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> tuple[int, ...]:
@@ -183,14 +209,14 @@ def sizes_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, c
 
 def _sizes_and_graph(
     engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int
-) -> tuple[tuple[int, ...], Graph | None]:
+) -> tuple[tuple[int, ...], tuple[Graph, Tree] | None]:
     shapes = avals_of(carry)
     params = jax.eval_shape(lambda tree: joined(tree, concatenated), engine.layout.params)
 
-    def look() -> tuple[tuple[int, ...], Graph | None]:
+    def look() -> tuple[tuple[int, ...], tuple[Graph, Tree] | None]:
         sizes = tuple(size for size in chunk_sizes(chunk) if size == 1 or _takes(fn, params, shapes, size))
         try:
-            return sizes, trace(fn, params, shapes, jax.ShapeDtypeStruct((1, sizes[-2:][0]), np.int32))[0]
+            return sizes, trace(fn, params, shapes, jax.ShapeDtypeStruct((1, sizes[-2:][0]), np.int32))
         except Exception:  # noqa: BLE001
             return sizes, None
 

@@ -48,15 +48,16 @@ class Hold:
 
     Args:
         waited: a note for what a signal raises that was held back, unless the block raised.
+        broke_off: a note for what a second Ctrl-C raises.
 
     Attributes:
         begun: whether ``begin`` was called.
     """
 
-    __slots__ = ("_came", "_handlers", "_waited", "begun")
+    __slots__ = ("_broke_off", "_came", "_handlers", "_waited", "begun")
 
-    def __init__(self, waited: str = _WAITED) -> None:
-        self._waited, self.begun = waited, False
+    def __init__(self, waited: str = _WAITED, broke_off: str = _BROKE_OFF) -> None:
+        self._waited, self._broke_off, self.begun = waited, broke_off, False
         self._handlers: dict[int, _Handler] = {}
         self._came: dict[int, float] = {}
 
@@ -78,17 +79,17 @@ class Hold:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._came.get(number, now) > _PATIENCE:
-            self._break_off(number, frame)
+            self._let_through(number, frame)
         self._came.setdefault(number, now)
 
-    def _break_off(self, number: int, frame: FrameType | None) -> None:
+    def _let_through(self, number: int, frame: FrameType | None) -> None:
         """Let a signal through that has come twice, and hold none back any more: ``__exit__`` may be what it breaks off."""
         del self._came[number]
         for each, handler in self._handlers.items():
             _plain.signal(each, handler)
         handler = self._handlers[number]
         for _ in range(2):  # a handler may raise at the second only
-            _call(handler, number, frame, _BROKE_OFF)
+            _call(handler, number, frame, self._broke_off)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
