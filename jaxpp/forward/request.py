@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +62,8 @@ def generation(  # noqa: PLR0913  (what a generation is asked for)
     )  # the last token does not enter
 
     def places() -> Places:
-        options: dict[str, Any] = {**given, "sizes": taken.sizes, "vocab": taken.vocab, "stop": stop}
-        return Places(prompts, num_tokens, max_length=limit, where=where, **options)
+        known = {"vocab": taken.vocab, "max_length": limit}
+        return Places(prompts, num_tokens, sizes=taken.sizes, stop=stop, where=where, **known, **given)
 
     first = places()
     ring = ring_of(engine, leaves, functions, fn, carry, sampler=sampler, key=key, **given)
