@@ -161,7 +161,7 @@ class Pipeline(Training):
         super().__init__(options, optimizer, bank)
 
     @classmethod
-    def from_stages(
+    def from_stages(  # noqa: PLR0913  (each is an option of the pipeline)
         cls,
         stages: Sequence[Callable[[Any, Any], Any]],
         *,
@@ -173,6 +173,7 @@ class Pipeline(Training):
         devices: Sequence[Device] | None = None,
         remat: Remat | Sequence[Remat] = "least",
         shared: str | Sequence[str] = (),
+        hbm: float | str | None = None,
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
@@ -186,6 +187,7 @@ class Pipeline(Training):
             devices: as for ``Pipeline``.
             remat: as for ``Pipeline``.
             shared: as for ``Pipeline``; the inputs are called ``"0"``, the targets ``"1"``.
+            hbm: as for ``Pipeline``.
 
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.

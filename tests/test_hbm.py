@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -274,6 +275,40 @@ def test_a_bank_counts_the_sets_that_wait_and_chooses_too(costs):
         states = [each.step(state, batch, task=task)[0] for each, state in zip((pipe, plain), states, strict=True)]
     for found, expected in zip(*(jax.tree.leaves(jax.device_get(state.params)) for state in states), strict=True):
         assert np.array_equal(found, expected)
+
+
+def by_hand(**options):
+    """A pipeline from three stage functions, its parameters and a batch."""
+
+    def stage(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x
+
+    options = {"optimizer": optax.adam(1e-3), "num_microbatches": 6, "schedule": "gpipe"} | options
+    pipe = jaxpp.Pipeline.from_stages([stage] * 3, loss=lambda y, t: jnp.mean((y - t) ** 2), **options)
+    return pipe, [[jnp.eye(32)] * 6] * 3, (np.ones((96, 32), np.float32), np.zeros((96, 32), np.float32))
+
+
+def test_stages_by_hand_choose_too(costs):
+    costs([1.0] * 3, [2.0] * 3, [0.5] * 3)
+    plain, params, batch = by_hand()
+    least = max(plain.forecast(jax.eval_shape(lambda: params), batch).peaks.values())
+    pipe, *_ = by_hand(hbm=int(0.9 * least))
+    state = pipe.init(params, batch)
+    assert "offload" in pipe.stages.remarks[0]
+    pipe.verify(state, batch)
+    with pytest.raises(FitError, match=r"Fix: pass 6 stage functions\."):
+        by_hand(hbm=int(0.7 * least))[0].init(params, batch)
+
+
+def test_more_stages_than_there_are_cuts_for_are_proposed_without_the_cuts(costs):
+    costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
+    cuts = {"cuts": ["dense_4"]}
+    room = min(*peaks(PAIR, remat="offload", **cuts), *peaks(PAIR, remat="recompute", **cuts)) - 1
+    pipe, case = pipeline(PAIR, hbm=room, **cuts)
+    with pytest.raises(FitError, match=r"Fix: pass num_stages=4, cuts=None\."):
+        pipe.init(case.params, case.batch)
 
 
 def test_with_shards_of_parameters_the_step_is_only_checked():

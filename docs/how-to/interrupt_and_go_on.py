@@ -161,7 +161,7 @@ assert same_bits(interrupted, state)
 # - A step that raises is undone as well, up to the optimizer: a wrong batch, an error in the loss or in a host callback. If the
 #   update itself fails in part, which takes a device without memory, reading `pipe.state` says so.
 # - Ctrl-C during `pipe.init` leaves no state. Run the cell of `pipe.init` again; what was compiled before is not compiled again.
-# - After Ctrl-C in `generation.collect()` call it again: it gives the tokens of both calls. After Ctrl-C in a stream, `next` goes on.
+# - After Ctrl-C in `generation.collect()` call it again: it gives the tokens of both calls. In a stream, `next` goes on.
 # - On CPU devices a host callback (`jax.debug.callback`) may run in the main thread. If Ctrl-C arrives inside the callback, JAX
 #   makes it a `JaxRuntimeError`. The step is undone.
 # - With a bank, the parameters that all tasks share and the set of the step's task change together or not at all.

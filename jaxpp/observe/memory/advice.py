@@ -24,6 +24,7 @@ from jaxpp.runtime.progress import progress
 from jaxpp.schedule.generators.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
+from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
 from jaxpp.stages.remat.offload import offload_of
 from jaxpp.stages.remat.policy import kept_of
@@ -143,7 +144,14 @@ def _candidates(now: Options, batch: Batch) -> Iterator[_Candidate]:
     kept = ways("keep" if now.remat is None else "offload" if now.offloaded else "least", 2 * stages)
     for options in _made(now, name, 2 * stages, microbatches, cuts=None, **kept):
         if options.schedule.num_ranks <= len(now.devices):
-            yield _Candidate("stages", f"num_stages={2 * stages}", options, batch)
+            yield _Candidate("stages", _stages(now, 2 * stages), options, batch)
+
+
+def _stages(now: Options, count: int) -> str:
+    """How the user asks for so many stages."""
+    if now.cuts and now.cuts[0] == scope(1):
+        return f"{count} stage functions"
+    return f"num_stages={count}" if now.cuts is None else f"num_stages={count}, cuts=None"
 
 
 def _forward_candidates(engine: Engine, batch: Batch) -> Iterator[_Candidate]:
@@ -165,7 +173,7 @@ def _forward_candidates(engine: Engine, batch: Batch) -> Iterator[_Candidate]:
         count *= 2
     if 2 * stages <= len(now.devices):
         options = dataclasses.replace(now, schedule=forward(2 * stages, microbatches), cuts=None, remat=None, offload=())
-        yield _Candidate("stages", f"num_stages={2 * stages}", options, batch)
+        yield _Candidate("stages", _stages(now, 2 * stages), options, batch)
 
 
 def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
