@@ -49,6 +49,23 @@ def brute(residuals, at):
     return sum(residual.start <= at < residual.end for residual in residuals)
 
 
+def test_every_copy_to_the_host_and_back_is_a_line_at_its_time_in_the_row_of_its_rank():
+    schedule = make("gpipe", num_ranks=4, num_microbatches=8)
+    run = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=1, copy=[0.75, 0.5, 0.25, 0.5])
+    figure, found = run.figure(), {}
+    for label in ("copies to the host", "copies back"):
+        (drawn,) = [c for c in figure.axes[0].collections if c.get_label() == label]
+        extents = [path.get_extents() for path in drawn.get_paths()]
+        found[label] = {(int(box.y0), box.x0, box.x1) for box in extents}
+        assert len(extents) == len(run.copies) and all(
+            int(box.y0) + 0.06 < box.y0 < box.y1 <= int(box.y0) + 0.94 for box in extents
+        )
+    for label, times in zip(found, ([each.out for each in run.copies], [each.back for each in run.copies]), strict=True):
+        stages = [each.offloaded.forward.stage for each in run.copies]
+        assert found[label] == {(stage, *time) for stage, time in zip(stages, times, strict=True)}
+    assert not [c for c in simulate(schedule).figure().axes[0].collections if "copies" in c.get_label() and c.get_paths()]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("make_figure", [timeline, pebbles])
 def test_every_action_is_one_bar_at_its_time(name, make_figure):

@@ -22,6 +22,7 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Bar, Copies, Number, Times, Timing, bars, handed_over, makespan
 from jaxpp.schedule.draw.text import Drawing, Drawn
+from jaxpp.schedule.draw.timeline import Copied
 from jaxpp.schedule.idle import Idle, RingIdle, bubble_fraction, idle_causes
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.residual_counts import lifetimes, peaks
@@ -131,7 +132,10 @@ class Simulation(Drawn):
     def drawing(self) -> Drawing:
         """The actions on the virtual clock."""
         schedule = self.schedule
-        return Drawing(self.heading, schedule.num_ranks, schedule.stage_to_rank, self.bars, schedule.num_groups)
+        links = [(schedule.stage_to_rank[each.offloaded.forward.stage], each) for each in self.copies]
+        copies = [Copied(rank, *each.out, back=False) for rank, each in links]
+        copies += [Copied(rank, *each.back, back=True) for rank, each in links]
+        return Drawing(self.heading, schedule.num_ranks, schedule.stage_to_rank, self.bars, schedule.num_groups, copies)
 
     @cached_property
     def makespan(self) -> Number:

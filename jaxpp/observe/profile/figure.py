@@ -23,7 +23,7 @@ from jaxpp.schedule.draw.labels import Labels, choose_labels
 from jaxpp.schedule.draw.page import LEFT, Part, frame_of, page
 from jaxpp.schedule.draw.panel import BAR, Figure, Panel
 from jaxpp.schedule.draw.ring_timeline import draw_ring, ring_key, turns_of
-from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, draw_timeline, extents, scaled, timeline_room
+from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, copied_key, draw_timeline, extents, scaled, timeline_room
 from jaxpp.stages.stage_table import bytes_in_words
 
 __all__ = ["COLOURS", "profile_figure"]
@@ -82,6 +82,7 @@ def _key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int], labels: Se
     rest = "begin, outputs" if forwards else "begin, sums, update"
     more: list[Entry] = [(rest, REST, 0)] * any(line.rest for line in timelines)
     more += [("arrives", SENT, 0)] * any(line.sends for line in timelines)
+    more += copied_key([copied for line in timelines for copied in line.copies])
     if timelines[0].num_groups:
         return ring_key(timelines[0], numbered=any(written.kinds for written in labels), more=more)
     return bar_key([bar for line in timelines for bar in line.bars], stage_to_rank, labels, more=more)

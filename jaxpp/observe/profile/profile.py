@@ -28,7 +28,7 @@ from jaxpp.schedule.clock import Awaited, Bar, Timing, bars, replay
 from jaxpp.schedule.draw.panel import Figure
 from jaxpp.schedule.draw.pebbles import pebble_pair
 from jaxpp.schedule.draw.text import Drawing, Drawn
-from jaxpp.schedule.draw.timeline import Timeline
+from jaxpp.schedule.draw.timeline import Copied, Timeline
 from jaxpp.schedule.idle import bubble_fraction, idle_causes
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.tables.html import html_remarks, html_table
@@ -282,8 +282,9 @@ class Profile(Drawn):
         for title, spans in zip(self.titles.values(), (self.spans, self.isolated), strict=True):
             parts = [s for s in spans if s.action is None and not s.sends], [s for s in spans if s.sends]
             rest, sends = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
+            copies = [Copied(s.rank, 1e3 * s.start, 1e3 * s.end, s.label.startswith("fetch")) for s in spans if s.copies]
             bars = self._by_group(_in_milliseconds(_bars(spans)))
-            found.append(Timeline(title, bars, rest, sends, self.num_groups, self._prompts))
+            found.append(Timeline(title, bars, rest, sends, self.num_groups, self._prompts, copies))
         return found
 
     def _by_group(self, bars: Sequence[Bar]) -> tuple[Bar, ...]:

@@ -15,7 +15,7 @@ from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.ring_timeline import ring_timeline
-from jaxpp.schedule.draw.timeline import timeline
+from jaxpp.schedule.draw.timeline import Copied, timeline
 from jaxpp.tables.text import fold_lines, terminal_columns
 
 __all__ = ["Drawing", "Drawn"]
@@ -30,7 +30,7 @@ _FITS = "max-width:100%;height:auto"
 class Drawing(NamedTuple):
     """What a picture needs: one line that says what it is, and every action with its rank, start and end.
 
-    If it is a ring, with so many groups, each group has a colour of its own.
+    If it is a ring, with so many groups, each group has a colour of its own. ``copies`` are of residuals to host memory and back.
     """
 
     heading: str
@@ -38,6 +38,7 @@ class Drawing(NamedTuple):
     stage_to_rank: Sequence[int]
     bars: Sequence[Bar]
     num_groups: int | None = None
+    copies: Sequence[Copied] = ()
 
 
 class Drawn:
@@ -57,7 +58,7 @@ class Drawn:
             the heading and the panels; or ``overview`` if the panels would fill more than a screen or two, or times are not whole.
         """
         width = width or terminal_columns()
-        heading, num_ranks, _, bars, _ = self.drawing()
+        heading, num_ranks, _, bars, *_ = self.drawing()
         if any(bar.start % 1 or bar.end % 1 for bar in bars):
             return self.overview(width)
         makespan = int(max(bar.end for bar in bars))
@@ -86,7 +87,7 @@ class Drawn:
             width: characters in a line; the width of the terminal unless given.
         """
         width = width or terminal_columns()
-        heading, num_ranks, _, bars, num_groups = self.drawing()
+        heading, num_ranks, _, bars, num_groups, _ = self.drawing()
         makespan = max(bar.end for bar in bars)
         columns = max(1, width - 6)
         whole = makespan == int(makespan) and makespan <= columns
@@ -101,7 +102,8 @@ class Drawn:
     def figure(self, width: float | None = None) -> Figure:
         """The timeline as a matplotlib ``Figure``: a row for each rank, a colour for each kind, microbatch numbers, idle time grey.
 
-        A ring has a colour for each group, and the numbers of its turns.
+        Copies of residuals to host memory and back are lines at the lower edge of their rank's row. A ring has a colour for each
+        group, and the numbers of its turns.
 
         As the last line of a notebook's cell it shows itself; ``figure().savefig("timeline.png")`` writes a file. Numbers are left
         out where bars are too narrow for them; a wider figure has room for more.
@@ -112,10 +114,10 @@ class Drawn:
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        heading, _, stage_to_rank, bars, num_groups = self.drawing()
+        heading, _, stage_to_rank, bars, num_groups, copies = self.drawing()
         if num_groups:
             return ring_timeline(bars, stage_to_rank, num_groups, heading, width)
-        return timeline(bars, stage_to_rank, heading, width)
+        return timeline(bars, stage_to_rank, heading, width, copies)
 
     def pebble_figure(self, width: float | None = None) -> Figure:
         """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each residual.
@@ -126,7 +128,7 @@ class Drawn:
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        heading, _, stage_to_rank, bars, _ = self.drawing()
+        heading, _, stage_to_rank, bars, *_ = self.drawing()
         return pebbles(bars, stage_to_rank, heading, width=width)
 
     def pebble_gif(self, path: str | os.PathLike[str]) -> None:
@@ -135,7 +137,7 @@ class Drawn:
         Raises:
             ImportError: without matplotlib, saying how to install it.
         """
-        heading, _, stage_to_rank, bars, _ = self.drawing()
+        heading, _, stage_to_rank, bars, *_ = self.drawing()
         pebble_gif(bars, stage_to_rank, heading, path)
 
     def _repr_html_(self) -> str:

@@ -5,16 +5,19 @@ from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import ANY, bar_key
+from jaxpp.schedule.draw.key import ANY, Entry, bar_key
 from jaxpp.schedule.draw.labels import Labels, choose_labels
 from jaxpp.schedule.draw.page import Part, frame_of, page
 from jaxpp.schedule.draw.panel import BAR, Figure, Panel, inside
 
 __all__ = [
+    "OUT",
     "REST",
     "SENT",
     "TITLE",
+    "Copied",
     "Timeline",
+    "copied_key",
     "draw_others",
     "draw_timeline",
     "extents",
@@ -26,8 +29,19 @@ __all__ = [
 
 REST, SENT = "#8C8C8C", "#D55E00"
 """The colours of what is no action, and of what arrives, which is a line below the row of a rank."""
+OUT, BACK = "#00684B", "#7AC2A8"
+"""The colours of copies to host memory and back, which are lines at the lower edge of the row of a rank."""
 TITLE = 0.32  # inches above a panel that has a title
 _UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
+
+
+class Copied(NamedTuple):
+    """A copy of residuals to host memory, or back, on the link between a rank's device and its host."""
+
+    rank: int
+    start: Number
+    end: Number
+    back: bool
 
 
 class Timeline(NamedTuple):
@@ -42,6 +56,7 @@ class Timeline(NamedTuple):
     sends: Sequence[tuple[int, float, float]] = ()  # rank, start and end of each arrival
     num_groups: int | None = None
     prompts: Set[int] = frozenset()
+    copies: Sequence[Copied] = ()
 
     @property
     def end(self) -> Number:
@@ -49,14 +64,16 @@ class Timeline(NamedTuple):
         return max([bar.end for bar in self.bars] + [end for _, _, end in self.rest])
 
 
-def timeline(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, width: float | None = None) -> Figure:
+def timeline(
+    bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, width: float | None = None, copies: Sequence[Copied] = ()
+) -> Figure:
     """The bars in time, a row for each rank, as a matplotlib ``Figure``; ``width`` is in inches."""
-    line = Timeline("", bars)
-    across = line.end or 1
-    frame = frame_of(heading, bar_key(bars, stage_to_rank, ANY), across / shortest(bars), 0.25, width=width)
+    line = Timeline("", bars, copies=copies)
+    across, more = line.end or 1, copied_key(copies)
+    frame = frame_of(heading, bar_key(bars, stage_to_rank, ANY, more=more), across / shortest(bars), 0.25, width=width)
     part = timeline_room(stage_to_rank, across)
     labels = choose_labels([(bars, 72 * frame.width / across)], BAR * part.points)
-    (panel,) = page(frame, heading, bar_key(bars, stage_to_rank, labels), [part])
+    (panel,) = page(frame, heading, bar_key(bars, stage_to_rank, labels, more=more), [part])
     draw_timeline(panel, line, stage_to_rank, *labels)
     return panel.axes.figure
 
@@ -99,8 +116,17 @@ def draw_timeline(panel: Panel, line: Timeline, stage_to_rank: Sequence[int], la
     draw_others(panel, line)
 
 
+def copied_key(copies: Sequence[Copied]) -> list[Entry]:
+    """What the colours of copies mean, if there are any."""
+    return [("to the host", OUT, 0), ("back", BACK, 0)] if copies else []
+
+
 def draw_others(panel: Panel, line: Timeline) -> None:
-    """Draw what is no action: the rest of a step, what arrives, and what the timeline is called."""
+    """Draw what is no action: the rest of a step, copies, what arrives, and what the timeline is called."""
+    for back, colour, top in ((False, OUT, 0.74), (True, BACK, 0.84)):
+        boxes = [(each.start, each.end, each.rank + top, each.rank + top + 0.1) for each in line.copies if each.back == back]
+        edges = [min(0.5, 0.1 * panel.points[0] * (end - start)) for start, end, _, _ in boxes]
+        panel.rectangles(boxes, colour, "copies back" if back else "copies to the host", edges)
     panel.rectangles([(start, end, *inside(rank)) for rank, start, end in line.rest], REST, "rest")
     panel.rectangles([(start, end, rank + 0.94, rank + 1.04) for rank, start, end in line.sends], SENT, "sends")
     panel.axes.set_ylabel("rank", size=9, color=INK)
