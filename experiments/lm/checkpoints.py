@@ -89,7 +89,7 @@ class Checkpoints:
         self._given, self._folder, self._settings, self._go_on = folder, folder.absolute(), dict(settings), go_on
         self._saving: int | None = None  # the step that is being written
         self._tried: int | None = None  # the newest step of which a save was begun
-        self._began, self.times = 0.0, Times()
+        self._began, self._failed, self.times = 0.0, False, Times()
         check_folder("--checkpoint", self._folder)
         self._manager = self._open()
         self.safe_step: int | None = self._manager.latest_step()
@@ -148,6 +148,8 @@ class Checkpoints:
         """Wait for Orbax's threads; what fails here is said, not raised."""
         self._say(self._end())
         self._manager.close()
+        if self._failed:  # threads of a failed save, for which Orbax does not wait, may have written after it was cleaned up
+            self._open().close()
 
     def _open(self) -> Any:
         options = self._orbax.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
@@ -188,7 +190,7 @@ class Checkpoints:
         A manager that has failed to save no longer knows which steps are there, and leaves half a step behind; a new manager reads
         the folder.
         """
-        step, self._saving = self._saving, None
+        step, self._saving, self._failed = self._saving, None, True
         try:
             self._manager.close()
             self._manager = self._open()

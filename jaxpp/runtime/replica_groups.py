@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled
 
+from jaxpp.runtime.interrupts import lower_held
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Array, Aval, Device
 
@@ -113,7 +114,7 @@ class Mean:
                 jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
                 for aval, home in zip(shapes, homes, strict=True)
             ]
-            self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
+            self.groups.compiled[key] = lower_held(jax.jit(mean, out_shardings=homes[:count]), *avals).compile()
         return self.groups.compiled[key]
 
 

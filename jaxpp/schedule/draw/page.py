@@ -64,7 +64,7 @@ def page(frame: Frame, heading: str, key: Sequence[Entry], parts: Sequence[Part]
 
     A panel whose extent of time is not that of the next has numbers of its own under it.
     """
-    wide, lines, num_lines = sum(frame), _wrapped(heading, frame.width + frame.margin), key_lines(key, frame.width)
+    wide, lines, num_lines = round(sum(frame), 6), _wrapped(heading, frame.width + frame.margin), key_lines(key, frame.width)
     top = _ABOVE + _HEADING * len(lines) + _BETWEEN + LINE * num_lines + _BETWEEN
     own = [part.across != after.across for part, after in itertools.pairwise(parts)] + [False]
     tall = top + sum(part.above + part.height for part in parts) + _TICKS * sum(own) + _BELOW
