@@ -277,8 +277,8 @@ def test_a_bank_counts_the_sets_that_wait_and_chooses_too(costs):
         assert np.array_equal(found, expected)
 
 
-def by_hand(**options):
-    """A pipeline from three stage functions, its parameters and a batch."""
+def by_hand(stages=3, **options):
+    """A pipeline from stage functions, its parameters and a batch."""
 
     def stage(params, x):
         for w in params:
@@ -286,8 +286,8 @@ def by_hand(**options):
         return x
 
     options = {"optimizer": optax.adam(1e-3), "num_microbatches": 6, "schedule": "gpipe"} | options
-    pipe = jaxpp.Pipeline.from_stages([stage] * 3, loss=lambda y, t: jnp.mean((y - t) ** 2), **options)
-    return pipe, [[jnp.eye(32)] * 6] * 3, (np.ones((96, 32), np.float32), np.zeros((96, 32), np.float32))
+    pipe = jaxpp.Pipeline.from_stages([stage] * stages, loss=lambda y, t: jnp.mean((y - t) ** 2), **options)
+    return pipe, [[jnp.eye(32)] * 6] * stages, (np.ones((96, 32), np.float32), np.zeros((96, 32), np.float32))
 
 
 def test_stages_by_hand_choose_too(costs):
@@ -300,6 +300,8 @@ def test_stages_by_hand_choose_too(costs):
     pipe.verify(state, batch)
     with pytest.raises(FitError, match=r"Fix: pass 6 stage functions\."):
         by_hand(hbm=int(0.7 * least))[0].init(params, batch)
+    alone, *_ = by_hand(stages=1)
+    assert "2 stage functions" in str(alone.forecast(jax.eval_shape(lambda: params[:1]), batch, hbm="190KiB"))
 
 
 def test_more_stages_than_there_are_cuts_for_are_proposed_without_the_cuts(costs):

@@ -124,6 +124,22 @@ def test_a_hold_in_another_thread_holds_nothing_and_changes_no_handler(calls):
     assert found == [before] and handlers() == before
 
 
+def test_ctrl_c_pressed_again_in_a_hold_within_a_hold_breaks_off_both(calls, monkeypatch):
+    # The inner one let it through to the outer, which held it back as if it had come once.
+    monkeypatch.setattr(interrupts, "_PATIENCE", 0.0)
+    went_on = []
+
+    def inner():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+        went_on.append(True)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        held(body=lambda: held(body=inner))
+    assert not went_on and "broke off" in notes(caught.value)
+
+
 def test_a_hold_in_a_hold_gives_back_to_the_outer(calls):
     def outer():
         with Hold() as hold:

@@ -6,6 +6,7 @@ there. The writing happens in threads, while the training goes on. What fails th
 by nothing else; ``look`` asks for it after every step.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -149,7 +150,8 @@ class Checkpoints:
         self._say(self._end())
         self._manager.close()
         if self._failed:  # threads of a failed save, for which Orbax does not wait, may have written after it was cleaned up
-            self._open().close()
+            with contextlib.suppress(Exception):  # then the next run cleans up
+                self._open().close()
 
     def _open(self) -> Any:
         options = self._orbax.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)

@@ -102,7 +102,7 @@ def current_trace() -> object:
 
 
 def leave(error: BaseException, trace: object) -> None:
-    """What is to be done with an exception that leaves a public function, which was called with this ``current_trace()``."""
+    """Give JAX back the trace with which a public function was called, and fold the traceback of what leaves it."""
     if trace is not None and current_trace() is not trace:
         sys.modules["jax.extend.core"].set_current_trace(trace).__enter__()
     fold(error)

@@ -9,8 +9,11 @@ yield it, to look for stop tokens and to give the place of a finished sequence t
 
 import collections
 import contextlib
+import inspect
 import itertools
 import math
+import signal
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
@@ -55,8 +58,8 @@ class Generation(Iterator[Token]):
     Tokens of different prompts come mixed, those of one prompt in order. ``collect()`` waits for all that are left, and gives one
     array for each prompt. ``close()``, the end of a ``with`` block, or letting go of it stops the generation and drops the carries.
 
-    After Ctrl-C it goes on with the next token. While a token is made, what Ctrl-C raises waits for it; pressed again a second
-    later, it breaks off the generation.
+    After Ctrl-C it goes on with the next token. While a token is made, Ctrl-C takes effect when the token is finished; pressed
+    again a second later, it breaks off the generation, as other signals do whose handlers raise.
 
     Attributes:
         num_passes: how many passes through the stages were begun.
@@ -76,7 +79,7 @@ class Generation(Iterator[Token]):
         self.observer: Observer | None = None
         self._places, self._begun, self._most_passes = places, list[Begun](), most_passes
         self._ring, self._again = ring, again
-        self._tokens, self._ended = self._run(ring, places, shown), False
+        self._tokens, self._ended = Generation._run(weakref.proxy(self), ring, places, shown), False  # no cycle holds the carries
         self._made, self._collected = collections.deque[Token | Exception](), list[Token]()
 
     def __iter__(self) -> "Generation":
@@ -86,7 +89,7 @@ class Generation(Iterator[Token]):
         taken, trace = None, current_trace()
         try:
             if not self._made:
-                with Hold(_WAITED, _BROKE_OFF) as hold:
+                with Hold(_WAITED, _BROKE_OFF, (signal.SIGINT,)) as hold:
                     hold.begin()
                     self._made.extend(itertools.islice(self._tokens, 1))  # in C: no Ctrl-C between what was made and where it is
             if not self._made:
@@ -99,7 +102,7 @@ class Generation(Iterator[Token]):
                 raise taken
             return taken
         except BaseException as error:
-            if taken is not None and not isinstance(error, Exception) and not self._made:
+            if taken is not None and error is not taken and not self._made:
                 self._made.append(taken)  # Ctrl-C, when all but the return was done
             leave(error, trace)
             raise
@@ -123,8 +126,9 @@ class Generation(Iterator[Token]):
 
     def close(self) -> None:
         """Stop, and drop the carries of all sequences."""
-        self._ended = True
+        under_way = inspect.getgeneratorstate(self._tokens) != inspect.GEN_CLOSED
         self._tokens.close()
+        self._ended = self._ended or under_way
         self._made.clear()
         self._ring = self._again = None
 
@@ -171,14 +175,16 @@ class Generation(Iterator[Token]):
     def collect(self) -> list[np.ndarray]:
         """The tokens of each prompt, those that were not taken from the iterator yet: int32 arrays, in the order of the prompts.
 
-        After Ctrl-C another call goes on, and gives those too that the first had collected.
+        If Ctrl-C or a prompt that is refused interrupts it, another call goes on, and gives those too that the first had collected.
         """
         self._collected.extend(self)  # in C: what was made is kept
         found: dict[int, list[int]] = collections.defaultdict(list)
         for token in self._collected:
             found[token.prompt].append(token.token)
         count = self._places.num_prompts or max(self._places.num_ended, 1 + max(found, default=-1))
-        return [np.array(found[k], np.int32) for k in range(count)]
+        made = [np.array(found[k], np.int32) for k in range(count)]
+        self._collected = []
+        return made
 
     def _run(self, ring: Ring, places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
         groups = [Group() for _ in range(ring.num_groups)]

@@ -48,7 +48,7 @@ def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
         rule = f"a {what} reads the state that it was given until it ends, and a step reuses the buffers of that state"
         got = f"{gone} of {len(held)} arrays were consumed by a step while the {what} was open"
         fix = f"read the {what} to its end before the step, or call step(..., donate=False)"
-        raise StateError(where, rule, got, fix) from None
+        raise StateError(where, rule, got, fix)
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Passes:
 
     def __call__(self, carry: Sequence[Array], batch: Batch, observer: Observer | None = None) -> tuple[list[Array], Tree]:
         """Run one pass; the carry is consumed. Returns the new carry and the outputs, and waits for nothing."""
-        made, first = self.prepare(batch)
         try:
+            made, first = self.prepare(batch)
             results = execute(made.plan, [*first, *carry, *jax.tree.leaves(batch)], observer)
         except Exception:
             check_unstepped("next(generation)", "generation", self._lasting.leaves)

@@ -27,6 +27,7 @@ __all__ = ["Admitted", "Made", "Pass", "Places", "Prompts", "Token", "chunk_leng
 
 _LARGEST = 2**31 - 1
 """Tokens are int32 on the devices."""
+_UNKNOWN = ", for which there are logits"
 
 Prompts = Iterable[Tree] | np.ndarray | jax.Array
 """Sequences of token numbers, of any lengths."""
@@ -111,7 +112,7 @@ class Places:
         sizes: the lengths that a chunk may have, descending, 1 among them.
         stop: token numbers that end a sequence.
         max_length: how many tokens a sequence may have, its prompt included; None: any number.
-        vocab: how many tokens the model knows; None: as many as there are numbers.
+        vocab: for how many tokens there are logits; None if that is not known.
         where: what messages call the generation.
 
     Attributes:
@@ -271,10 +272,10 @@ class Places:
         return f"{length} tokens and {num_tokens} to generate are {length + num_tokens}, more than {self._max_length}"
 
     def _refused(self, wrong: list[str]) -> BatchError:
-        rule = "a prompt is a sequence of token numbers, at least one, that has room in the carry with the tokens generated for it"
-        fix = "pass lists or arrays of integers, as a tokenizer makes them"
-        if self._vocab <= _LARGEST:
-            fix += "; a model that reads more tokens than it makes pads its logits with -inf"
+        rule = "a prompt is a sequence of at least one token that the model knows, with room in the carry for what is generated"
+        fix = "pass lists or arrays of integers, as the tokenizer of this model makes them"
+        if any(_UNKNOWN in reason for reason in wrong):
+            fix += "; if the model reads more tokens than it makes, pad its logits with -inf"
         if self._max_length is not None:
             fix += "; if they are too long, shorten them, generate fewer tokens, or make a carry with more room"
         return BatchError(f"{self._where}(..., prompts, ...)", rule, wrong, fix)
@@ -347,7 +348,8 @@ def _tokens_of(prompt: Any, vocab: int) -> tuple[np.ndarray, str]:
     if not np.issubdtype(tokens.dtype, np.integer):
         return nothing, f"{describe(tokens)} where integers were expected"
     if not 0 <= tokens.min() <= tokens.max() < vocab:
-        return nothing, f"numbers from {tokens.min()} to {tokens.max()} where 0 to {vocab - 1} were expected"
+        unknown = _UNKNOWN if vocab <= _LARGEST else ""
+        return nothing, f"numbers from {tokens.min()} to {tokens.max()} where 0 to {vocab - 1} were expected{unknown}"
     return tokens.astype(np.int32), ""
 
 
@@ -361,8 +363,8 @@ def _stops(stop: Any, vocab: int, where: str) -> frozenset[int]:
     if wrong := [shown(token) for token in stops if not is_count(token)]:
         rule, fix = "stop is a token number that ends a sequence, or several", "pass for example stop=tokenizer.eos_token_id"
         raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
-    if wrong := [f"{token}, and the model has logits for 0 to {vocab - 1}" for token in stops if token >= vocab]:
-        rule, fix = "a stop token is one that the model can make", "pass a token of the tokenizer that the model was trained with"
+    if wrong := [f"{token}, beyond {vocab - 1}, the last that the model can make" for token in stops if token >= vocab]:
+        rule, fix = "a stop token is one that the model can make", "pass a token of the tokenizer of this model"
         raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
     return frozenset(map(int, stops))
 

@@ -57,9 +57,9 @@ def generation(  # noqa: PLR0913  (what a generation is asked for)
     sampler = sampler_of(sample)
     taken = prompts_of(engine, functions, fn, carry, int(chunk))
     given = {"num_groups": int(num_groups), "group_size": int(group_size)}
-    limit = (
-        int(max_length) if max_length is not None else None if taken.room is None else taken.room + 1
-    )  # the last token does not enter
+    limit = None if max_length is None else int(max_length)
+    if limit is None and taken.room is not None:
+        limit = taken.room + 1  # the last token does not enter the carry
 
     def places() -> Places:
         known = {"vocab": taken.vocab, "max_length": limit}

@@ -72,7 +72,7 @@ class Stream(Iterator[Tree]):
         self._next, self._numbers, self._flight = 0, count(), deque[tuple[Tree, int, str]]()
 
     def __next__(self) -> Tree:
-        taken, trace = None, current_trace()
+        taken, failure, trace = None, None, current_trace()
         try:
             self._fill()
             if not self._flight:
@@ -85,7 +85,7 @@ class Stream(Iterator[Tree]):
                 raise failure
             return value
         except BaseException as error:
-            if taken is not None and not isinstance(error, Exception) and (not self._flight or self._flight[0] is not taken):
+            if taken is not None and error is not failure and (not self._flight or self._flight[0] is not taken):
                 self._flight.appendleft(taken)  # Ctrl-C, when all but the return was done
             leave(error, trace)
             raise

@@ -4,6 +4,8 @@ Problem: Python runs a signal's handler between any two bytecodes of the main th
 program has taken over old parameters and before its results have a name. Idea: from the first such program until the new state is
 where it can be found again, a signal only leaves a note; then its handler is called. An update is dispatched within milliseconds,
 but a device that never answers would hold signals back for ever: so Ctrl-C gets through if it is pressed again after a second.
+
+A generation holds Ctrl-C back while a token is made, so that the next call goes on; and signals wait while a program is lowered.
 """
 
 import importlib
@@ -11,7 +13,7 @@ import inspect
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -50,15 +52,17 @@ class Hold:
     Args:
         waited: a note for what a signal raises that was held back, unless the block raised.
         broke_off: a note for what a second Ctrl-C raises.
+        signals: which ones to hold.
 
     Attributes:
         begun: whether ``begin`` was called.
     """
 
-    __slots__ = ("_broke_off", "_came", "_handlers", "_waited", "begun")
+    __slots__ = ("_broke_off", "_came", "_handlers", "_signals", "_waited", "begun")
 
-    def __init__(self, waited: str = _WAITED, broke_off: str = _BROKE_OFF) -> None:
+    def __init__(self, waited: str = _WAITED, broke_off: str = _BROKE_OFF, signals: Sequence[int] | None = None) -> None:
         self._waited, self._broke_off, self.begun = waited, broke_off, False
+        self._signals = _SIGNALS if signals is None else signals
         self._handlers: dict[int, _Handler] = {}
         self._came: dict[int, float] = {}
 
@@ -66,13 +70,13 @@ class Hold:
         return self
 
     def begin(self) -> None:
-        """From now on signals wait; a second call changes nothing."""
+        """From now on signals wait; a second call changes nothing. Within another hold of the same signals that one decides."""
         if self.begun or threading.current_thread() is not threading.main_thread():
             self.begun = True
             return
-        for number in _SIGNALS:
+        for number in self._signals:
             handler = _plain.getsignal(number)
-            if callable(handler):
+            if callable(handler) and getattr(handler, "__func__", None) is not Hold._note:
                 self._handlers[number] = handler  # known before it is replaced
                 _plain.signal(number, self._note)
         self.begun = True

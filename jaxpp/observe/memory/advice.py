@@ -149,7 +149,7 @@ def _candidates(now: Options, batch: Batch) -> Iterator[_Candidate]:
 
 def _stages(now: Options, count: int) -> str:
     """How the user asks for so many stages."""
-    if now.cuts and now.cuts[0] == scope(1):
+    if now.cuts is not None and now.cuts[:1] in ((), (scope(1),)):  # none: one stage by hand
         return f"{count} stage functions"
     return f"num_stages={count}" if now.cuts is None else f"num_stages={count}, cuts=None"
 
