@@ -1,6 +1,7 @@
 """A restored state: where its leaves come, what is said of states that cannot be used, and how states and metrics print."""
 
 import contextlib
+import gc
 import re
 import threading
 
@@ -85,6 +86,7 @@ def test_restoring_allocates_each_leaf_on_its_owner_only(tmp_path, monkeypatch):
     wanted, metrics = pipe.step(state, ROWS)
     wanted, expected = jax.device_get((wanted, metrics))
     del state, pipe, metrics
+    gc.collect()  # what other tests have left would be missing from what is alive afterwards
 
     a_matrix = WIDTH * WIDTH * 4
     watch, pipe, shapes = Watch(monkeypatch), made(), jax.eval_shape(lambda: WIDE)

@@ -118,7 +118,7 @@ class Programs:
                         self._keep(job, chosen, made, settled)
                         bar.update()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for what nobody will use
+            _leave(pool)
 
     def _found_before(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
@@ -176,6 +176,13 @@ def _submit(
         future = pool.submit(compile_lowered, lowered, job.place.devices[0].platform, lean=job.program.lean)
         future.add_done_callback(ready.put)
         return future
+
+
+def _leave(pool: ThreadPoolExecutor) -> None:
+    """Let the threads end; after Ctrl-C nobody waits for what nobody will use. Another Ctrl-C could leave them waiting for ever."""
+    with Hold(waited="") as hold:
+        hold.begin()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
