@@ -23,7 +23,7 @@ from jax.stages import Compiled, Lowered
 from jaxpp.plan.builder import Constant
 from jaxpp.runtime.compiled_before import BEFORE, Executable, settings
 from jaxpp.runtime.compiler_options import compile_lowered
-from jaxpp.runtime.interrupts import Hold, lower_held
+from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import put, put_at
@@ -190,7 +190,9 @@ def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
     chosen = dict(zip(job.free_inputs, given, strict=True))
     pairs = enumerate(zip(program.inputs, program.avals, strict=True))
     avals = [place.aval(ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
-    return lower_held(place.jit(program, donated), *avals)
+    with Hold(waited="", broke_off="") as hold:  # Ctrl-C while a cache of JAX's compares its entries becomes a ValueError there
+        hold.begin()
+        return place.jit(program, donated).lower(*avals)
 
 
 def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.stages import Lowered, Wrapped
 
 # What Python's ``signal`` wraps. The wrapper looks for an enumerator of each handler, which raises and catches an exception: one
 # that a KeyboardInterrupt then had as its context, for the user to wonder about.
@@ -27,7 +26,7 @@ try:
 except ImportError:
     _plain = signal
 
-__all__ = ["Hold", "despite_ctrl_c", "lower_held"]
+__all__ = ["Hold", "despite_ctrl_c"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
@@ -120,16 +119,6 @@ def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) ->
         if note:
             error.add_note(note)
         raise
-
-
-def lower_held(jitted: Wrapped, *avals: object) -> Lowered:
-    """``jitted.lower(*avals)``, for a program of jaxpp's own; signals wait until it ends, within a second or so.
-
-    JAX's caches call Python while they compare entries, and make a ``ValueError`` of a ``KeyboardInterrupt`` that comes there.
-    """
-    with Hold(waited="", broke_off="") as hold:
-        hold.begin()
-        return jitted.lower(*avals)
 
 
 def despite_ctrl_c(trace: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
