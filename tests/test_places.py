@@ -270,7 +270,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused_with_its_number(bad, got, 
         run()
     where, found, fix = str(caught.value).splitlines()
     assert where.startswith(
-        "pipe.generate(..., prompts, ...): a prompt is a sequence of token numbers, at least one, that has room"
+        "pipe.generate(..., prompts, ...): a prompt is token numbers that the model knows, at least one, with room"
     )
     assert found.startswith(f"  Got: {got}")
     assert fix.startswith("  Fix: pass lists or arrays of integers") and "make a carry with more room" in fix

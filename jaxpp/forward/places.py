@@ -272,7 +272,7 @@ class Places:
         return f"{length} tokens and {num_tokens} to generate are {length + num_tokens}, more than {self._max_length}"
 
     def _refused(self, wrong: list[str]) -> BatchError:
-        rule = "a prompt is a sequence of at least one token that the model knows, with room in the carry for what is generated"
+        rule = "a prompt is token numbers that the model knows, at least one, with room in the carry for what is generated"
         fix = "pass lists or arrays of integers, as the tokenizer of this model makes them"
         if any(_UNKNOWN in reason for reason in wrong):
             fix += "; if the model reads more tokens than it makes, pad its logits with -inf"
