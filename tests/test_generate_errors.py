@@ -300,7 +300,7 @@ def test_after_ctrl_c_a_generation_goes_on_and_loses_no_token(two_stages, group_
     with AtBytecode() as counted:
         whole.collect()
     before, came = live(), 0
-    for number in np.random.default_rng(group_size).integers(0, counted.seen, 8):
+    for number in np.random.default_rng(group_size).integers(0, counted.seen, 5):
         interrupted = generation()
         try:
             with AtBytecode(int(number)):
@@ -314,7 +314,7 @@ def test_after_ctrl_c_a_generation_goes_on_and_loses_no_token(two_stages, group_
         del interrupted
         gc.collect()
         assert live() == before, number
-    assert came >= 6, "signals come while tokens are made"
+    assert came >= 4, "signals come while tokens are made"
 
 
 class InNext(AtBytecode):
