@@ -171,13 +171,6 @@ WRONG = {
         "Got: prompt 1: numbers from 22 to 23 where 0 to 22 were expected, for which there are logits.",
         "pad its logits with -inf",
     ),
-    "a stop of another vocabulary": (
-        {"stop": [3, 50256]},
-        ArgumentError,
-        "forward.generate(..., stop=[3, 50256]): ",
-        "Got: 50256, beyond 22, the last that the model can make.",
-        "the tokenizer of this model",
-    ),
     "no tokens": ({"num_tokens": 0}, ArgumentError, "forward.generate(..., num_tokens): ", "Got: 0.", "num_tokens=100"),
     "a stop of text": ({"stop": "end"}, ArgumentError, "forward.generate(..., stop='end'): ", "Got: 'end'.", "eos_token_id"),
     "a sample": ({"sample": "beam"}, ArgumentError, "sample: ", "Got: 'beam'.", "jaxpp.Sampling("),

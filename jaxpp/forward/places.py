@@ -140,7 +140,7 @@ class Places:
     ):
         self._where, self._sizes, self._max_length = where, tuple(sizes), max_length
         self._vocab = _LARGEST + 1 if vocab is None else vocab
-        self._stop = _stops(stop, self._vocab, where)
+        self._stop = _stops(stop, where)
         self._num_tokens = _lengths(num_tokens, where)
         given = _listed(prompts, where)
         self.num_made = self.num_ended = 0
@@ -358,13 +358,10 @@ def _no_prompts(where: str) -> BatchError:
     return BatchError(f"{where}(..., prompts, ...)", "there is at least one prompt", "none", fix)
 
 
-def _stops(stop: Any, vocab: int, where: str) -> frozenset[int]:
+def _stops(stop: Any, where: str) -> frozenset[int]:
     stops = _numbers_in(() if stop is None else stop)[0]
     if wrong := [shown(token) for token in stops if not is_count(token)]:
         rule, fix = "stop is a token number that ends a sequence, or several", "pass for example stop=tokenizer.eos_token_id"
-        raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
-    if wrong := [f"{token}, beyond {vocab - 1}, the last that the model can make" for token in stops if token >= vocab]:
-        rule, fix = "a stop token is one that the model can make", "pass a token of the tokenizer of this model"
         raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
     return frozenset(map(int, stops))
 
