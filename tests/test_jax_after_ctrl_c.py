@@ -112,6 +112,25 @@ def test_ctrl_c_while_a_stream_or_a_generation_traces_leaves_no_trace_open(ctrl_
     assert interrupted(generate, 6) > 3
 
 
+def test_what_jax_makes_of_ctrl_c_within_a_cache_is_ctrl_c_again():
+    # JAX 0.12: `ValueError: Cache keys should be comparable using __eq__`, which a stream took for the failure of a batch.
+    pipe, pressed = pipeline(), [True]
+    state = pipe.init(PARAMS, X)
+
+    def outputs(params, x):
+        if pressed:
+            raise ValueError("Cache keys should be comparable using __eq__. (...)\nTraceback (...)\nKeyboardInterrupt: ")
+        return jnp.tanh(x @ params["a"])
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe.apply(state, X, outputs)
+    stream = pipe.stream(state, [X, X], outputs)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    pressed.clear()
+    assert len(list(stream)) == 2, "no batch is lost"
+
+
 def test_within_a_trace_of_the_user_s_that_trace_goes_on(ctrl_c):
     # A step within jax.jit is refused; that must not end the trace of the caller.
     pipe = pipeline()

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxpp.errors import JaxppError
 
-__all__ = ["current_trace", "entries", "entry", "fold", "leave", "managed"]
+__all__ = ["current_trace", "entries", "entry", "fold", "is_ctrl_c", "leave", "managed"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,6 +52,8 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
         except BaseException as error:
             del args, kwargs  # of this frame, which runs and cannot be cleared
             leave(error, trace)
+            if is_ctrl_c(error):
+                raise KeyboardInterrupt from None
             raise
 
     return public
@@ -93,6 +95,12 @@ class _Managed(contextlib.AbstractContextManager[_T]):
     @entry
     def __exit__(self, *raised: Any) -> bool | None:
         return self._inner.__exit__(*raised)
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether JAX has made this of Ctrl-C: if that comes while a cache compares entries, it is the text of a ``ValueError``."""
+    text = str(error) if isinstance(error, ValueError) else ""
+    return text.startswith("Cache keys should be comparable") and "KeyboardInterrupt" in text
 
 
 def current_trace() -> object:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxpp.errors import ArgumentError, BatchError, shown
-from jaxpp.errors.tracebacks import current_trace, entries, leave
+from jaxpp.errors.tracebacks import current_trace, entries, is_ctrl_c, leave
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Batch, Tree
 
@@ -104,6 +104,8 @@ class Stream(Iterator[Tree]):
                 try:
                     flight[-1] = (run(number, batch), number, _DISPATCHED)
                 except Exception as error:  # noqa: BLE001  (raised when it is its turn)
+                    if is_ctrl_c(error):
+                        raise KeyboardInterrupt from None
                     flight[-1] = (_noted(error, self._at(number)), number, _FAILED)
                 del batch
             elif len(flight) < self._max_in_flight:
