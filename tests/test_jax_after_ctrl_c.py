@@ -1,9 +1,7 @@
 """Ctrl-C between two bytecodes of JAX's own tracing: what is computed afterwards, by jaxpp or by anybody else, is right."""
 
-import inspect
 import os
 import signal
-import sys
 import threading
 
 import jax
@@ -14,6 +12,7 @@ import pytest
 
 from jaxpp.errors import ArgumentError
 from tests.test_bugs import PARAMS, X, pipeline
+from tests.test_interrupts import AtBytecode
 
 EAGER = jax.extend.core.find_top_trace(())
 """JAX's trace where nothing is traced."""
@@ -22,31 +21,16 @@ EAGER = jax.extend.core.find_top_trace(())
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-class InContexts:
+class InContexts(AtBytecode):
     """Sends SIGINT before the n-th bytecode with which JAX enters or leaves another trace, in the main thread."""
 
     root = os.path.dirname(jax.__file__)
 
-    def __init__(self, number):
-        self.number, self.seen = number, 0
-
-    def __enter__(self):
-        self.old = sys.gettrace()
-        inspect.currentframe().f_trace_opcodes = True  # Python 3.12 looks here whether there will be events for bytecodes
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(self.old)
-
-    def __call__(self, frame, event, _):
+    def __call__(self, frame, event, given):
         code = frame.f_code
-        of_jax = code.co_filename.startswith(self.root)
-        frame.f_trace_opcodes = of_jax and "CurrentTrace" in code.co_qualname and code.co_name in ("__enter__", "__exit__")
-        if event == "opcode":
-            self.seen += 1
-            if self.seen == self.number:
-                signal.raise_signal(signal.SIGINT)
+        contexts = code.co_filename.startswith(self.root) and "CurrentTrace" in code.co_qualname
+        if contexts and code.co_name in ("__enter__", "__exit__"):
+            return super().__call__(frame, event, given)
         return self
 
 
