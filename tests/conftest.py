@@ -159,3 +159,13 @@ def x64():
     """Double precision for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT as a user's session has it."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are for the main thread")
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)

@@ -29,14 +29,6 @@ DECODER = plain(num_layers=2)
 FN = "fn(params, carry, tokens): "
 
 
-@pytest.fixture
-def ctrl_c():
-    """Signals as a user's session has them."""
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
 @pytest.fixture(scope="module")
 def two_stages():
     return DECODER.forward(2)

@@ -16,16 +16,6 @@ from tests.test_bugs import PARAMS, X, loss_fn, pipeline
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.fixture
-def ctrl_c():
-    """Signals as a user's session has them."""
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals are for the main thread")
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
 def test_ctrl_c_during_init_does_not_wait_for_what_is_not_compiled_yet(ctrl_c, monkeypatch):
     # All programs were compiled before the interrupt was seen: minutes for a large model.
     begun, may_end, ended, compile_lowered = threading.Semaphore(0), threading.Event(), [], compiling.compile_lowered

@@ -1,8 +1,6 @@
 """Ctrl-C between two bytecodes of JAX's own tracing: what is computed afterwards, by jaxpp or by anybody else, is right."""
 
 import os
-import signal
-import threading
 
 import jax
 import jax.extend.core
@@ -32,16 +30,6 @@ class InContexts(AtBytecode):
         if contexts and code.co_name in ("__enter__", "__exit__"):
             return super().__call__(frame, event, given)
         return self
-
-
-@pytest.fixture
-def ctrl_c():
-    """Signals as a user's session has them."""
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals are for the main thread")
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
 
 
 def interrupted(work, most):

@@ -96,15 +96,21 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     traced = TracedLoss(
         graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks, is_loss=is_loss
     )
-    loss = graph.outputs[0]
-    if differentiable and (isinstance(loss, Literal) or loss not in traced.of_params):
+    if differentiable:
+        _check_depends(traced)
+    return traced
+
+
+def _check_depends(traced: TracedLoss) -> None:
+    """Refuse a loss that has nothing to train."""
+    loss = traced.graph.outputs[0]
+    if isinstance(loss, Literal) or loss not in traced.of_params:
         raise LossError(
             "loss_fn",
             "the loss must depend on its parameters, or there is nothing to train",
-            f"a loss that reads none of the {len(param_leaves)} parameter leaves",
+            f"a loss that reads none of the {len(traced.param_paths)} parameter leaves",
             "compute the loss from the params argument, not from arrays the function closed over",
         )
-    return traced
 
 
 def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
