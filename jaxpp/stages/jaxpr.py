@@ -2,7 +2,7 @@
 
 JAX documents how a function is traced and how a jaxpr prints. It promises nothing about the names of primitives, the parameters of
 an equation, the kinds of effects, or the name stack. Everything that jaxpp relies on is behind the functions of this file, and
-``tests/test_jaxpr.py`` checks each fact by itself. What other files use freely is the frame that has not changed for years:
+``tests/stages/test_jaxpr.py`` checks each fact by itself. What other files use freely is the frame that has not changed for years:
 ``jaxpr.eqns``, and ``eqn.invars``, ``outvars``, ``effects`` and ``primitive``.
 
 ``kind_of`` names what an equation does. It is the name of its primitive, except where JAX has had several names for one primitive.

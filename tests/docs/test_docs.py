@@ -1,0 +1,281 @@
+"""The pages tell the truth: their code runs as a reader would paste it and prints what stands below; their links lead somewhere.
+
+A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs. A block with the title ``train.py, ...`` is a part of a
+script for several hosts; the parts of a page run in two processes. Code of other libraries is fenced as
+``{ .python title="..." }``, with the version for which it was written, and does not run. Notebooks and recipes are run by
+``.ci/docs``, which also runs the tests marked ``pages`` and builds the pages strictly.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import pathlib
+import posixpath
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxpp
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+OURS = r'^```python(?: title="jaxpp")?\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?'
+"""A block, and the output that stands below it."""
+SCRIPT = r'^``` \{ \.python title="train\.py, on (every host|a laptop)" \}\n(.*?)^```$'
+"""A part of a script for several hosts, or what stands in the place of ``jax.distributed.initialize()`` on a laptop."""
+LIBRARIES = ("PyTorch", "DeepSpeed", "Megatron Core", "praxis", "JaxPP")
+
+
+def name_of(page):
+    return str(page.relative_to(DOCS))
+
+
+def with_code():
+    return [page for page in PAGES if re.search(OURS, page.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("page", with_code(), ids=name_of)
+def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_them(page, tmp_path):
+    # Only jaxpp is installed there: the models, experiments and tests beside it are not.
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "jaxpp").symlink_to(ROOT / "jaxpp")
+    blocks = re.findall(OURS, page.read_text(), re.DOTALL | re.MULTILINE)
+    mark = "-- the next block --"
+    code = f"\nprint({mark!r})\n".join(block for block, _ in blocks)
+    cached = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    cached["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir  # as in conftest.py
+    environment = {**os.environ, **cached, "PYTHONPATH": str(tmp_path / "installed"), "MPLBACKEND": "agg"}
+    arguments = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    printed = run.stdout.split(f"{mark}\n")
+    assert len(printed) == len(blocks)
+    for found, (block, expected) in zip(printed, blocks, strict=True):
+        assert not expected or found.rstrip() == expected.rstrip(), block
+
+
+@pytest.mark.pages
+def test_the_script_for_several_hosts_runs_in_two_processes_as_it_would_on_a_laptop(tmp_path):
+    parts = re.findall(SCRIPT, (DOCS / "guide" / "hosts.md").read_text(), re.DOTALL | re.MULTILINE)
+    (laptop,) = (code for where, code in parts if where == "a laptop")
+    script = "\n".join(code for where, code in parts if where == "every host")
+    (line,) = re.findall(r"^jax\.distributed\.initialize\(\).*\n", script, re.MULTILINE)
+    (port,) = re.findall(r"port = .*?(\d+)  #", laptop)
+    (tmp_path / "train.py").write_text(
+        script.replace(line, laptop.replace(port, str(free_ports(3)))).replace("/shared", str(tmp_path))
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": "8"}
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number in "01":
+            files = [stack.enter_context((tmp_path / f"{name}{number}").open("w")) for name in ("out", "errors")]
+            command = [sys.executable, "-W", "error::UserWarning", "train.py", number]
+            processes.append(subprocess.Popen(command, stdout=files[0], stderr=files[1], **options))
+            stack.callback(end, processes[-1])
+        ended = [process.wait(timeout=120) for process in processes]
+    assert ended == [0, 0], "".join((tmp_path / f"errors{number}").read_text()[-3000:] for number in "01")
+    printed = [(tmp_path / f"out{number}").read_text() for number in "01"]  # between what gloo prints, at times in one line with it
+    assert [re.findall(r"step (\d) loss", text) for text in printed] == [["1", "2", "3"], []]
+    held = [re.search(r"process (\d) holds ([\d,]+) of ([\d,]+) bytes; loss ([\d.]+)", text) for text in printed]
+    assert [found[1] for found in held] == ["0", "1"]
+    assert sum(int(found[2].replace(",", "")) for found in held) == int(held[0][3].replace(",", ""))
+    assert held[0][4] == held[1][4] == re.search(r"step 1 loss ([\d.]+)", printed[0])[1]  # the first step of a new state
+
+
+def end(process):
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_ports(count):
+    """The first of so many ports in a row on which nobody listens, below those that systems give to whoever asks for any."""
+    for first in range(20000 + os.getpid() % 10000, 32000):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no ports are free")
+
+
+def test_every_page_whose_output_is_promised_has_been_found():
+    promised = {name_of(page) for page in PAGES if "```text\n" in page.read_text()}
+    assert promised <= set(map(name_of, with_code()))
+    assert {"corrections.md", "start.md", "coming-from.md"} <= set(map(name_of, with_code()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_fence_is_run_or_says_whose_code_it_is(page):
+    opened = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
+    theirs = [info for info in opened if info not in ("python", 'python title="jaxpp"', "text", "sh")]
+    for info in theirs:
+        title = re.fullmatch(r' \{ \.python title="(.*?)" \}', info)
+        assert title, f"{name_of(page)}: ```{info}"
+        assert title[1] in ("train.py, on every host", "train.py, on a laptop") or title[1].startswith(LIBRARIES)
+
+
+def test_no_page_has_prompts():
+    for page in PAGES:
+        assert ">>> " not in page.read_text(), name_of(page)
+
+
+# Where the pages that are generated come from.
+SOURCES = {
+    r"course/(\w+)\.md": "experiments/notebooks/{}.py",
+    r"how-to/(\w+)\.md": "docs/how-to/{}.py",
+    r"experiments/(\w+)\.md": "experiments/{}/README.md",
+    r"architecture\.md": "ARCHITECTURE.md",
+    r"changelog\.md": "CHANGELOG.md",
+}
+
+
+def source_of(uri):
+    """The file of the project that a page or picture is made from."""
+    if (DOCS / uri).exists():
+        return DOCS / uri
+    for pattern, source in SOURCES.items():
+        if found := re.fullmatch(pattern, uri):
+            return ROOT / source.format(*found.groups())
+    return DOCS / uri
+
+
+def anchors_of(text):
+    """What headings and marked words can be linked to."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    return slugs | set(re.findall(r'<span id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_to_a_file_and_a_place_in_it(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", link):
+            path, _, anchor = link.partition("#")
+            uri = posixpath.normpath(posixpath.join(posixpath.dirname(name_of(page)), path)) if path else name_of(page)
+            source = source_of(uri)
+            assert source.exists(), f"{name_of(page)}: {link}"
+            assert not anchor or anchor in anchors_of(source.read_text()), f"{name_of(page)}: {link}"
+
+
+def public_name(name):
+    """A function in a module of its own name is shown by both names: ``jaxpp.schedule.simulate.simulate``."""
+    return re.sub(r"(\.\w+)\1$", r"\1", name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_name_of_ours_that_a_page_links_exists(page):
+    for name in re.findall(r"\]\[(jaxpp[\w.]*)\]", page.read_text()):
+        value = jaxpp
+        for part in public_name(name).split(".")[1:]:
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(f"{value.__name__}.{part}")
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(page.read_text() for page in DOCS.glob("reference/*.md"))
+    shown = set(map(public_name, re.findall(r"^::: (\S+)", text, re.MULTILINE)))
+    modules = {name: importlib.import_module(name) for name in ("jaxpp", "jaxpp.schedule", "jaxpp.observe", "jaxpp.errors")}
+    public = {f"{name}.{public}" for name, module in modules.items() for public in module.__all__}
+    tools = {"jaxpp.errors.shown", "jaxpp.errors.warn"}  # what jaxpp writes its own messages with
+    assert shown == public - set(modules) - tools
+
+
+def test_the_limits_quote_the_experiments():
+    rows = re.findall(r"^\| .*? \| (.*?) \| \[\w+\]\(experiments/(\w+)\.md\) \|$", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    for cost, name in rows:
+        measured = (ROOT / "experiments" / name / "README.md").read_text()
+        for number in re.findall(r"\d[\d.]*\d|\d", cost):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", measured), f"{name}: {number}"
+
+
+def test_the_glossary_has_the_words_of_the_design():
+    words = "stage rank microbatch action F B I W schedule plan instruction placement activation cotangent grads residual pullback"
+    words += " remat split merge bubble makespan step"
+    assert set(words.split()) <= anchors_of((DOCS / "glossary.md").read_text())
+
+
+def site_module(name):
+    """A module of docs/_site, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "_site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def code_cell(source, *outputs):
+    return {"cell_type": "code", "source": source, "outputs": list(outputs)}
+
+
+def stream(text, name="stdout"):
+    return {"output_type": "stream", "name": name, "text": text}
+
+
+def result(**data):
+    shown = {kind.replace("_", "/", 1): value for kind, value in data.items()}
+    return {"output_type": "execute_result", "data": shown, "metadata": {}}
+
+
+def test_a_notebook_becomes_a_page_with_its_code_its_text_and_its_pictures():
+    title = {"cell_type": "markdown", "source": ["# A title\n", "\n", "What it does. And more:\n", "- one\n"]}
+    cells = [title, code_cell("print(1)", stream("1\n"), stream("2\n")), code_cell("fig", result(image_png="aGVsbG8="))]
+    cells.append(code_cell("table", result(text_html="<table></table>", text_plain="a table")))
+    page = site_module("pages").notebook_page({"cells": cells}, "name")
+    assert (page.title, page.summary) == ("A title", "What it does.")
+    assert page.markdown.startswith("# A title\n\nWhat it does. And more:\n\n- one")
+    assert "```python\nprint(1)\n```\n\n````` { .text .output .no-copy }\n1\n2\n`````" in page.markdown
+    assert page.pictures == {"name/2_0.png": b"hello"}
+    assert "(name/2_0.png)" in page.markdown
+    assert [html for mark, html in page.outputs.items() if f'<div class="output-html">{mark}</div>' in page.markdown] == [
+        "<table></table>"
+    ]
+    assert not page.defects
+
+
+def test_the_summary_of_a_chapter_is_its_takeaway():
+    text = {"cell_type": "markdown", "source": "# A title\n\nFirst, a story.\n\n## Takeaway\n\nIt is *so*. And so on."}
+    assert site_module("pages").notebook_page({"cells": [text]}, "name").summary == "It is *so*."
+
+
+def test_what_a_finished_notebook_does_not_print_is_a_defect():
+    cells = [code_cell("f()", stream("UserWarning: no\n", "stderr")), code_cell("fig", result(text_plain="<Figure size 640x480>"))]
+    cells.append(code_cell("g()", {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}))
+    cells += [code_cell(""), {"cell_type": "markdown", "source": "It is $$\\frac{p}{2}$$."}]
+    page = site_module("pages").notebook_page({"cells": cells}, "name")
+    assert [defect.split(":")[0] for defect in page.defects] == [
+        "cell 0 writes to stderr",
+        "cell 1 shows <Figure size 640x480>",
+        "cell 2 raised ValueError",
+        "cell 3 is empty",
+        "cell 4 has a formula in dollars, which these pages show as it is written",
+    ]
+
+
+def test_folded_answers_are_markdown_and_fences_stay_as_they_are():
+    text = "Why:\n- so\n\n<details>\n<summary>Answer</summary>\n\n**Because**\n\n</details>\n\n```text\na:\n- b\n```"
+    changed = site_module("pages").for_pages(text)
+    assert changed.startswith('Why:\n\n- so\n\n<details markdown="1"><summary>')
+    assert changed.endswith("```text\na:\n- b\n```")
+
+
+def test_links_of_included_documents_lead_to_pages():
+    pages = {"jaxpp/plan/lower.py": "source/lower.py.md", "experiments/lm/main.py": "source/main.py.md"}
+    fenced = "\n\n```sh\npython `main.py`\n```\n"
+    text = "[a](../../jaxpp/plan/lower.py), `main.py`, `jaxpp/plan/lower.py`, [b](https://example.org)" + fenced
+    found = site_module("pages").linked(text, "experiments/lm", "experiments/lm.md", pages.get)
+    links = "[a](../source/lower.py.md), [`main.py`](../source/main.py.md), [`jaxpp/plan/lower.py`](../source/lower.py.md)"
+    assert found == f"{links}, [b](https://example.org){fenced}"

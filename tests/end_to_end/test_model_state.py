@@ -1,0 +1,268 @@
+"""Model state: every microbatch finds what the one before it left, whatever the stages and the schedule."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, StateError, VerifyError
+from jaxpp.observe.memory.ledger import sample_step
+from jaxpp.schedule import SCHEDULES
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
+from tests.end_to_end.test_transparency import schedule_for
+
+
+class Norms(nn.Module):
+    """Dense layers with batch normalisation between them."""
+
+    depth: int = 3
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        for i in range(self.depth):
+            x = nn.Dense(8, param_dtype=float, name=f"dense_{i}")(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8, param_dtype=float, name=f"norm_{i}")(x))
+        return nn.Dense(3, param_dtype=float, name="head")(x)
+
+
+MODEL = Norms()
+RNG = np.random.default_rng(3)
+BATCH = {"x": RNG.normal(size=(11, 5)) + 2, "y": RNG.integers(0, 3, 11)}
+
+
+def loss_fn(params, model_state, batch, train=True):
+    variables = {"params": params, **model_state}
+    logits, new = MODEL.apply(variables, batch["x"], train, mutable=["batch_stats"])
+    aux = {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), (new, aux)
+
+
+def eval_fn(params, model_state, batch):
+    return loss_fn(params, model_state, batch, train=False)
+
+
+def init(key):
+    variables = MODEL.init(key, BATCH["x"][:1])
+    return variables["params"], {"batch_stats": jax.tree.map(lambda leaf: leaf.astype(float), variables["batch_stats"])}
+
+
+def pipeline(num_stages, num_microbatches, schedule="1f1b", loss=loss_fn, **options):
+    options = {"num_stages": num_stages, "num_microbatches": num_microbatches, "schedule": schedule} | options
+    return jaxpp.Pipeline(loss, optax.sgd(0.1), has_state=True, **options)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_running_statistics_equal_the_oracles_after_five_steps(x64, microbatches):
+    pipe = pipeline(3, microbatches)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    params, stats = jax.jit(init)(jax.random.key(0))
+    compare("model_state", state.model_state, stats)  # finding out shapes counts as no batch
+    for _ in range(5):
+        loss, aux, grads, stats = oracle(loss_fn, params, BATCH, None, microbatches, model_state=stats)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        state, metrics = pipe.step(state, BATCH)
+        compare("model_state", state.model_state, stats)
+        compare("loss", metrics.loss, loss)
+        compare("aux", metrics.aux, aux)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_every_schedule_equals_the_oracle(x64, stages):
+    params, stats = jax.jit(init)(jax.random.key(0))
+    loss, aux, grads, stats_after = oracle(loss_fn, params, BATCH, None, 4, model_state=stats)
+    pipe = pipeline(stages, 4, "naive")
+    pipe.init((params, stats), BATCH)
+    first = pipe.engine
+    for name in SCHEDULES:
+        if schedule := schedule_for(name, stages, 4):
+            engine = first.with_schedule(schedule)
+            outcome = engine.run("grads", engine.bring((params, stats)), BATCH, None)
+            compare(f"{name} model_state", outcome.model_state, jax.tree.leaves(stats_after))
+            compare(f"{name} loss, aux", (outcome.loss, outcome.aux), (loss, aux))
+            compare(f"{name} grads", outcome.grads, jax.tree.leaves(grads), floor=GRAD_FLOOR)
+
+
+def test_verify_tells_rounding_from_a_difference(monkeypatch):
+    pipe = pipeline(2, 4)  # a dense bias before a norm has a gradient of rounding alone, larger than float32's usual share
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    pipe.verify(state, BATCH)
+    run = pipe.engine.run
+
+    def tampered(kind, *args, **options):
+        outcome = run(kind, *args, **options)
+        leaves = [leaf + 1e-4 * (k == 0) for k, leaf in enumerate(outcome.grads)]
+        return outcome._replace(grads=leaves) if kind == "grads" else outcome
+
+    monkeypatch.setattr(pipe.engine, "run", tampered)
+    with pytest.raises(VerifyError, match=r"grads\['dense_0'\]\['bias'\] does not"):
+        pipe.verify(state, BATCH)
+
+
+def test_evaluate_reads_the_statistics_and_leaves_them():
+    pipe = pipeline(3, 2)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    state, _ = pipe.step(state, BATCH)
+    before = jax.device_get(state.model_state)
+    found = pipe.evaluate(state, BATCH, loss_fn=eval_fn)
+    plain, _ = eval_fn(jax.device_get(state.params), before, BATCH)
+    np.testing.assert_allclose(found.loss, plain, rtol=1e-6)
+    pipe.evaluate(state, BATCH)  # in training mode
+    compare("model_state", state.model_state, before)
+
+
+def carried(params, model_state, batch, key):
+    """The mean of what was seen enters the next loss; a counter and a key go on; one leaf is read and never changed."""
+    seen, count, stream, fixed = (model_state[name] for name in ("seen", "count", "stream", "fixed"))
+    x = jnp.tanh(batch @ params["a"]) + seen
+    x = jnp.tanh(x @ params["b"]) * fixed + 0.1 * jax.random.normal(stream, x.shape) + count
+    x = jnp.tanh(x @ params["c"] + jax.random.normal(key, x.shape) * fixed)
+    new = {"seen": 0.5 * seen + 0.5 * jnp.tanh(batch @ params["a"]).mean(0), "count": count + 1, "fixed": fixed}
+    return (x**2).mean(), (new | {"stream": jax.random.split(stream)[0]}, {"count": count})
+
+
+CARRIED = {"a": jnp.eye(4), "b": 0.5 * jnp.eye(4), "c": jnp.ones((4, 4)) / 3}
+CARRIED_STATE = {"seen": jnp.zeros(4), "count": jnp.zeros((), int), "stream": jax.random.key(5), "fixed": jnp.full(4, 0.7)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_state_that_enters_the_loss_counters_and_keys_equal_the_oracles(schedule):
+    batch, key = jnp.asarray(RNG.normal(size=(9, 4)), jnp.float32), jax.random.key(1)
+    pipe = pipeline(3, 4, schedule, carried)
+    state = pipe.init((CARRIED, CARRIED_STATE), batch)
+    pipe.verify(state, batch, key)
+    stepped, metrics = pipe.step(state, batch, key)
+    expected = oracle(carried, CARRIED, batch, key, 4, model_state=CARRIED_STATE)
+    compare("model_state", stepped.model_state, expected[3])
+    assert int(stepped.model_state["count"]) == 4
+    np.testing.assert_allclose(metrics.aux["count"], (0 * 3 + 1 * 2 + 2 * 2 + 3 * 2) / 9, rtol=1e-6)
+
+
+def test_a_leaf_that_nobody_changes_is_sent_once_a_step():
+    pipe = pipeline(3, 4, loss=carried, cuts=["b", "c"])
+    batch = jnp.ones((8, 4))
+    pipe.init((CARRIED, CARRIED_STATE), batch)
+    plan, _ = pipe.engine.plan("update", batch, jax.random.key(0))
+    sends = [line.label for line in plan.instructions if "fixed" in line.label]
+    assert len(sends) == 1
+
+
+def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stages():
+    pipe, other = pipeline(3, 2), pipeline(2, 2)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    saved = jax.device_get(state)
+    stepped, _ = pipe.step(state, BATCH)
+    compare("old", state.model_state, saved.model_state)
+    other.init(init, jax.random.key(1), BATCH)
+    again, _ = other.step(jaxpp.State(*saved), BATCH)
+    compare("model_state", again.model_state, stepped.model_state)
+
+
+def test_the_ledger_counts_model_state():
+    pipe = pipeline(3, 2)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    ledger, _ = sample_step(pipe.engine, pipe.engine.leaves(state.held), BATCH, None)
+    begins = [sample for sample in ledger.samples if sample.moment == 0]
+    assert sum(sample.by_kind["model state"] for sample in begins) == 3 * 2 * 8 * 4
+    for sample in ledger.samples:
+        ours = [life for life in ledger.liveness.alive(sample.device, sample.moment) if life.kind == "model state"]
+        assert sum(life.num_bytes for life in ours) == sample.by_kind["model state"], sample.when
+
+
+def returning(new):
+    return lambda params, model_state, batch: ((batch @ params["a"]).mean(), new(model_state, batch))
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "lines"),
+    [
+        (
+            lambda s, b: ({"n": jnp.zeros(b.shape[0])}, {}),
+            LossError,
+            ["keep their shapes and types", "model_state['n']: f32[3] becomes f32[2]", "give new values the old shape"],
+        ),
+        (lambda s, b: ({"n": s["n"].astype(int)}, {}), LossError, ["model_state['n']: f32[3] becomes i32[3]", "astype(old.dtype)"]),
+        (
+            lambda s, b: ({"n": s["n"], "m": s["n"]}, {}),
+            LossError,
+            ["is a tree like the old one", "with a new ['m']", "return every leaf"],
+        ),
+        (lambda s, b: s, LossError, ["it returns (loss, (new_model_state, aux))", "(loss, dict)", "aux may be {}"]),
+        (lambda s, b: (s, {}, 1), LossError, ["a tuple of 3"]),
+    ],
+)
+def test_a_loss_that_returns_another_state_is_refused(new, error, lines):
+    with pytest.raises(error) as caught:
+        pipeline(1, 2, loss=returning(new)).init(({"a": jnp.ones((4, 2))}, {"n": jnp.zeros(3)}), jnp.ones((4, 4)))
+    assert all(line in str(caught.value) for line in lines), str(caught.value)
+
+
+def test_state_that_a_later_stage_would_have_to_send_back_is_refused():
+    def backwards(params, model_state, batch):
+        x = batch
+        for k in range(4):
+            x = jnp.tanh(x @ params[k] + model_state["last"])
+        return x.mean(), ({"last": x.mean(0)}, {})
+
+    init = ([jnp.eye(4)] * 4, {"last": jnp.zeros(4)})
+    with pytest.raises(CutError) as caught:
+        pipeline(5, 2, loss=backwards).init(init, jnp.ones((4, 4)))
+    assert "one stage reads a model state leaf and makes its new value" in str(caught.value)
+    assert "model_state last:" in str(caught.value)
+    with pytest.raises(CutError, match="divides model_state last"):
+        pipeline(2, 2, loss=backwards, cuts=["2"]).init(init, jnp.ones((4, 4)))
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")
+def test_state_made_of_other_state_that_is_made_later_is_refused_too():
+    # A review found that only what a new value is made by was looked at, not what that is made of.
+    def chained(params, model_state, batch):
+        x = jnp.tanh(batch @ params[0] + model_state["a"])
+        for k in range(1, 4):
+            x = jnp.tanh(x @ params[k])
+        new = {"a": 0.9 * model_state["a"] + 0.1 * model_state["b"], "b": x.mean(0)}
+        return x.mean(), (new, {})
+
+    init = ([jnp.eye(4)] * 4, {"a": jnp.zeros(4), "b": jnp.ones(4)})
+    with pytest.raises(CutError, match="one stage reads a model state leaf and makes its new value"):
+        pipeline(6, 2, loss=chained).init(init, jnp.ones((4, 4)))
+    for stages in (1, 3):  # cut before and after what must stay together
+        pipe = pipeline(stages, 2, loss=chained)
+        pipe.verify(pipe.init(init, jnp.ones((4, 4))), jnp.ones((4, 4)))
+
+
+def test_stages_with_state_are_not_run_by_hand():
+    pipe = pipeline(2, 2)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    with pytest.raises(StateError, match=r"pipe.stages\[0\].forward"):
+        pipe.stages[0].forward(state.params, {}, BATCH)
+
+
+def test_a_schedule_that_changes_the_order_of_forwards_is_refused():
+    turned = jaxpp.schedule.Schedule("turned", [["0F1", "0F0", "0B0", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
+    with pytest.raises(ScheduleError, match="each stage runs its forwards in order") as caught:
+        pipeline(2, 2, turned)
+    assert "stage 0 runs F of 1, 0" in str(caught.value)
+
+
+def test_what_is_no_pair_or_no_array_is_refused():
+    with pytest.raises(ArgumentError, match=r"instead of a pair \(params, model_state\)"):
+        pipeline(1, 1).init({"a": jnp.ones(2)}, BATCH)
+    with pytest.raises(ParamsError, match=r"model_state\['n'\]: int"):
+        pipeline(1, 1).init(({"a": jnp.ones(2)}, {"n": 1}), BATCH)
+
+
+def test_new_state_may_share_what_it_is_made_of_with_aux_alone():
+    # What depends on data alone and only aux reads runs last; state made of it had been put before it.
+    def loss_fn(params, model_state, batch):
+        x, seen = batch, batch.mean(0)
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean(), ({"seen": 0.9 * model_state["seen"] + 0.1 * seen}, {"mean": seen})
+
+    batch = jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)
+    pipe = pipeline(3, 2, loss=loss_fn)
+    state = pipe.init(([jnp.eye(4)] * 4, {"seen": jnp.zeros(4)}), batch)
+    pipe.verify(state, batch)

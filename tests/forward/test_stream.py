@@ -1,0 +1,547 @@
+"""A stream of batches: their order, how far it looks ahead, what it holds, and what comes out when something goes wrong."""
+
+import dis
+import gc
+import itertools
+import signal
+import threading
+import weakref
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, BatchError
+from jaxpp.forward.stream import Stream
+from tests.runtime.test_interrupts import AtBytecode
+
+# Python cannot raise what comes while it runs a finalizer; it prints that and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+SIZES = [4, 2, 5, 1, 3]
+BATCHES = [np.arange(size, dtype=np.float32) + k for k, size in enumerate(SIZES)]
+double = jax.jit(lambda k, batch: {"twice": 2 * batch, "sum": batch.sum() + k})
+
+
+class Loader:
+    """An iterable with a length that records what it was asked for; a batch that is an exception is raised."""
+
+    def __init__(self, batches=BATCHES):
+        self.batches, self.given = batches, 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.given == len(self.batches):
+            raise StopIteration
+        self.given += 1
+        if isinstance(found := self.batches[self.given - 1], Exception):
+            raise found
+        return found
+
+
+class Run:
+    """Counts what it dispatches, and knows which of its outputs are alive."""
+
+    def __init__(self, function=double):
+        self.function, self.numbers, self.refs = function, [], []
+
+    def __call__(self, number, batch):
+        self.numbers.append(number)
+        outputs = self.function(number, batch)
+        self.refs += [weakref.ref(leaf) for leaf in jax.tree.leaves(outputs)[:1]]
+        return outputs
+
+    @property
+    def alive(self):
+        return sum(ref() is not None for ref in self.refs)
+
+
+def check(outputs, numbers=None):
+    for k, found in zip(range(len(SIZES)) if numbers is None else numbers, outputs, strict=True):
+        np.testing.assert_array_equal(found["twice"], 2 * BATCHES[k])
+        assert found["sum"] == BATCHES[k].sum() + k
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3, 100, np.int64(2)])
+@pytest.mark.parametrize("make", [list, tuple, iter, Loader, lambda batches: (batch for batch in batches)])
+def test_outputs_come_in_the_order_of_the_batches_whatever_their_sizes(make, max_in_flight):
+    check(list(Stream(make(BATCHES), double, max_in_flight)))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_batches_are_pulled_and_dispatched_just_so_far_ahead(max_in_flight):
+    loader, run = Loader(), Run()
+    stream = Stream(loader, run, max_in_flight)
+    assert loader.given == 0 and run.numbers == []
+    for taken in range(1, len(SIZES) + 1):
+        next(stream)
+        ahead = min(taken + max_in_flight - 1, len(SIZES))
+        assert loader.given == ahead and run.numbers == list(range(ahead))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_with_a_slow_consumer_so_many_outputs_exist_and_no_more(max_in_flight):
+    run, most = Run(), 0
+    stream = Stream(itertools.repeat(BATCHES[0]), run, max_in_flight)
+    for _ in range(50):
+        outputs = next(stream)
+        assert run.alive == max_in_flight  # what it was given counts
+        del outputs
+        assert run.alive == max_in_flight - 1
+        most = max(most, run.alive)
+    assert most == max_in_flight - 1
+
+
+def test_the_batches_themselves_are_dropped_once_they_are_dispatched():
+    class Tracked(np.ndarray):
+        pass
+
+    refs = []
+
+    def batches():
+        for k in range(6):
+            array = np.full(3, k, np.float32).view(Tracked)
+            refs.append(weakref.ref(array))
+            yield array
+            del array
+
+    stream = Stream(batches(), lambda k, batch: jnp.array(np.asarray(batch) + k), 2)
+    for _ in range(6):
+        next(stream)
+        assert sum(ref() is not None for ref in refs) <= 1, "the generator holds the last one itself"
+
+
+def test_outputs_are_there_when_they_are_given():
+    release = threading.Event()
+
+    def wait(x):
+        release.wait(20)
+        return np.asarray(x)
+
+    slow = jax.jit(lambda k, x: jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * 2)
+    stream = Stream([jnp.ones(3), jnp.ones(3)], slow, 2)
+    timer = threading.Timer(0.2, release.set)
+    timer.start()
+    outputs = next(stream)
+    assert release.is_set() and outputs.is_ready()
+    timer.join()
+
+
+def test_a_stream_is_an_iterator_that_ends_once():
+    stream = Stream(Loader(), double, 2)
+    assert iter(stream) is stream
+    check([out for out, _ in zip(stream, range(2), strict=False)][:2], [0, 1])
+    rest = list(stream)
+    assert len(rest) == 2  # zip took batch 2 before it saw the end of its range
+    assert list(stream) == [] and next(stream, None) is None
+
+
+def test_it_has_the_length_of_its_batches_and_is_true_whatever_that_is():
+    assert len(Stream(Loader(), double, 2)) == len(SIZES)
+    unknown = Stream(iter(BATCHES), double, 2)
+    with pytest.raises(TypeError, match="have no length"):
+        len(unknown)
+    assert unknown and Stream([], double, 2)
+    check(list(unknown))
+
+
+def test_it_says_where_it_is():
+    stream = Stream(BATCHES[:2], double, 2, where="forward.stream")
+    assert repr(stream) == "<forward.stream: batch 0 is next; 0 of at most 2 in flight>"
+    next(stream)
+    assert repr(stream) == "<forward.stream: batch 1 is next; 1 of at most 2 in flight>"
+    list(stream)
+    assert repr(stream) == "<forward.stream: ended after 2 batches>"
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_what_the_source_raises_comes_out_at_its_place_and_the_source_is_asked_again(max_in_flight):
+    raised = OSError("a file is broken")
+    loader = Loader([*BATCHES[:2], raised, *BATCHES[3:]])
+    stream = Stream(loader, double, max_in_flight)
+    check([next(stream), next(stream)], [0, 1])
+    with pytest.raises(OSError, match="a file is broken") as caught:
+        next(stream)
+    assert caught.value is raised
+    assert raised.__notes__ == ["jaxpp: pipe.stream: the iterator of batches raised this when it was asked for batch 2"]
+    check(list(stream), [3, 4])  # numbers, and so keys, are those of the places
+
+
+def test_a_generator_that_has_raised_has_ended():
+    def batches():
+        yield BATCHES[0]
+        yield BATCHES[1]
+        raise RuntimeError("no more")
+
+    stream = Stream(batches(), double, 2)
+    check([next(stream), next(stream)], [0, 1])
+    with pytest.raises(RuntimeError, match="no more"):
+        next(stream)
+    assert list(stream) == []
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+@pytest.mark.parametrize("place", range(len(SIZES)))
+def test_a_batch_that_the_model_refuses_raises_at_its_place_and_the_rest_is_usable(place, max_in_flight):
+    weights = jnp.ones((3, 2))
+    model = jax.jit(lambda k, x: x @ weights)
+    batches: list = [jnp.full((2, 3), k) for k in range(5)]
+    batches[place] = jnp.ones((2, 7))
+    stream = Stream(batches, model, max_in_flight)
+    for k in range(5):
+        if k == place:
+            with pytest.raises(TypeError, match="dot_general") as caught:
+                next(stream)
+            assert f"jaxpp: pipe.stream: this was batch {place}, counted from 0" in caught.value.__notes__
+        else:
+            np.testing.assert_array_equal(next(stream), jnp.full((2, 2), 3.0 * k))
+    assert next(stream, "ended") == "ended"
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_what_a_program_raises_while_it_runs_comes_out_at_its_place_and_the_rest_is_usable(max_in_flight):
+    def fail_at_two(x):
+        if x[0] == 2:
+            raise ValueError("refused by the callback")
+        return np.asarray(x)
+
+    model = jax.jit(lambda k, x: jax.pure_callback(fail_at_two, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + k)
+    stream = Stream([jnp.full(3, k) for k in range(4)], model, max_in_flight)
+    assert [int(next(stream)[0]) for _ in range(2)] == [0, 2]
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="refused by the callback") as caught:
+        next(stream)
+    assert caught.value.__notes__[-1] == "jaxpp: pipe.stream: this was batch 2, counted from 0"
+    assert [int(outputs[0]) for outputs in stream] == [6]
+
+
+def test_what_a_device_raises_comes_out_when_its_outputs_are_waited_for():
+    class Poisoned:
+        def block_until_ready(self):
+            raise FloatingPointError("found by a device")
+
+    run = Run(lambda k, batch: {"x": Poisoned() if k == 1 else jnp.asarray(batch)})
+    stream = Stream(BATCHES, run, 3)
+    assert next(stream)["x"].shape == (4,) and run.numbers == [0, 1, 2]
+    with pytest.raises(FloatingPointError, match="found by a device") as caught:
+        next(stream)
+    assert caught.value.__notes__ == ["jaxpp: pipe.stream: this was batch 1, counted from 0"]
+    assert [outputs["x"].shape for outputs in stream] == [(5,), (1,), (3,)]
+
+
+def test_several_failures_in_a_row_come_out_one_by_one():
+    def run(k, batch):
+        if batch < 0:
+            raise ValueError(f"negative: {batch}")
+        return jnp.asarray(batch)
+
+    stream = Stream(Loader([1, -2, -3, KeyError("lost"), 5]), run, 3)
+    assert next(stream) == 1
+    for match in ("-2", "-3", "lost"):
+        with pytest.raises((ValueError, KeyError), match=match):
+            next(stream)
+    assert next(stream) == 5 and next(stream, None) is None
+
+
+def test_a_stop_iteration_inside_the_model_is_not_taken_for_the_end():
+    def run(k, batch):
+        return next(iter([])) if k == 1 else jnp.asarray(batch)
+
+    stream = Stream([1, 2, 3], run, 2)
+    assert next(stream) == 1
+    with pytest.raises(RuntimeError, match="StopIteration was raised") as caught:
+        next(stream)
+    assert isinstance(caught.value.__cause__, StopIteration) and "batch 1" in caught.value.__cause__.__notes__[0]
+    assert next(stream) == 3
+
+
+def test_what_is_raised_keeps_its_cause():
+    def run(k, batch):
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+
+    with pytest.raises(ValueError, match="outer") as caught:
+        next(Stream([1], run, 1))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Pair(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+
+
+@pytest.mark.parametrize(
+    "batches", [{"x": jnp.ones(3)}, jnp.ones((3, 2)), np.ones((3, 2)), "folder", Pair(jnp.ones(3), jnp.ones(3)), 7, None]
+)
+def test_a_single_batch_is_refused_in_words(batches):
+    with pytest.raises(ArgumentError) as caught:
+        Stream(batches, double, 2)
+    where, got, fix = str(caught.value).splitlines()
+    assert where.startswith("pipe.stream(..., batches, ...): batches is an iterable of batches: a list, a generator")
+    assert got.startswith(f"  Got: a single {type(batches).__name__}")
+    assert fix == "  Fix: pass [batch] for one batch, or call pipe.apply(...)."
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2", True, None])
+def test_a_look_ahead_that_is_no_count_is_refused(number):
+    with pytest.raises(ArgumentError, match="a whole number of at least 1") as caught:
+        Stream(BATCHES, double, number)
+    assert f"max_in_flight={number!r}" in str(caught.value)
+
+
+def test_an_iterator_without_a_batch_is_refused_when_it_is_asked():
+    used = iter(BATCHES)
+    list(used)
+    stream = Stream(used, double, 2)
+    with pytest.raises(BatchError) as caught:
+        next(stream)
+    where, got, fix = str(caught.value).splitlines()
+    assert where == "pipe.stream(..., batches, ...): there is at least one batch."
+    assert got == "  Got: an iterator that ended before its first batch."
+    assert fix.startswith("  Fix: pass a list or a fresh iterator of batches")
+    assert not hasattr(caught.value, "__notes__")
+    assert list(stream) == []
+
+
+# What it holds.
+
+
+def leave_by_break(make):
+    for _ in make():
+        break
+
+
+def leave_by_with(make):
+    with make() as stream:
+        next(stream)
+    assert next(stream, "ended") == "ended"
+    return stream
+
+
+def leave_by_close(make):
+    stream = make()
+    next(stream)
+    stream.close()
+    stream.close()
+    assert repr(stream) == "<pipe.stream: ended after 1 batches>"
+    return stream
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_with, leave_by_close])
+def test_a_consumer_that_stops_early_leaves_nothing_alive(leave):
+    class Weights:
+        def __init__(self):
+            self.array = jnp.ones(1000)
+
+    weights = Weights()
+    run = Run(lambda k, batch, weights=weights: jnp.asarray(batch) + weights.array[:3])
+    lost = weakref.ref(weights)
+    del weights
+    gc.collect()
+    before = len(jax.live_arrays())
+    gc.disable()
+    try:
+        kept = leave(lambda run=run: Stream(itertools.repeat(np.ones(3)), run, 3))
+        assert run.alive == 0 and len(run.refs) == 3
+        assert len(jax.live_arrays()) == before
+        del run
+        assert lost() is None  # the stream has dropped what it ran, too
+        assert kept is None or next(kept, "ended") == "ended"
+    finally:
+        gc.enable()
+
+
+def test_a_failure_in_flight_keeps_nothing_alive_either():
+    def run(k, batch):
+        if k == 2:
+            raise ValueError("too late to be seen")
+        return jnp.asarray(batch)
+
+    counted = Run(run)
+    stream = Stream(Loader(), counted, 4)
+    next(stream)
+    assert 1 <= counted.alive <= 4
+    stream.close()
+    assert counted.alive == 0
+    stream = Stream(Loader(), run, 4)
+    next(stream)
+    gone = weakref.ref(stream)
+    del stream
+    gc.collect()  # the exception knows the frames that called it, and these know the stream
+    assert gone() is None
+
+
+def test_a_stream_that_has_ended_holds_nothing():
+    run = Run()
+    stream = Stream(Loader(), run, 2)
+    for _ in stream:
+        pass
+    del _
+    assert run.alive == 0
+    gone = weakref.ref(run)
+    del run
+    assert gone() is None and next(stream, None) is None
+
+
+def test_what_is_alive_stays_the_same_over_5000_batches():
+    stream = Stream((batch for _ in range(1000) for batch in BATCHES), double, 3)
+    counts = []
+    for seen, outputs in enumerate(stream, 1):
+        del outputs
+        if seen % 1000 == 10:
+            gc.collect()  # of other tests
+            counts.append(len(jax.live_arrays()))
+    assert seen == 5000 and len(counts) == 5 and len(set(counts)) == 1
+
+
+# Ctrl-C.
+
+
+@pytest.fixture
+def ctrl_c():
+    """Signals as a user's session has them; a function that has one sent after some milliseconds of work, or (None) no more."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are for the main thread")
+
+    def after(milliseconds):
+        signal.setitimer(signal.ITIMER_PROF, 0 if milliseconds is None else milliseconds / 1000)
+
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
+    yield after
+    after(None)
+    signal.signal(signal.SIGPROF, timer)
+    signal.signal(signal.SIGINT, old)
+
+
+class AtBytecodeOfStream(AtBytecode):
+    """Sends no SIGINT before the bytecode that returns: there Python calls no handler, and what is returned is given."""
+
+    def __call__(self, frame, event, argument):
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] in RETURNS and frame.f_code is Stream.__next__.__code__:
+            return self
+        return super().__call__(frame, event, argument)
+
+
+RETURNS = {dis.opmap["RETURN_VALUE"]}
+
+
+def drained(stream, number):
+    """All that a stream gives and raises, under one Ctrl-C before the bytecode of this number; and whether it came."""
+    found, came, seen = [], False, 0
+    while True:
+        try:
+            with AtBytecodeOfStream(-1 if came else number - seen) as tracer:
+                outputs = stream.__next__()
+            found.append(outputs)
+        except StopIteration:
+            return found, came
+        except KeyboardInterrupt:
+            came = True
+        seen += tracer.seen
+
+
+def test_after_ctrl_c_at_any_bytecode_of_next_no_output_is_lost(ctrl_c):
+    def stream():
+        return Stream("a b c d".split(), lambda k, batch: (k, batch), 2)
+
+    wanted = [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    assert drained(stream(), -1) == (wanted, False)
+    hits = 0
+    for number in itertools.count(1):
+        found, came = drained(stream(), number)
+        if not came:
+            break
+        assert found == wanted, number
+        hits += 1
+    assert hits > 300
+
+
+# Over a pipeline.
+
+PARAMS = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6) * 0.9, "c": jnp.eye(6) * 0.8, "d": jnp.full((6, 2), 0.3)}
+RAGGED = [np.random.default_rng(size).normal(size=(size, 4)).astype("f") for size in (8, 3, 1, 9, 8, 2)]
+KEY = jax.random.key(5)
+
+
+def outputs_of(params, x, key):
+    h = jnp.tanh(x @ params["a"])
+    h = jnp.tanh(h * jax.random.bernoulli(key, 0.8, h.shape) @ params["b"])
+    return {"y": jnp.tanh(h @ params["c"]) @ params["d"], "h": h}
+
+
+def without_dropout(params, x):
+    return jnp.tanh(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]) @ params["d"]
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    made = jaxpp.Pipeline(
+        lambda params, x: jnp.mean(without_dropout(params, x) ** 2), optax.sgd(1e-2), num_stages=2, num_microbatches=2
+    )
+    made.init(PARAMS, RAGGED[0])
+    return made
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_stream_over_a_pipeline_has_the_bits_of_apply_batch_by_batch(pipe, max_in_flight):
+    found = list(pipe.stream(pipe.state, iter(RAGGED), outputs_of, KEY, max_in_flight=max_in_flight))
+    wanted = [pipe.apply(pipe.state, x, outputs_of, jax.random.fold_in(KEY, k)) for k, x in enumerate(RAGGED)]
+    assert [len(outputs["y"]) for outputs in found] == [len(x) for x in RAGGED]
+    chex.assert_trees_all_equal(found, wanted)
+    assert {device for outputs in found for device in outputs["y"].devices()} == {jax.devices()[1]}
+
+
+def test_a_batch_that_the_model_cannot_take_comes_out_at_its_place(pipe):
+    stream = pipe.stream(pipe.state, [RAGGED[0], np.ones((4, 5), "f"), {"x": 1.0}, RAGGED[1]], without_dropout)
+    assert next(stream).shape == (8, 2)
+    with pytest.raises(TypeError, match="contracting dimensions") as caught:
+        next(stream)
+    assert caught.value.__notes__[-1] == "jaxpp: pipe.stream: this was batch 1, counted from 0"
+    with pytest.raises(BatchError) as caught:
+        next(stream)
+    assert caught.value.__notes__[-1] == "jaxpp: pipe.stream: this was batch 2, counted from 0"
+    assert next(stream).shape == (3, 2) and next(stream, "ended") == "ended"
+
+
+def test_over_5000_batches_a_pipeline_holds_no_more_and_afterwards_nothing(pipe):
+    gc.collect()
+    before, counts = len(jax.live_arrays()), []
+    with pipe.stream(pipe.state, itertools.repeat(RAGGED[2]), without_dropout, max_in_flight=3) as stream:
+        for seen, outputs in enumerate(stream, 1):
+            del outputs
+            if seen % 1000 == 0:
+                counts.append(len(jax.live_arrays()))
+            if seen == 5000:
+                break
+    assert len(set(counts[1:])) == 1 and counts[1] <= counts[0]
+    assert len(jax.live_arrays()) == before
+
+
+def test_after_ctrl_c_at_random_moments_a_stream_over_a_pipeline_goes_on_with_every_output(pipe, ctrl_c):
+    wanted = list(pipe.stream(pipe.state, RAGGED * 4, outputs_of, KEY))
+    rng, hits = np.random.default_rng(0), 0
+    while hits < 40:
+        stream, found = pipe.stream(pipe.state, RAGGED * 4, outputs_of, KEY, max_in_flight=3), []
+        while len(found) < len(wanted):
+            try:
+                ctrl_c(rng.uniform(0.1, 8))
+                found.extend(stream)  # in C: what was given is kept
+                ctrl_c(None)
+            except KeyboardInterrupt:
+                hits += 1
+        chex.assert_trees_all_equal(found, wanted)

@@ -1,0 +1,79 @@
+"""Several processes on one machine: they find each other, and none of them is left, whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.hosts.launch import free_ports
+from tests.processes.processes import ProcessesError, launch, start
+
+ROOT = Path(__file__).parents[2]
+PARENT = """
+import time
+from tests.processes.processes import start
+if __name__ == "__main__":
+    with start("tests.processes.process_probe:wait", 2) as processes:
+        print(*(process.popen.pid for process in processes), flush=True)
+        time.sleep(600)
+"""
+
+
+def running(number: int) -> bool:
+    """Whether there is a process of this number that is more than the status of one that has ended."""
+    try:
+        return "Z" not in Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[:1]
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_send_arrays_to_each_other():
+    for number, ended in enumerate(launch("tests.processes.process_probe:exchange", 2, {"count": 3}, seconds=60)):
+        assert (ended.number, ended.code) == (number, 0)
+        assert ended.out == f"process {number} of 2, 2 of 4 devices\n"
+
+
+def test_the_failure_of_one_ends_all_and_the_error_shows_what_each_wrote():
+    with start("tests.processes.process_probe:fail", 2, {"number": 1}) as processes, pytest.raises(ProcessesError) as error:
+        processes.wait(60)
+    assert str(error.value).startswith("process 1 ended with status 1\n")
+    assert "ValueError: what the loss of a user might raise" in str(error.value)
+    assert [process.code for process in processes] == [-signal.SIGKILL, 1]
+
+
+def test_a_time_limit_ends_all():
+    with start("tests.processes.process_probe:wait", 2) as processes:
+        with pytest.raises(ProcessesError, match=r"2 of 2 processes had not ended after 0\.1 seconds"):
+            processes.wait(0.1)
+        assert [process.code for process in processes] == [-signal.SIGKILL] * 2
+
+
+def test_an_exception_in_the_block_ends_all():
+    with pytest.raises(KeyboardInterrupt), start("tests.processes.process_probe:wait", 2) as processes:
+        raise KeyboardInterrupt
+    assert [process.code for process in processes] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux lists its processes as files")
+def test_processes_end_when_the_one_that_started_them_is_killed():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    try:
+        children = [int(word) for word in parent.stdout.readline().split()]
+        assert len(children) == 2 and all(map(running, children))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    limit = time.monotonic() + 30
+    while any(map(running, children)):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def test_ports_differ_and_are_free():
+    assert len(set(free_ports(5))) == 5

@@ -1,0 +1,254 @@
+"""``jaxpp.tune``: its arguments, what it hands to the machine, and the pipeline that comes of it."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, BatchError, OptimizerError, ScheduleError
+from jaxpp.tuner.costs import FamilyCosts
+from jaxpp.tuner.machine import Devices
+from tests.tuner.virtual_machine import Virtual
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def loss_fn(params, batch):
+    x = batch
+    for k in range(8):
+        x = jnp.tanh(x @ params[f"w{k}"])
+    return jnp.mean(x**2)
+
+
+def init(key):
+    return {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (8, 8)) for k in range(8)}
+
+
+BATCH = jnp.linspace(-1, 1, 24 * 8).reshape(24, 8)
+
+
+class Given:
+    """What a machine was made with."""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of numbers in place of the devices; it remembers what it was made with."""
+    given = Given()
+
+    def devices(*args, **kwargs):
+        given.args, given.kwargs = args, kwargs
+        given.machine = Virtual(num_ranks=len(kwargs["devices"]))
+        return given.machine
+
+    monkeypatch.setattr("jaxpp.tuning.Devices", devices)
+    return given
+
+
+@pytest.fixture
+def no_machine(monkeypatch):
+    """Nothing is measured before all arguments have been checked."""
+
+    def devices(*args, **kwargs):
+        raise AssertionError("a machine was made")
+
+    monkeypatch.setattr("jaxpp.tuning.Devices", devices)
+
+
+def tune(**options):
+    return jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH, **{"devices": jax.devices()[:4], **options})
+
+
+WRONG = [
+    (
+        {"devices": []},
+        ["devices=[]: a pipeline needs at least one device.", "  Got: an empty list.", "  Fix: leave devices out to use all."],
+    ),
+    (
+        {"hbm": "much"},
+        [
+            "hbm='much': a size is a number of bytes, at least 1, or a number with a unit.",
+            "  Got: 'much'.",
+            '  Fix: pass for example "80GiB".',
+        ],
+    ),
+    (
+        {"seconds": 0},
+        [
+            "jaxpp.tune(..., seconds=...): the budget is a number of seconds above 0, or None.",
+            "  Got: 0.",
+            "  Fix: pass seconds=60, or leave it out to measure all.",
+        ],
+    ),
+    (
+        {"num_microbatches": (4, 0)},
+        [
+            "jaxpp.tune(..., num_microbatches=...): it is a whole number of at least 1, or several of them.",
+            "  Got: (4, 0).",
+            "  Fix: pass for example num_microbatches=(4, 8).",
+        ],
+    ),
+    (
+        {"num_ranks": (2, 6)},
+        [
+            "jaxpp.tune(..., num_ranks=...): there is a device for each rank.",
+            "  Got: num_ranks=6 with 4 devices.",
+            "  Fix: pass 4 or fewer, or more devices.",
+        ],
+    ),
+    (
+        {"stages_per_rank": 1.5},
+        [
+            "jaxpp.tune(..., stages_per_rank=...): it is a whole number of at least 1, or several of them.",
+            "  Got: 1.5.",
+            "  Fix: pass for example stages_per_rank=(4, 8).",
+        ],
+    ),
+    (
+        {"remat": "nothing"},
+        [
+            'jaxpp.tune(..., remat=...): candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or '
+            'offload ("offload").',
+            "  Got: 'nothing'.",
+            '  Fix: pass remat=("least", "recompute"), for example.',
+        ],
+    ),
+    (
+        {"num_measured": -1},
+        [
+            "jaxpp.tune(..., num_measured=...): the number of candidates that are run is a whole number of at least 0.",
+            "  Got: -1.",
+            "  Fix: pass num_measured=3.",
+        ],
+    ),
+    (
+        {"schedules": ()},
+        [
+            "jaxpp.tune(..., schedules=...): there is at least one name.",
+            "  Got: ().",
+            '  Fix: pass schedules="1f1b", or leave it out to look at all.',
+        ],
+    ),
+    (
+        {"num_stages": 4, "schedule": "1f1b"},
+        [
+            "jaxpp.tune(...): tune finds the schedule, the number of stages and the cuts itself.",
+            "  Got: num_stages=4",
+            "       schedule='1f1b'.",
+            "  Fix: leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at.",
+        ],
+    ),
+    (
+        {"data_parallel": 2},
+        [
+            "jaxpp.tune(...): tune looks at pipelines of one set of parameters with one device a rank.",
+            "  Got: data_parallel=2.",
+            "  Fix: leave it out, and pass devices.",
+        ],
+    ),
+]
+
+
+@pytest.mark.usefixtures("no_machine")
+@pytest.mark.parametrize(("wrong", "lines"), WRONG, ids=[next(iter(wrong)) for wrong, _ in WRONG])
+def test_what_cannot_be_an_argument_is_refused_before_anything_is_measured(wrong, lines):
+    with pytest.raises(ArgumentError) as raised:
+        tune(**wrong)
+    assert str(raised.value).splitlines() == lines
+
+
+@pytest.mark.usefixtures("no_machine")
+def test_what_pipelines_refuse_is_refused_as_they_do():
+    with pytest.raises(ScheduleError, match="write '1f1b'"):
+        tune(schedules=("gpipe", "1fb1"))
+    with pytest.raises(ArgumentError, match="balance"):
+        tune(balance=("flops", "luck"))
+    with pytest.raises(BatchError, match="24 examples for 25 microbatches"):
+        tune(num_microbatches=(25, 30))
+    with pytest.raises(BatchError):
+        jaxpp.tune(loss_fn, OPTIMIZER, init, {})
+    with pytest.raises(ArgumentError, match="change their places"):
+        jaxpp.tune(OPTIMIZER, loss_fn, init, BATCH)
+    with pytest.raises(TypeError, match="number_of_microbatches"):
+        tune(number_of_microbatches=4)
+    with pytest.raises(ArgumentError, match="cannot run inside"):
+        jax.jit(lambda batch: jaxpp.tune(loss_fn, OPTIMIZER, init, batch).found)(BATCH)
+
+
+def test_too_little_memory_for_anything_is_refused(machine):
+    with pytest.raises(ArgumentError) as raised:
+        tune(hbm="2MiB")
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "jaxpp.tune(..., hbm='2 MiB'): a pipeline fits if no device holds more than hbm at its peak."
+    assert "none of which fits into 2 MiB" in lines[1] and "the least is 34.17 MiB, of 1f1b" in lines[2]
+
+
+def test_too_little_memory_for_the_parameters_alone_is_refused_before_anything_is_measured(machine):
+    with pytest.raises(ArgumentError) as raised:
+        tune(hbm="1023KiB")
+    assert str(raised.value).splitlines() == [
+        "jaxpp.tune(..., hbm='1023 KiB'): the devices together have room for the parameters.",
+        "  Got: parameters of 4 MiB, and 4 devices of 1023 KiB.",
+        "  Fix: use more devices or a smaller model, or pass a larger hbm if the devices have it.",
+    ]
+    assert not machine.machine.asked
+
+
+def test_the_bytes_of_the_parameters_are_those_of_the_model():
+    found = Devices(loss_fn, OPTIMIZER, init, BATCH, devices=tuple(jax.devices()[:2]), keep=False).param_bytes
+    assert found == sum(leaf.nbytes for leaf in jax.tree.leaves(init(jax.random.key(0))))
+
+
+def test_the_machine_is_made_of_what_the_user_gave(machine):
+    key = jax.random.key(3)
+    tuning = tune(key=key, has_aux=False, num_ranks=(2, 4), schedules="gpipe", num_microbatches=4, keep=False)
+    assert machine.args == (loss_fn, OPTIMIZER, init, BATCH, key)
+    assert machine.kwargs == {"devices": tuple(jax.devices()[:4]), "options": {"has_aux": False}, "keep": False}
+    assert {(row.candidate.schedule.name, row.candidate.schedule.num_ranks) for row in tuning.rows} == {("gpipe", 2), ("gpipe", 4)}
+    assert isinstance(tuning, jaxpp.Tuning)
+
+
+def test_by_default_all_devices_and_schedules_are_looked_at_and_remat_only_if_memory_is_short(machine):
+    tuning = jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH)
+    assert {row.candidate.schedule.num_ranks for row in tuning.rows} == {8} and "devices" not in tuning.best
+    assert {row.candidate.schedule.name for row in tuning.rows} == set(jaxpp.schedule.SCHEDULES)
+    assert {row.candidate.remat for row in tuning.rows} == {"least"}
+    assert {row.candidate.remat for row in tune(hbm="42MiB").rows} == {"least", "offload", "recompute"}
+    assert {row.candidate.remat for row in tune(hbm="100MiB", remat="recompute").rows} == {"recompute"}
+
+
+def test_the_pipeline_of_a_tuning_trains(machine):
+    tuning = tune(num_measured=1)
+    pipe = tuning.pipeline()
+    assert pipe.schedule == tuning.found.best.candidate.schedule
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    state, metrics = pipe.step(state, BATCH)
+    assert float(metrics.loss) > 0 and pipe.schedule.num_stages == tuning.best["num_stages"]
+
+
+def test_the_devices_say_what_candidates_cost_and_run_the_best():
+    tuning = tune(
+        devices=jax.devices()[:2], schedules=("gpipe", "1f1b"), num_microbatches=(2, 4), stages_per_rank=1, hbm="1GiB", keep=False
+    )
+    assert len(tuning.rows) == 4 and len(tuning.measured) == 3
+    assert all(isinstance(costs, FamilyCosts) for costs in tuning.found.costs.values())
+    assert tuning.found.best == tuning.measured[0] and tuning.found.best.measured > 0
+    assert all(len(row.peaks) == 2 and min(row.peaks) > 0 for row in tuning.measured)
+    pipe = tuning.pipeline()
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    pipe.verify(state, BATCH)
+    peaks = tuple(pipe.forecast(jax.eval_shape(init, jax.random.key(0)), BATCH).peaks.values())
+    assert tuning.found.best.peaks == peaks
+
+
+def test_parameters_and_a_state_of_the_model_may_be_given_too(machine):
+    def stateful(params, model_state, batch):
+        return loss_fn(params, batch), (model_state, {})
+
+    params = init(jax.random.key(0))
+    tuning = jaxpp.tune(stateful, OPTIMIZER, (params, {"n": jnp.zeros(())}), BATCH, has_state=True, num_measured=1)
+    assert tuning.best["has_state"] is True
+    with pytest.raises(ArgumentError, match="optimizer"):
+        jaxpp.tune(stateful, None, params, BATCH)
+    assert issubclass(OptimizerError, ValueError)
