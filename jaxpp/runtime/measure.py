@@ -6,12 +6,11 @@ In several processes, each measures its own stages, and tells the others: all of
 import itertools
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled
 
 from jaxpp.runtime.agreement.listing import listing
 from jaxpp.runtime.agreement.meeting import agreement
@@ -34,6 +33,8 @@ __all__ = ["action_times", "clock_of", "copy_times", "link_times", "stage_times"
 _RUNS = 5
 _LARGE = 1 << 20
 """Elements of the array whose send tells what a byte costs."""
+_Times = tuple[float, float]
+"""Of one run: seconds until its results are there, and until the process goes on."""
 
 
 def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs) -> list[float]:
@@ -63,11 +64,12 @@ def action_times(
     with agreement(where, devices) as agree:
         agree(lambda: {"loss": listing(cut.loss.graph), "kinds of actions": " ".join(map(str, ordered))})
     programs.compile(jobs.values())
-    found = np.zeros((len(ordered), len(places)), np.float32)
+    times = np.zeros((len(ordered), len(places)), np.float32)
     for (stage, kind), job in jobs.items():
-        found[ordered.index(kind), stage] = _seconds(programs[job], job)
-    found = _of_all(found, devices)
-    return {kind: times.tolist() for kind, times in zip(ordered, found, strict=True)}
+        avals = job.program.avals
+        runs = [_timed(programs[job], [put(_zeros(aval), devices[stage]) for aval in avals])[0] for _ in range(_RUNS + 1)]
+        times[ordered.index(kind), stage] = _median(runs)[0]
+    return {kind: own.tolist() for kind, own in zip(ordered, _of_all(times, devices), strict=True)}
 
 
 def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list[float]]:
@@ -77,7 +79,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
         seconds until they are there, and the seconds of them after which the process goes on.
     """
     devices = [place.devices[0] for place in places]
-    found = np.zeros((2, len(places)), np.float32)
+    times = np.zeros((2, len(places)), np.float32)
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
         reads = {
             ref: aval
@@ -86,42 +88,17 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
             if ref.role in (Role.RESIDUAL, Role.ACTIVATION) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         }
         if is_here(device) and reads:
-            found[:, stage] = _copy_seconds([put(_zeros(aval), device) for aval in reads.values()])
-    seconds, handed = _of_all(found, devices).tolist()
+            arrays = [put(_zeros(aval), device) for aval in reads.values()]
+            homes = [array.sharding for array in arrays]
+            ways = [copier(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
+            runs: tuple[list[_Times], ...] = ([], [])
+            for _ in range(_RUNS + 1):
+                for copy, own in zip(ways, runs, strict=True):
+                    taken, arrays = _timed(copy, arrays)
+                    own.append(taken)
+            times[:, stage] = max(map(_median, runs))
+    seconds, handed = _of_all(times, devices).tolist()
     return seconds, handed
-
-
-def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
-    """What each process has measured of its own stages, put together."""
-    return rows_of_all(mine).sum(axis=0) if len(processes_of(devices)) > 1 else mine
-
-
-def _copy_seconds(arrays: Sequence[jax.Array]) -> tuple[float, float]:
-    """As ``copy_times``, of arrays on a device, with the copies that a plan makes."""
-    homes = [array.sharding for array in arrays]
-    ways = [copier(homes, to_host=to_host) for to_host in (True, False)]
-    taken: tuple[list[tuple[float, float]], ...] = ([], [])
-    for _ in range(_RUNS + 1):
-        for copy, times in zip(ways, taken, strict=True):
-            jax.block_until_ready(arrays)
-            begun = time.perf_counter()
-            arrays = copy(*arrays)
-            handed = time.perf_counter()
-            jax.block_until_ready(arrays)
-            times.append((time.perf_counter() - begun, handed - begun))
-    medians = [tuple(map(statistics.median, zip(*times[1:], strict=True))) for times in taken]
-    return max(medians)
-
-
-def _seconds(call: Compiled, job: PlacedProgram) -> float:
-    taken = []
-    for _ in range(_RUNS + 1):
-        arguments = [put(_zeros(aval), job.place.devices[0]) for aval in job.program.avals]
-        jax.block_until_ready(arguments)
-        begun = time.perf_counter()
-        jax.block_until_ready(call(*arguments))
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken[1:])
 
 
 def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -131,36 +108,52 @@ def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float,
     """
     devices = [place.devices[0] for place in places]
     pairs = list(itertools.pairwise(devices))
-    several = len(processes_of(devices)) > 1
-    found = np.zeros((len(pairs), 2), np.float32)
-    known: dict[tuple[Device, Device], int] = {}
+    times = np.zeros((len(pairs), 2), np.float32)
     for number, (source, target) in enumerate(pairs):
-        first = known.setdefault((source, target), number)
-        if source == target or first < number:
-            found[number] = found[first]
-            continue
-        found[number] = [_send_seconds(source, target, size, several=several) for size in (1, _LARGE)]
-    small, large = (rows_of_all(found).sum(axis=0) if several else found).T
+        first = pairs.index((source, target))
+        if first < number:
+            times[number] = times[first]
+        elif source != target:
+            times[number] = [_send_seconds(source, target, size) for size in (1, _LARGE)]
+    small, large = _of_all(times, devices).T
     per_byte = np.maximum(large - small, 0.0) / (4 * (_LARGE - 1))
     return tuple(small.tolist()), tuple(per_byte.tolist())
 
 
-def _send_seconds(source: Device, target: Device, size: int, *, several: bool) -> float:
+def _send_seconds(source: Device, target: Device, size: int) -> float:
     """What a send takes, where it arrives; 0 in the other processes."""
     aval = jax.ShapeDtypeStruct((size,), jnp.float32)
     crosses = source.process_index != target.process_index
     if not crosses and not is_here(source):
         return 0.0
     send = crosser(aval, source, target) if crosses else lambda value: (put(value, target),)
-    taken = []
+    runs = []
     for _ in range(_RUNS + 1):
-        given = [jax.block_until_ready(put(jnp.zeros(size, jnp.float32), source))] if is_here(source) else []
-        if crosses and several:
+        arguments = [jax.block_until_ready(put(_zeros(aval), source))] if is_here(source) else []
+        if crosses:
             rows_of_all(np.zeros(1, np.float32))  # all begin together
-        begun = time.perf_counter()
-        jax.block_until_ready(send(*given))
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken[1:]) if is_here(target) else 0.0
+        runs.append(_timed(send, arguments)[0])
+    return _median(runs)[0] if is_here(target) else 0.0
+
+
+def _timed(call: Callable[..., Sequence[jax.Array]], arguments: Sequence[jax.Array]) -> tuple[_Times, Sequence[jax.Array]]:
+    jax.block_until_ready(arguments)
+    begun = time.perf_counter()
+    results = call(*arguments)
+    handed = time.perf_counter()
+    jax.block_until_ready(results)
+    return (time.perf_counter() - begun, handed - begun), results
+
+
+def _median(runs: Sequence[_Times]) -> _Times:
+    """The medians of both, without the first run."""
+    seconds, handed = map(statistics.median, zip(*runs[1:], strict=True))
+    return seconds, handed
+
+
+def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
+    """What each process has measured of its own stages, put together."""
+    return rows_of_all(mine).sum(axis=0) if len(processes_of(devices)) > 1 else mine
 
 
 def waiting(schedule: Schedule) -> float:
