@@ -22,9 +22,8 @@ from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts import by_memory
 from jaxpp.stages.cuts.balance import balance, owners
-from jaxpp.stages.cuts.by_memory import MEMORY_SLACK, StageBytes, balance_memory
+from jaxpp.stages.cuts.by_memory import MEMORY_SLACK, StageBytes, balance_memory, kept_uses
 from jaxpp.stages.cuts.cut_loss import cut
-from jaxpp.stages.cuts.held import kept_uses
 from jaxpp.stages.loss.trace import trace_loss
 from jaxpp.stages.remat.least import Least
 from models.resnet import ResNet
