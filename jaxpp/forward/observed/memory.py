@@ -15,8 +15,7 @@ import numpy as np
 from jaxpp.engine.engine import Engine
 from jaxpp.forward.passes import CompiledPass, Passes
 from jaxpp.forward.ring import AHEAD
-from jaxpp.observe.memory.advice import Change
-from jaxpp.observe.memory.forecast import Forecast, forecast_of, optimizer_lives
+from jaxpp.observe.memory.forecast import Change, Forecast, forecast_of, optimizer_lives
 from jaxpp.observe.memory.liveness import Life, Liveness, line_liveness
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import BoundLine

@@ -1,38 +1,74 @@
-"""Memory before the first step: what each device will hold when it holds most, from shapes alone.
+"""Memory before the first step: what each device will hold when it holds most, from shapes alone; and what to change if need be.
 
 The step, or the forwards of a batch, are lowered and compiled, not run. ``liveness`` says which arrays are alive at each moment,
-and the compiler what each program needs besides. The highest sum of both is a device's peak. If that is too much, ``advice`` says
-what to change.
+and the compiler what each program needs besides. The highest sum of both is a device's peak.
+
+If that is more than the devices have, other schedules, microbatches, stages and remat are tried on paper. Each change is lowered,
+and its arrays are counted. Temporaries are estimated in proportion to the microbatch and the stage, and the time of a step with
+stages that all take the same. Only if no change fits by these estimates, but some nearly do, are these compiled. Forwards keep
+nothing, and their results do not depend on how many examples are run at once, so smaller batches are tried there.
 """
 
+import contextlib
 import dataclasses
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from jaxpp.engine.engine import Engine
+from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
-from jaxpp.errors import ArgumentError
-from jaxpp.observe.memory.advice import Change, changes
-from jaxpp.observe.memory.all_ranks import liveness_of_all
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, memory_kind
+from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, liveness_of_all, memory_kind, step_liveness
+from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.processes.here import is_here
+from jaxpp.runtime.progress import progress
+from jaxpp.schedule.action import Kind
+from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.registry import SCHEDULES, make_for_stages
+from jaxpp.stages.by_hand import scope
+from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
+from jaxpp.stages.remat.offload import offload_of
+from jaxpp.stages.remat.policy import kept_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Batch, Device, Key
 
-__all__ = ["Forecast", "StageMemory", "forecast", "forecast_of", "optimizer_lives", "parse_bytes", "room_of"]
+__all__ = ["Change", "Forecast", "StageMemory", "forecast", "forecast_of", "optimizer_lives", "parse_bytes", "room_of"]
 
 _MOST = 6  # changes that are shown
 _TRIED: Mapping[Purpose, str] = {
     "update": "microbatches, schedules, remat, twice the stages",
     "forward": "smaller batches, microbatches, twice the stages",
 }
+_PATIENCE = 2  # seconds before a progress bar shows
+_MOST_MICROBATCHES = 256  # that are proposed: more would be parts too small to compute with, in a step that takes long to compile
+_COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
+
+
+class Change(NamedTuple):
+    """A change that makes it fit.
+
+    Attributes:
+        what: the argument as the user writes it: ``num_microbatches=16``; or ``batches of 16``.
+        peak: bytes on the device that then holds most; an estimate.
+        slowdown: time over the time without the change, for as many examples, on the virtual clock with equal stages; faster if
+            below 1.
+        moved: the bytes that a stage copies to host memory and back for a microbatch, at most, while it computes. The slowdown is
+            without these copies, which delay nothing if they are shorter than an action.
+    """
+
+    what: str
+    peak: int
+    slowdown: float
+    moved: int = 0
 
 
 class StageMemory(NamedTuple):
@@ -199,13 +235,162 @@ def forecast(
     found = forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *beside)), engine.placement, room)
     if found.fits or room is None or not advise:
         return found
+    if purpose == "forward":
+        room -= max(sum(life.num_bytes for life in beside if life.device == device) for device in found.peaks)
+    return dataclasses.replace(found, changes=_changes(found, engine, batch, key, room, purpose), tried=_TRIED[purpose])
+
+
+class _Trial(NamedTuple):
+    """A change to try: of each family the first that fits is enough."""
+
+    family: str
+    what: str
+    options: Options
+    batch: Batch
+
+
+def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room: int, purpose: Purpose) -> tuple[Change, ...]:
+    """The changes that make a step fit, each kind in its mildest form, the quickest first.
+
+    Of each device it is known what temporaries it has at its peak, and the residuals of a microbatch, which are temporaries of a
+    program that recomputes them.
+    """
+    options = engine.options
+    rows = {device: [row for row in now.stages if row.device == device] for device in now.peaks}
     needs = {
-        device: (sum(row.temporaries for row in rows), max(row.residuals for row in rows))
-        for device in found.peaks
-        if (rows := [row for row in found.stages if row.device == device])
+        device: (sum(row.temporaries for row in own), max(row.residuals for row in own)) for device, own in rows.items() if own
     }
-    room -= max(_bytes_on(beside, device) for device in found.peaks) if purpose == "forward" else 0
-    return dataclasses.replace(found, changes=changes(engine, batch, key, needs, room, purpose), tried=_TRIED[purpose])
+    every = _step_trials(options, batch) if purpose == "update" else _forward_trials(engine, batch)
+    trials, before = {trial.what: trial for trial in every}, _seconds(options, batch, purpose)
+    engines, moved = dict[str, Engine](), dict[str, int]()
+
+    def seconds(what: str) -> float:
+        return _seconds(trials[what].options, trials[what].batch, purpose) / before
+
+    def estimated(what: str) -> tuple[int, ...]:
+        _, _, new, smaller = trials[what]
+        other = engines[what] = _engine_of(engine, new, smaller, key)
+        liveness = step_liveness(other, other.lower(purpose, smaller, key))
+        moved[what] = _moved(liveness)
+        share = options.schedule.num_microbatches / new.schedule.num_microbatches
+        share *= options.schedule.num_stages / new.schedule.num_stages
+        share *= check_batch(smaller, 1, shared=options.shared) / check_batch(batch, 1, shared=options.shared)
+        again = new.remat != options.remat
+        extra = {device: round(share * (own + again * residuals)) for device, (own, residuals) in needs.items()}
+        return tuple(liveness.most(device) + extra.get(device, max(extra.values())) for device in liveness.devices)
+
+    def compiled(what: str) -> tuple[int, ...]:
+        liveness = liveness_of_all(engines[what], trials[what].batch, key, purpose)
+        return tuple(map(liveness.most, liveness.devices))
+
+    by_estimate, exactly = Evaluator(seconds, estimated, room), Evaluator(seconds, compiled, room)
+    fitting: dict[str, Change] = {}
+    with progress(list(trials), desc="looking for what fits", after=_PATIENCE) as bar:
+        for what in bar:
+            with contextlib.suppress(JaxppError):  # too many stages for this model, say
+                if trials[what].family not in fitting and by_estimate.fits(what):
+                    peak = max(by_estimate.peaks(what))
+                    fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what])
+    nearest = [] if fitting else by_estimate.lightest()[:_COMPILED]
+    for what in (what for what in nearest if max(by_estimate.peaks(what)) <= 2 * room):
+        if exactly.fits(what):
+            fitting[what] = Change(what, max(exactly.peaks(what)), exactly.seconds(what), moved[what])
+    return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
+
+
+def _engine_of(engine: Engine, options: Options, batch: Batch, key: Key | None) -> Engine:
+    now, new = engine.options.schedule, options.schedule
+    same = (now.stage_to_rank, now.num_microbatches) == (new.stage_to_rank, new.num_microbatches)
+    if same and options.remat == engine.options.remat:
+        return engine.with_schedule(new, options.offload)  # no need to trace and cut again
+    return open_engine(options, engine.optimizer, engine.layout.given, batch, key)
+
+
+def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
+    """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
+    schedule, again = options.schedule, [callable(kept) for kept in options.remat or ()]
+    if purpose != "update":
+        count = min(schedule.num_microbatches, check_batch(batch, 1, shared=options.shared))
+        schedule, again = forward(schedule.num_stages, count), []
+    once = (1.0,) * schedule.num_stages
+    costs = StepCosts({Kind.F: once, Kind.I: once, Kind.W: once})
+    return step_seconds(schedule, costs.recomputed(again) if again else costs) / (schedule.num_stages * schedule.num_microbatches)
+
+
+def _moved(liveness: Liveness) -> int:
+    """The bytes that a stage copies to host memory for a microbatch, at most."""
+    moved: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for life in liveness.hosted:
+        moved[life.name.stage, life.name.microbatch] += life.num_bytes
+    return max(moved.values(), default=0)
+
+
+def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
+    """Changes of a training step."""
+    stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
+    ways = partial(_remat, platform=now.devices[0].platform)
+    for other in SCHEDULES:
+        for options in _scheduled(now, other, stages, microbatches):
+            if other != name and options.schedule.num_ranks == now.schedule.num_ranks:
+                yield _Trial(f"schedule {other}", f'schedule="{other}"', options, batch)
+    for way in ("least", "recompute") if now.remat is None else ("recompute",):
+        yield _Trial("remat", f'remat="{way}"', dataclasses.replace(now, **ways(way, stages)), batch)
+    offloading = dataclasses.replace(now, **ways("offload", stages))
+    if offloading.offloaded and not now.offloaded:
+        yield _Trial("offload", 'remat="offload"', offloading, batch)
+    if name not in SCHEDULES:
+        return
+    count = microbatches * 2
+    while count <= min(check_batch(batch, 1, shared=now.shared), _MOST_MICROBATCHES):
+        for options in _scheduled(now, name, stages, count):
+            yield _Trial("microbatches", f"num_microbatches={count}", options, batch)
+        for options in _scheduled(now, name, stages, count, **ways("recompute", stages)):
+            yield _Trial("both", f'num_microbatches={count}, remat="recompute"', options, batch)
+        count *= 2
+    kept = ways("keep" if now.remat is None else "offload" if now.offloaded else "least", 2 * stages)
+    for options in _scheduled(now, name, 2 * stages, microbatches, cuts=None, **kept):
+        if options.schedule.num_ranks <= len(now.devices):
+            yield _Trial("stages", _stages(now, 2 * stages), options, batch)
+
+
+def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
+    """Changes of forwards: smaller batches; and for a ``Forward``, whose own they are, more microbatches and more stages."""
+    now, shared = engine.options, engine.preparer.tracing.shared(batch)
+    stages, microbatches = now.schedule.num_stages, now.schedule.num_microbatches
+    examples = check_batch(batch, 1, shared=now.shared)
+    count = examples // 2
+    while count:
+        yield _Trial("batch", f"batches of {count}", now, resized(batch_avals(batch), count, shared))
+        count //= 2
+    if not now.schedule.forward_only:
+        return
+    count = 2 * microbatches
+    while count <= min(examples, _MOST_MICROBATCHES):
+        options = dataclasses.replace(now, schedule=forward(stages, count))
+        yield _Trial("microbatches", f"num_microbatches={count}", options, batch)
+        count *= 2
+    if 2 * stages <= len(now.devices):
+        options = dataclasses.replace(now, schedule=forward(2 * stages, microbatches), cuts=None, remat=None, offload=())
+        yield _Trial("stages", _stages(now, 2 * stages), options, batch)
+
+
+def _stages(now: Options, count: int) -> str:
+    """How the user asks for so many stages."""
+    if now.cuts is not None and now.cuts[:1] in ((), (scope(1),)):  # none: one stage by hand
+        return f"{count} stage functions"
+    return f"num_stages={count}" if now.cuts is None else f"num_stages={count}, cuts=None"
+
+
+def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
+    """The options that ``remat=`` of all stages stands for."""
+    return {"remat": kept_of(way, stages, platform), "offload": offload_of(way, stages)}
+
+
+def _scheduled(now: Options, name: str, stages: int, microbatches: int, **more: object) -> Iterator[Options]:
+    """The options with another schedule, if it exists at these sizes."""
+    with contextlib.suppress(JaxppError):
+        schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)
+        yield dataclasses.replace(now, schedule=schedule, **more)
 
 
 def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> Forecast:
@@ -234,10 +419,6 @@ def optimizer_lives(engine: Engine, end: int) -> list[Life]:
         Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end)
         for name, aval, place in zip(names, shapes, places, strict=True)
     ]
-
-
-def _bytes_on(lives: Sequence[Life], device: Device) -> int:
-    return sum(life.num_bytes for life in lives if life.device == device)
 
 
 def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int) -> StageMemory:

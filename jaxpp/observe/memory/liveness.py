@@ -8,9 +8,14 @@ Moment 0 is the beginning of the step. At moment k + 1 line k has been handed ov
 moment is the end of the step. Residuals that wait in host memory are not on the device; what they take there is told apart
 (``hosted``). Devices run their programs in the order in which they are handed over, so these are also the moments
 of the device.
+
+What a compiled program needs besides is known to the process that compiles it (``temporaries``). For the ranks of other processes,
+and for a step that was not compiled because its programs were, for another order, see ``liveness_of_all``.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,19 +25,34 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Lowered
+from jaxpp.engine.outcome import Lowered, Purpose
 from jaxpp.plan.builder import CALLER, Name
-from jaxpp.runtime.bind import Bound, BoundLine
+from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import Place
+from jaxpp.runtime.processes.exchange import texts_of_all
 from jaxpp.runtime.processes.here import as_sharding
 from jaxpp.runtime.processes.local_lines import Crossing
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
-from jaxpp.types import Device
+from jaxpp.types import Batch, Device, Tree
 
-__all__ = ["MEMORY_KINDS", "Life", "Liveness", "line_liveness", "memory_kind", "step_liveness", "temporaries"]
+__all__ = [
+    "MEMORY_KINDS",
+    "Life",
+    "Liveness",
+    "Needs",
+    "line_liveness",
+    "liveness_of_all",
+    "memory_kind",
+    "program_needs",
+    "step_liveness",
+    "temporaries",
+]
+
+Needs = dict[Hashable, int]
+"""Bytes that programs need while they run, besides their arguments and results."""
 
 MEMORY_KINDS = (
     *("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "carries", "outputs"),
@@ -164,6 +184,61 @@ def step_liveness(
     """
     sizes = _given(engine, lowered)
     return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
+
+
+def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = "update", known: Needs | None = None) -> Liveness:
+    """What is alive during a step on the devices of all ranks, with the temporaries of the compiled programs.
+
+    The batch and the key may be shapes. A process need not ask the others: the programs of their ranks are compiled here too, for
+    devices of this process that stand in for theirs, and thrown away. Where this process has fewer devices than a rank of another
+    one, the temporaries of that rank are not known: their device is in ``Liveness.unknown``.
+
+    With ``known``, the plan is not compiled: the temporaries of a program are those of the same program in ``known``, to which
+    those of programs that are not in it are added. (Where stages share a device, what a program may overwrite can differ.)
+    """
+    own = None
+    if known is None:
+        lowered = engine.plan(purpose, batch, key)[1]
+        own, known = lowered.bound, {}
+        if own.numbers is None:
+            return step_liveness(engine, lowered, compiled=True)
+    whole = engine.lower(purpose, batch, key)
+    if own is not None:
+        extra = zip(own.numbers or (), temporaries(own, engine.programs), strict=True)
+        known = {_program_key(whole.bound.lines[number]): needs for number, needs in extra}
+    away, unknown = list[BoundLine](), dict[Device, None]()
+    for line in whole.bound.lines:
+        if line.program is not None and _program_key(line) not in known:
+            place = line.place if line.place.is_here else line.place.moved(jax.local_devices())
+            if place is None:
+                unknown[line.device] = None
+            else:
+                away.append(dataclasses.replace(line, place=place))
+    programs = Programs()
+    _, chosen = compile_lines(away, programs, "what is not compiled here, for the forecast")
+    stand_ins = dataclasses.replace(whole.bound, lines=tuple(away))
+    known.update(zip(map(_program_key, away), temporaries(stand_ins, programs), strict=True))
+    extra = tuple(0 if line.program is None else known.get(_program_key(line), 0) for line in whole.bound.lines)
+    bound = dataclasses.replace(whole.bound, chosen={**chosen, **(whole.bound if own is None else own).chosen})
+    liveness = step_liveness(engine, dataclasses.replace(whole, bound=bound))
+    return dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown))
+
+
+def program_needs(engine: Engine, batch: Batch, key: Tree) -> Needs:
+    """What the programs of a training step need, which are compiled; of several processes, each tells the others of its own."""
+    own = engine.plan("update", batch, key)[1].bound
+    needs = dict(zip(own.numbers or range(len(own.lines)), temporaries(own, engine.programs), strict=True))
+    if not engine.alone:
+        tables = [json.loads(text) for text in texts_of_all(json.dumps(needs))]
+        needs = {int(number): size for table in tables for number, size in table.items() if size} | needs
+    lines = engine.lower("update", batch, key).bound.lines
+    return {_program_key(line): needs.get(number, 0) for number, line in enumerate(lines) if line.program is not None}
+
+
+def _program_key(line: BoundLine) -> Hashable:
+    """Equal for lines that run the same program, wherever they run."""
+    program = line.program
+    return program and (program.name, program.inputs, program.outputs, program.avals, program.spans, line.donated)
 
 
 def line_liveness(

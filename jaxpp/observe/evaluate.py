@@ -1,0 +1,243 @@
+"""What a step of a candidate costs: its seconds by the clock, and the bytes that each device holds at its peak.
+
+``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` look at different candidates, and ask the same two
+questions (``Evaluator``). Seconds follow from what the programs take, which was measured or is assumed (``StepCosts``). Bytes are
+counted from the lines of the step (``memory/liveness.py``).
+
+A step begins with the call and ends when all its results are there::
+
+    call | before | the clock of the schedule: actions, transfers, copies to the host and back | after: sums, update |
+
+The process hands over the actions one after the other, in the order of ``Schedule.order``, and the copies where they stand between
+the actions. An action starts when its rank is free, its inputs have arrived, and it has been handed over. Many small stages are
+limited by the handing over, few large ones by the bubble.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan
+from jaxpp.schedule.offload import offloads
+from jaxpp.schedule.shared_clock import replay_shared
+
+__all__ = ["Evaluator", "Parts", "StepCosts", "alone", "parts", "step_seconds"]
+
+_Candidate = TypeVar("_Candidate", bound=Hashable)
+_Stages = tuple[float, ...]
+
+
+@dataclass
+class Evaluator(Generic[_Candidate]):
+    """Says of candidates how long a step takes, and what each device holds; each candidate is asked about once.
+
+    Attributes:
+        price: the seconds of a step, or the time in another unit.
+        weigh: the bytes of each device at its peak.
+        room: the bytes that each device has; None if that is not known.
+        prices: the candidates that were priced.
+        weights: the candidates that were weighed.
+    """
+
+    price: Callable[[_Candidate], float]
+    weigh: Callable[[_Candidate], tuple[int, ...]]
+    room: int | None
+    prices: dict[_Candidate, float] = field(default_factory=dict)
+    weights: dict[_Candidate, tuple[int, ...]] = field(default_factory=dict)
+
+    def seconds(self, candidate: _Candidate) -> float:
+        """How long a step takes."""
+        if candidate not in self.prices:
+            self.prices[candidate] = self.price(candidate)
+        return self.prices[candidate]
+
+    def peaks(self, candidate: _Candidate) -> tuple[int, ...]:
+        """The bytes of each device at its peak."""
+        if candidate not in self.weights:
+            self.weights[candidate] = self.weigh(candidate)
+        return self.weights[candidate]
+
+    def fits(self, candidate: _Candidate) -> bool:
+        """Whether every device has room."""
+        return self.room is None or max(self.peaks(candidate)) <= self.room
+
+    def first_fitting(self, candidates: Iterable[_Candidate]) -> _Candidate | None:
+        """The first that fits; None if none does. Those after it are not weighed."""
+        return next(filter(self.fits, candidates), None)
+
+    def lightest(self) -> list[_Candidate]:
+        """The candidates that were weighed, those first whose fullest device holds least."""
+        return sorted(self.weights, key=lambda candidate: max(self.weights[candidate]))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step is made of, in seconds; what is left out takes no time.
+
+    Attributes:
+        actions: ``actions[kind][stage]``, what an action takes on its device for one microbatch once it was handed over. Where B is
+            missing, it takes I and W together.
+        dispatch: ``dispatch[kind][stage]``, what the one Python process takes to hand over an action with the sends of its results.
+        transfer: ``transfer[s]``, what the activation of a microbatch takes from stage s to s + 1, or its cotangent back, from the
+            end of the action to the arrival; where two stages share a rank nothing is sent.
+        offload: ``offload[s]``, what the residuals of one microbatch of stage s take to host memory, and as long back.
+        offload_dispatch: ``offload_dispatch[s]``, what the process takes to hand over one of these copies.
+        before: from the beginning of a step until the first action is handed over: splitting the batch, what is done once per step.
+        after: ``after[s]``, what stage s does after its last action: sums, and the update.
+        after_dispatch: what the process takes to hand over all of it.
+        capacity: how many ranks compute at once at the speed at which one of them computes alone; as many as there are ranks where
+            every rank has a device of its own, fewer where forced CPU devices share cores.
+    """
+
+    actions: Mapping[Kind, _Stages]
+    dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)
+    transfer: _Stages = ()
+    offload: _Stages = ()
+    offload_dispatch: _Stages = ()
+    before: float = 0.0
+    after: _Stages = ()
+    after_dispatch: float = 0.0
+    capacity: float = math.inf
+
+    def recomputed(self, stages: Sequence[bool]) -> "StepCosts":
+        """The same where some stages run their forward once more in each backward: in B, and in I if there is one."""
+        actions = dict(self.actions)
+        for kind in (Kind.B, Kind.I):
+            if kind in actions:
+                rows = zip(actions[kind], actions[Kind.F], stages, strict=True)
+                actions[kind] = tuple(own + forward * again for own, forward, again in rows)
+        return dataclasses.replace(self, actions=actions)
+
+    def stretched(self, times: float) -> "StepCosts":
+        """The same with actions, and what follows them, that take so many times as long."""
+        return dataclasses.replace(self, actions=_times(times, self.actions), after=tuple(times * own for own in self.after))
+
+    def slowed(self, times: float) -> "StepCosts":
+        """The same with everything but copies to the host so many times as long."""
+        hops, before, after = tuple(times * hop for hop in self.transfer), times * self.before, times * self.after_dispatch
+        handed = {"dispatch": _times(times, self.dispatch), "transfer": hops, "before": before, "after_dispatch": after}
+        return dataclasses.replace(self.stretched(times), **handed)
+
+
+def _times(factor: float, table: Mapping[Kind, _Stages]) -> dict[Kind, _Stages]:
+    return {kind: tuple(factor * seconds for seconds in stages) for kind, stages in table.items()}
+
+
+class Parts(NamedTuple):
+    """What the seconds of a step are made of; they sum to the step.
+
+    Attributes:
+        compute: the actions of the rank that computes longest.
+        bubble: what waiting for other ranks adds, if nothing but the actions takes time.
+        sharing: what ranks that share processor cores add.
+        transfer: what transfers add that nothing hides.
+        copies: what copies of residuals to the host and back add that nothing hides.
+        dispatch: what waiting for the process that hands over the actions adds.
+        rest: what is done before the first action and after the last.
+    """
+
+    compute: float
+    bubble: float
+    sharing: float
+    transfer: float
+    copies: float
+    dispatch: float
+    rest: float
+
+
+def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> float:
+    """Seconds of a step.
+
+    Args:
+        schedule: the order of its actions.
+        costs: what they take.
+        offload: ``except_last`` of each stage, None of each whose residuals stay on the device; nothing is offloaded unless given.
+        processes: the process that hands over the actions of each rank, side by side with the other processes; one process hands
+            over all of them unless given.
+    """
+    timing = _timing(schedule, costs, offload, processes)
+    handed = max((timing.dispatched or {}).values())
+    work = [0.0] * schedule.num_ranks
+    for rank, own in zip(schedule.stage_to_rank, costs.after, strict=False):
+        work[rank] += own
+    begins = [max(*ends[-1:], handed + costs.after_dispatch, 0.0) for ends in _replayed(schedule, timing).ends]
+    return _shared_end(begins, work, costs.capacity)
+
+
+def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> Parts:
+    """What the seconds of a step are made of: the clock runs again and again, each time with one more cost."""
+    full = _timing(schedule, costs, offload, processes)
+    late = {action: time - costs.before for action, time in (full.dispatched or {}).items()}
+    still = full._replace(dispatched=None)
+    bare = still._replace(hops=(), offloaded=(), copies=(), capacity=None)
+    shared = bare._replace(capacity=costs.capacity)
+    sent = still._replace(offloaded=(), copies=())
+    rising = [max(sum(full.durations[action] for action in row) for row in schedule.rows)]
+    for timing in (bare, shared, sent, still, full._replace(dispatched=late)):
+        rising.append(max(rising[-1], makespan(_replayed(schedule, timing))))
+    step = max(rising[-1], step_seconds(schedule, costs, offload, processes))
+    return Parts(*(float(b - a) for a, b in itertools.pairwise((0.0, *rising, step))))
+
+
+def alone(schedule: Schedule, costs: StepCosts) -> float:
+    """Seconds of the same work on one device with one process: all stages one after the other, for every microbatch."""
+    computed = sum(_seconds(costs.actions, action) for action in schedule.order)
+    handed = sum(_handing(costs.dispatch, action) for action in schedule.order)
+    return costs.before + max(computed, handed) + max(sum(costs.after), costs.after_dispatch)
+
+
+def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None], processes: Sequence[int]) -> Timing:
+    """What the clock is told; it begins with the call."""
+    owner = schedule.stage_to_rank
+    durations = {action: _seconds(costs.actions, action) for action in schedule.order}
+    hops = tuple(hop * (a != b) for hop, (a, b) in zip(costs.transfer, itertools.pairwise(owner), strict=False))
+    handing = {action: _handing(costs.dispatch, action) for action in schedule.order}
+    moved = offloads(schedule.rows, offload) if offload else ()
+    dispatchers = [processes[rank] if processes else 0 for rank in owner]
+    handed = handed_over(schedule.order, handing, dispatchers, moved, costs.offload_dispatch)
+    dispatched = {action: costs.before + time for action, time in handed.items()}
+    return Timing(durations, hops, dispatched, offloaded=moved, copies=costs.offload, capacity=costs.capacity)
+
+
+def _replayed(schedule: Schedule, timing: Timing) -> Times:
+    return replay_shared(schedule.rows, schedule.stage_to_rank, timing)
+
+
+def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:
+    """What an action takes."""
+    if action.kind in table or action.kind != Kind.B:
+        return table[action.kind][action.stage]
+    return table[Kind.I][action.stage] + table[Kind.W][action.stage]
+
+
+def _handing(table: Mapping[Kind, Sequence[float]], action: Action) -> float:
+    """What it takes to hand over an action; B as I where it was not measured itself."""
+    kind = action.kind if action.kind in table or action.kind != Kind.B else Kind.I
+    return table[kind][action.stage] if table else 0.0
+
+
+def _shared_end(begins: Sequence[Number], work: Sequence[float], capacity: float) -> float:
+    """When all work is done that begins at these times, if at most ``capacity`` of it runs at full speed at once.
+
+    Example:
+        >>> _shared_end([0, 0, 2], [1.0, 1.0, 1.0], capacity=1)
+        3.0
+    """
+    if capacity >= len(work):
+        return float(max(begin + own for begin, own in zip(begins, work, strict=True)))
+    waiting = sorted((begin, own) for begin, own in zip(begins, work, strict=True))
+    now, left = float(waiting[0][0]), list[float]()
+    while waiting or left:
+        while waiting and waiting[0][0] <= now:
+            left.append(waiting.pop(0)[1])
+        speed = min(1.0, capacity / max(1, len(left)))
+        done = now + min(left) / speed if left else float(waiting[0][0])
+        until = min(done, float(waiting[0][0])) if waiting else done
+        left = [own - (until - now) * speed for own in left]
+        left, now = [own for own in left if own > 1e-12 * max(1.0, until)], until
+    return now
