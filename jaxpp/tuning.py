@@ -5,31 +5,39 @@ hands the programs over. So the programs of a few cuts are measured on the devic
 and the best few are run.
 """
 
+import html
+import io
 import math
 import numbers
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import optax
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, JaxppError, shown
 from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.processes.exchange import rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
+from jaxpp.runtime.progress import progress
+from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.findings import Findings
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tuner.figure import tuning_figure
+from jaxpp.tuner.knobs import KNOBS, Candidate, Space
 from jaxpp.tuner.machine import Devices
-from jaxpp.tuner.search import Limits, search
-from jaxpp.tuner.space import Space
+from jaxpp.tuner.reasons import reasons, time_in_words
+from jaxpp.tuner.search import Limits, Row, SearchResult, search
 from jaxpp.types import Arguments, Batch, Device, Key, LossFn, Tree
 
 __all__ = ["Tuning", "tune"]
@@ -37,11 +45,14 @@ __all__ = ["Tuning", "tune"]
 _DECIDED = ("num_stages", "schedule", "cuts")
 _ALONE = ("mesh", "data_parallel", "shardings", "bank")
 _REMAT = ("least", "keep", "recompute", "offload")
+_MOST_ROWS = 12  # of a table; of more candidates it shows the best of each schedule
+_MOST_REMARKS = 4  # about what was left out
+_PATIENCE = 1  # seconds before a progress bar shows
 
 
 @entries
 @dataclass(frozen=True, eq=False, repr=False)
-class Tuning(Findings):
+class Tuning:
     """What ``jaxpp.tune`` found. ``print`` it for a table and the reasons; in a notebook it draws itself.
 
     Attributes:
@@ -55,12 +66,140 @@ class Tuning(Findings):
         optimizer: with which it trains.
     """
 
+    found: SearchResult
+    given: Arguments
+    hbm: int | None
+    processes: tuple[int, ...]
+    ask: Callable[[Candidate], tuple[int, ...]]
+    remark: str
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
 
     def pipeline(self) -> Pipeline:
         """The best pipeline: ``jaxpp.Pipeline(loss_fn, optimizer, **tuning.best)``."""
         return Pipeline(self.loss_fn, self.optimizer, **self.best)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All candidates that were simulated, the fastest by prediction first."""
+        return self.found.rows
+
+    @property
+    def best(self) -> Arguments:
+        """The options of the best pipeline: ``jaxpp.Pipeline(loss_fn, optimizer, **tuning.best)``."""
+        return {**self.given, **self.found.best.candidate.options}
+
+    @cached_property
+    def why(self) -> tuple[str, ...]:
+        """Why these options: one sentence for each choice."""
+        return reasons(self.found, self.hbm, self.processes)
+
+    @cached_property
+    def measured(self) -> tuple[Row, ...]:
+        """The candidates that ran, the fastest first."""
+        ran = [row for row in self.rows if row.measured is not None]
+        return tuple(sorted(ran, key=lambda row: row.measured or 0.0))
+
+    @cached_property
+    def with_memory(self) -> tuple[Row, ...]:
+        """All candidates with their peaks, as far as they are known; asks for those that the search did not need."""
+        with progress(self.rows, after=_PATIENCE, desc="memory of all candidates") as bar:
+            return tuple(map(self._asked, bar))
+
+    def _asked(self, row: Row) -> Row:
+        if row.peaks is not None or row.candidate in self.found.left_out:
+            return row
+        try:
+            return row._replace(peaks=self.ask(row.candidate))
+        except JaxppError:
+            return row
+
+    def figure(self, width: float | None = None) -> Figure:
+        """Predicted time of a step against the memory of the fullest device, a mark for each candidate, as a matplotlib ``Figure``.
+
+        The *frontier* is drawn as a line: candidates of which none other is both faster and smaller. Candidates that ran have a
+        second mark at the time that they took. As the last line of a notebook's cell the figure shows itself.
+
+        Args:
+            width: of the figure in inches, of which a page shows 96 pixels each; 9.4 unless given.
+
+        Raises:
+            ImportError: without matplotlib, saying how to install it.
+        """
+        return tuning_figure(self.with_memory, self.found.best, self.hbm, width)
+
+    @property
+    def heading(self) -> str:
+        """One line that says what was looked at."""
+        families = len(self.found.costs)
+        return f"{len(self.rows)} candidates of {families} families, {len(self.measured)} of them run"
+
+    def _shown(self) -> list[Row]:
+        """The rows of the table: all, or the chosen, those that ran, and the best of each schedule."""
+        if len(self.rows) <= _MOST_ROWS:
+            return list(self.rows)
+        firsts = {row.candidate.schedule.name: row for row in reversed(self.rows)}
+        kept = {self.found.best.candidate, *(row.candidate for row in (*self.measured, *firsts.values()))}
+        return [row for row in self.rows if row.candidate in kept]
+
+    def _cells(self) -> list[list[str]]:
+        several = len({row.candidate.schedule.num_ranks for row in self.rows}) > 1
+        knobs = [knob for knob in KNOBS if several or knob.name != "ranks"]
+        table = [["", *(knob.name for knob in knobs), "predicted", "measured", "peak of each device"]]
+        for row in self._shown():
+            choice = ">" * (row.candidate == self.found.best.candidate)
+            times = time_in_words(row.predicted), "" if row.measured is None else time_in_words(row.measured)
+            table.append([choice, *(str(knob.value(row.candidate)) for knob in knobs), *times, self._memory(row)])
+        return table
+
+    def _memory(self, row: Row) -> str:
+        if row.peaks is None:
+            return "not asked"
+        return _sizes(row.peaks) + " (too much)" * (self.hbm is not None and max(row.peaks) > self.hbm)
+
+    def remarks(self) -> list[str]:
+        """What the table leaves out, and why the choice was made."""
+        shown, found = len(self._shown()), self.found
+        room = "" if self.hbm is None else f", of {bytes_in_words(self.hbm)}"
+        lines = [f"> the choice; peak: the most bytes at once{room}"]
+        if shown < len(self.rows):
+            lines.append(f"{self.heading}: the table has {shown}, with the best of each schedule, and tuning.rows has all")
+        if found.unseen:
+            some = "; ".join(family.words for family in found.unseen[:_MOST_REMARKS])
+            more = f"; and {len(found.unseen) - _MOST_REMARKS} more" * (len(found.unseen) > _MOST_REMARKS)
+            lines.append(f"not looked at, because the budget was spent: {some}{more}")
+        told: dict[str, list[str]] = {}
+        for what, error in found.left_out.items():
+            told.setdefault(str(error).splitlines()[0], []).append(what.words)
+        for message, names in list(told.items())[:_MOST_REMARKS]:
+            lines.append(f"left out: {'; '.join(names[:_MOST_REMARKS])}{'; ...' * (len(names) > _MOST_REMARKS)}: {message}")
+        return [*lines, *[self.remark] * bool(self.remark), "", *self.why]
+
+    def __str__(self) -> str:
+        return "\n".join([*table_lines(self._cells(), keep=2), "", *fold_lines(self.remarks())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"{self._picture()}{html_table(self._cells())}{html_remarks(self.remarks())}"
+
+    def _picture(self) -> str:
+        """The figure, no wider than the page; nothing without matplotlib."""
+        if not has_matplotlib():
+            return ""
+        out = io.BytesIO()
+        self.figure().savefig(out, format="svg")
+        text, alt = out.getvalue().decode(), html.escape(self.heading, quote=True)
+        style = f'<svg role="img" aria-label="{alt}" style="max-width:100%;height:auto" '
+        return text[text.index("<svg") :].replace("<svg ", style, 1)
+
+
+def _sizes(peaks: Sequence[int]) -> str:
+    """Bytes of several devices, in the unit of the largest: ``12.3 11.8 MiB``."""
+    most = max(peaks)
+    unit = bytes_in_words(most).rpartition(" ")[2]
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    return f"{' '.join(f'{peak / scale:.3g}' if peak / scale < 100 else f'{peak / scale:.0f}' for peak in peaks)} {unit}"
 
 
 @entry
@@ -151,7 +290,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     space = Space(
         num_examples=check_batch(batch, min(counts, default=1), shared=_listed(options.get("shared", ()))),
         num_ranks=_ranks_of(num_ranks, places),
-        schedules=_schedules_of(schedules),
+        schedules=tuple(SCHEDULES) if schedules is None else _schedules_of(schedules),
         stages_per_rank=_counts_of("stages_per_rank", stages_per_rank),
         num_microbatches=counts,
         remat=("least",) if remat is None else _remat_of(remat),
@@ -159,8 +298,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         in_order=bool(options.get("has_state")),
     )
     given: Arguments = {**options, **({} if devices is None else {"devices": places})}
-    for each in space.balance:
-        Pipeline(loss_fn, optimizer, num_stages=1, balance=each, **given)  # what cannot be an option is refused before any work
+    for value in space.balance:
+        Pipeline(loss_fn, optimizer, num_stages=1, balance=value, **given)  # what cannot be an option is refused before any work
     limits = _agreed(limits, places)
     used = places[: max(space.num_ranks)]
     machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=used, options=dict(options), keep=keep)
@@ -211,19 +350,22 @@ def _listed(value: Tree) -> tuple[Tree, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
+def _several(name: str, value: object, good: Callable[[Tree], object], rule: str, fix: str) -> tuple[Tree, ...]:
+    """One value or several, at least one, all of them good; each once."""
+    values = _listed(value)
+    if not values or not all(map(good, values)):
+        raise ArgumentError(f"jaxpp.tune(..., {name}=...)", rule, shown(value), fix)
+    return tuple(dict.fromkeys(values))
+
+
 def _counts_of(name: str, value: object) -> tuple[int, ...]:
-    """A count, or several: whole numbers of at least 1."""
-    counts = _listed(value)
-    if not counts or any(not is_count(count, least=1) for count in counts):
-        rule = "it is a whole number of at least 1, or several of them"
-        raise ArgumentError(f"jaxpp.tune(..., {name}=...)", rule, shown(value), f"pass for example {name}=(4, 8)")
-    return tuple(dict.fromkeys(map(int, counts)))
+    rule = "it is a whole number of at least 1, or several of them"
+    counts = _several(name, value, partial(is_count, least=1), rule, f"pass for example {name}=(4, 8)")
+    return tuple(map(int, counts))
 
 
 def _ranks_of(value: object, devices: Sequence[Device]) -> tuple[int, ...]:
-    if value is None:
-        return (len(devices),)
-    counts = _counts_of("num_ranks", value)
+    counts = (len(devices),) if value is None else _counts_of("num_ranks", value)
     if most := [f"num_ranks={count} with {len(devices)} devices" for count in counts if count > len(devices)]:
         rule = "there is a device for each rank"
         raise ArgumentError("jaxpp.tune(..., num_ranks=...)", rule, most, f"pass {len(devices)} or fewer, or more devices")
@@ -231,28 +373,14 @@ def _ranks_of(value: object, devices: Sequence[Device]) -> tuple[int, ...]:
 
 
 def _schedules_of(value: object) -> tuple[str, ...]:
-    """The names, each of which there is.
-
-    Raises:
-        ScheduleError: there is no such schedule.
-    """
-    if value is None:
-        return tuple(SCHEDULES)
-    names = _listed(value)
-    if not names:
-        fix = 'pass schedules="1f1b", or leave it out to look at all'
-        raise ArgumentError("jaxpp.tune(..., schedules=...)", "there is at least one name", shown(value), fix)
-    for name in names:
-        make(name, num_ranks=1, num_microbatches=2)
-    return tuple(dict.fromkeys(names))
+    """The names; ``make`` raises ScheduleError for one that does not exist."""
+    fix = 'pass schedules="1f1b", or leave it out to look at all'
+    return _several("schedules", value, partial(make, num_ranks=1, num_microbatches=2), "there is at least one name", fix)
 
 
 def _remat_of(value: object) -> tuple[str, ...]:
-    names = _listed(value)
-    if not names or any(name not in _REMAT for name in names):
-        rule = 'candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or offload ("offload")'
-        raise ArgumentError("jaxpp.tune(..., remat=...)", rule, shown(value), 'pass remat=("least", "recompute"), for example')
-    return tuple(dict.fromkeys(names))
+    rule = 'candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or offload ("offload")'
+    return _several("remat", value, _REMAT.__contains__, rule, 'pass remat=("least", "recompute"), for example')
 
 
 def _seconds_of(value: object) -> float | None:

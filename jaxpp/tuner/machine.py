@@ -1,47 +1,69 @@
 """``Devices``: the devices themselves say what families cost, what candidates hold, and how long their steps take.
 
 A family is traced, cut and compiled once, with a plain schedule. Some of its steps run at full speed, and in some each instruction
-waits for the one before. Everything else about the family's candidates follows from that: their times by the virtual clock, their
-memory by counting. What was measured is remembered in a file.
+waits for the one before, as when a profile is taken. Everything else about the family's candidates follows from that: their times
+by the virtual clock, their memory by counting. What was measured is remembered in a file.
 """
 
 import dataclasses
+import hashlib
+import itertools
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
-from jaxpp.engine.init_arguments import variables_of
+from jaxpp.engine.compared import opening_texts
+from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.engine.init_arguments import Given, first_leaves, variables_of
+from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
+from jaxpp.observe.evaluate import StepCosts
 from jaxpp.observe.memory.forecast import room_of
+from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs
+from jaxpp.observe.profile.merge import Company, Seen, SeenStep
+from jaxpp.observe.profile.record import Stamps
+from jaxpp.options import Options
+from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.plan import Plan
 from jaxpp.runtime.measure import copy_times
 from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.processes.clocks import align_clocks
+from jaxpp.runtime.processes.exchange import rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.registry import make
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.candidate import Candidate, Family
-from jaxpp.tuner.costs import FamilyCosts
-from jaxpp.tuner.measure.decides import deciding_texts
-from jaxpp.tuner.measure.fitted import fitted, stretched
-from jaxpp.tuner.measure.opened import Opened, Problem, lowest
-from jaxpp.tuner.measure.pace import Pace
-from jaxpp.tuner.measure.peak_bytes import Needs, needs_of, peak_bytes
-from jaxpp.tuner.measure.plain import one_at_a_time, plain_schedule
-from jaxpp.tuner.measure.remembered import Remembered, folder_of, names_digest
-from jaxpp.tuner.measure.step_costs import step_costs
-from jaxpp.types import Batch, Device, Key, LossFn, Tree
+from jaxpp.tuner.knobs import KNOBS, Candidate, Family
+from jaxpp.tuner.measure import fitted, one_at_a_time, plain_schedule, step_costs
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
 __all__ = ["Devices"]
 
 _MEASURED = 2.5
 """Seconds for the steps of a family, beside a few that are looked at; twice as many for the first, which tells the pace."""
-
 _TIMED = 2.0
 """Seconds for the steps of a candidate."""
+_WARM_UP = 3
+"""Steps that do not count: the first find the caches of other programs."""
+_LOOKS = 3
+"""Steps of each kind that are looked at."""
+_KIND = "jaxpp tune 2"
+"""What a file of results says of itself; another number for other contents."""
 
 
 class Devices:
@@ -54,7 +76,6 @@ class Devices:
         batch: of a step.
         key: of the function, and of the loss if that takes one; ``jax.random.key(0)`` unless given.
         devices: for the ranks, in order; all devices unless given.
-        num_ranks: how many ranks candidates have; as many as devices unless given.
         options: other arguments of ``Pipeline``, the same for all candidates.
         keep: whether results are kept, in the user's cache folder (True) or in a folder of this name.
 
@@ -71,118 +92,168 @@ class Devices:
         key: Key | None = None,
         *,
         devices: Sequence[Device] | None = None,
-        num_ranks: int | None = None,
         options: Mapping[str, Any] | None = None,
         keep: bool | str | os.PathLike[str] = True,
     ):
-        given = None if devices is None else tuple(devices)
-        self._problem = Problem(loss_fn, optimizer, init_or_params, batch, key, given, dict(options or {}))
-        everywhere = self._problem.options_of(make("naive", 1, 1), "least", "flops").devices if given is None else given
-        self._num_ranks = len(everywhere) if num_ranks is None else num_ranks
-        several = len(processes_of(everywhere)) > 1
-        folder = folder_of(keep)
-        path = None if folder is None else folder / f"{names_digest(deciding_texts(self._problem))}.json"
-        self._remembered = Remembered(path, several=several)
-        self._opened: dict[Family, tuple[Opened, Needs]] = {}
-        self._pace = Pace()
+        self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
+        self._key = jax.random.key(0) if key is None else key
+        self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
+        leaves = jax.tree.leaves(init_or_params)
+        self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
+        whole = self._open(Candidate(make("naive", 1, 1)))
+        self.param_bytes = sum(map(count_bytes, jax.tree.leaves(whole.engine.layout.given[0])))
+        name = hashlib.sha256(json.dumps(self._deciding_texts(whole), sort_keys=True).encode()).hexdigest()[:32]
+        self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
+        self._families: dict[Family, tuple[_Steps, Needs]] = {}
+        self._pace = _Pace()
         self.num_measured = 0
 
     @property
     def remark(self) -> str:
         """What is wrong with the file of results; empty if nothing is."""
-        return self._remembered.remark
+        return self._results.remark
 
-    @property
-    def param_bytes(self) -> int:
-        """The bytes of all parameters."""
-        options = self._problem.options_of(make("naive", 1, 1), "least", "flops")
-        return sum(map(count_bytes, jax.tree.leaves(variables_of(options, self._problem.shapes)[0])))
-
-    def costs(self, family: Family) -> FamilyCosts:
+    def costs(self, family: Family) -> StepCosts:
         """Measure a family, unless it was measured before.
 
         Raises:
             JaxppError: the model cannot be cut so, or the batch not be split so.
         """
-        known = _from_json(self._remembered.get("costs", _family_name(family)))
-        if known is None:
-            known = self._measured(family)
-            self._remembered.put("costs", _family_name(family), _as_json(known))
-        return known
+        name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
+        costs = _from_json(self._results.get("costs", name))
+        if costs is None:
+            costs = self._measured(family)
+            self._results.put("costs", name, _as_json(costs))
+        return costs
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
-        known = self._remembered.get("peaks", _name(candidate))
-        if known is None:
-            opened, needs = self._family(candidate.family)
-            engine = opened.ordered(candidate).engine
-            known = peak_bytes(engine, self._problem.batch, opened.key, needs)
-            self._remembered.put("peaks", _name(candidate), known)
-        return tuple(known)
+        return tuple(self._result("peaks", candidate, lambda: self._peaks_of(self._steps(candidate), candidate.family)))
 
     def step(self, candidate: Candidate) -> float:
         """The median of the seconds of some steps, each from the call until all its results are there.
 
-        Where devices share the cores of the machine, seconds are those at the speed that it had at first (``Pace``).
+        Where devices share the cores of the machine, seconds are those at the speed that it had at first (``_Pace``).
         """
-        known = self._remembered.get("steps", _name(candidate))
-        if known is None:
+
+        def run() -> float:
             self.num_measured += 1
             self._open_reference()
-            opened = self._family(candidate.family)[0].ordered(candidate)
-            known = self._pace.timed(opened, _TIMED).seconds
-            self._remembered.put("steps", _name(candidate), known)
-        return known
+            return self._pace.timed(self._steps(candidate), _TIMED).seconds
 
-    def _family(self, family: Family) -> tuple[Opened, Needs]:
-        """A family that is compiled."""
-        if family not in self._opened:
-            schedule = plain_schedule(family, self._num_ranks)
-            opened = self._problem.open(schedule, family.remat, family.balance)
-            self._opened[family] = opened, needs_of(opened.engine, self._problem.batch, opened.key)
-        return self._opened[family]
+        return self._result("steps", candidate, run)
 
-    def _measured(self, family: Family) -> FamilyCosts:
+    def _result(self, kind: str, candidate: Candidate, ask: Callable[[], Any]) -> Any:
+        """What is known of a candidate, or was asked now."""
+        rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
+        name = " ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), rows])
+        result = self._results.get(kind, name)
+        if result is None:
+            result = ask()
+            self._results.put(kind, name, result)
+        return result
+
+    def _options_of(self, candidate: Candidate) -> Options:
+        given = {**candidate.options, "schedule": candidate.schedule, **self._options}
+        return Options.of(self._loss_fn, devices=self._devices, **given)
+
+    def _open(self, candidate: Candidate) -> "_Steps":
+        """Trace, cut and place; nothing is compiled or made yet.
+
+        Raises:
+            JaxppError: the loss cannot be cut so, or the batch not be split so.
+        """
+        options = self._options_of(candidate)
+        shapes = Given(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
+        variables = variables_of(options, shapes)
+        key = self._key if Tracing(options).takes_key(variables, self._batch) else None
+        return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
+
+    def _variables(self) -> Tree:
+        """The parameters in host memory, made once; those that were given stay where they are."""
+        if not self._makes:
+            return self._made
+        try:
+            host = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:  # a process without a CPU backend makes them on its first device
+            host = jax.local_devices()[0]
+        with jax.default_device(host):
+            self._made, self._makes = jax.device_get(jax.jit(self._made)(self._key)), False
+        return self._made
+
+    def _deciding_texts(self, whole: "_Steps") -> Mapping[str, str]:
+        """All that decides what a search measures: what two searches have in common if they would measure the same."""
+        engine, key = whole.engine, whole.key
+        cut = engine.preparer.step(self._batch, key).cuts[0]
+        kinds = Counter((device.platform, device.device_kind, device.process_index) for device in self._devices)
+        return {
+            **opening_texts(engine.options, engine.placed, cut, self._batch, key),
+            "key": "none" if key is None else describe(key),
+            "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
+            "cores": str(os.cpu_count()),
+        }
+
+    def _family(self, family: Family) -> tuple["_Steps", Needs]:
+        """A family that is compiled, with the temporaries of its programs."""
+        if family not in self._families:
+            schedule = plain_schedule(family, len(self._devices))
+            steps = self._open(Candidate(schedule, family.remat, family.balance))
+            self._families[family] = steps, program_needs(steps.engine, self._batch, steps.key)
+        return self._families[family]
+
+    def _steps(self, candidate: Candidate) -> "_Steps":
+        """The cuts and programs of its family in the order of a candidate, and on its ranks."""
+        steps, options = self._family(candidate.family)[0], self._options_of(candidate)
+        return _Steps(steps.engine.with_schedule(options.schedule, options.offload), self._batch, steps.key, self._variables)
+
+    def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
+        """The bytes that each device holds at its peak, of each rank in order; nothing that the family runs is compiled again."""
+        liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=self._family(family)[1])
+        return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
+
+    def _measured(self, family: Family) -> StepCosts:
         self.num_measured += 1
-        opened, plain = self._runnable(family)
+        steps, plain = self._runnable(family)
         self._open_reference()
-        engine = opened.engine
-        found = self._pace.timed(opened, _MEASURED if self._pace.known else 2 * _MEASURED, looks=True)
-        costs = step_costs(opened.plan, family.num_stages, found.free, found.apart)
+        engine = steps.engine
+        pace = self._pace.timed(steps, _MEASURED if self._pace.known else 2 * _MEASURED, looks=True)
+        costs = step_costs(steps.plan, family.num_stages, pace.free, pace.apart)
         if family.remat == "least":
-            cut = engine.preparer.step(self._problem.batch, opened.key).cuts[0]
+            cut = engine.preparer.step(self._batch, steps.key).cuts[0]
             seconds, handed = copy_times(cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
         if self._pace.known or not _shares_cores(engine.placement):
-            opened.release()
+            steps.release()
         else:
-            self._pace.begin(opened, found.seconds)
-            self._remembered.put("reference", "of the pace", [list(family), found.seconds])
+            self._pace.begin(steps, pace.seconds)
+            self._results.put("reference", "of the pace", [list(family), pace.seconds])
         processes = tuple(place.devices[0].process_index for place in engine.placement.by_rank)
         shared = _shares_cores(engine.placement) or len(set(engine.placement.by_rank)) < len(processes)
-        return fitted(stretched(costs, 1 / found.factor), plain, found.seconds, shared=shared, processes=processes)
+        return fitted(costs.slowed(1 / pace.factor), plain, pace.seconds, shared=shared, processes=processes)
 
     def _open_reference(self) -> None:
         """Open the family that told the pace when the file was written."""
-        known = self._remembered.get("reference", "of the pace")
-        if known is not None and not self._pace.known:
-            family, seconds = known
+        reference = self._results.get("reference", "of the pace")
+        if reference is not None and not self._pace.known:
+            family, seconds = reference
             self._pace.begin(self._runnable(Family(*family))[0], seconds)
 
-    def _runnable(self, family: Family) -> tuple[Opened, Candidate]:
+    def _runnable(self, family: Family) -> tuple["_Steps", Candidate]:
         """A candidate of a family for which there is room on the devices, as far as these say how much they have.
 
         Raises:
             ArgumentError: there is none.
         """
-        opened, needs = self._family(family)
-        engine = opened.engine
-        room = lowest(room_of(engine, None), alone=engine.alone)
-        plain = engine.options.schedule
-        for schedule in (plain, one_at_a_time(family, plain)):
-            candidate = Candidate(schedule, family.remat, balance=family.balance)
-            tried = opened if schedule is plain else opened.ordered(candidate)
-            peak = max(peak_bytes(tried.engine, self._problem.batch, opened.key, needs))
+        steps, _ = self._family(family)
+        rooms = [room_of(steps.engine, None)]
+        if not steps.engine.alone:
+            rooms = [json.loads(text) for text in texts_of_all(json.dumps(rooms[0]))]
+        room = min((each for each in rooms if each is not None), default=None)
+        usual = steps.engine.options.schedule
+        for schedule in (usual, one_at_a_time(family, usual)):
+            candidate = Candidate(schedule, family.remat, family.balance)
+            tried = steps if schedule is usual else self._steps(candidate)
+            peak = max(self._peaks_of(tried, family))
             if room is None or peak <= room:
                 return tried, candidate
         rule = "programs are measured on the devices, which must have room for one microbatch at a time"
@@ -195,31 +266,206 @@ def _shares_cores(placement: Placement) -> bool:
     return placement.by_rank[0].devices[0].platform == "cpu"
 
 
-def _family_name(family: Family) -> str:
-    return " ".join(f"{name}={value}" for name, value in family._asdict().items())
+def _as_json(costs: StepCosts) -> dict[str, Any]:
+    values = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
+    return values | {name: {str(kind): own for kind, own in values[name].items()} for name in ("actions", "dispatch")}
 
 
-def _name(candidate: Candidate) -> str:
-    schedule = candidate.schedule
-    sizes = f"{schedule.num_ranks} ranks {schedule.num_stages} stages {schedule.num_microbatches} microbatches"
-    rows = names_digest({"rows": schedule.to_csv()})
-    kept = f"{candidate.remat} {candidate.except_last}" if candidate.remat == "offload" else candidate.remat
-    return f"{schedule.name} {sizes} {kept} {candidate.balance} {rows}"
-
-
-def _as_json(costs: FamilyCosts) -> dict[str, Any]:
-    found = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
-    tables = {name: {str(kind): each for kind, each in found[name].items()} for name in ("actions", "dispatch")}
-    return found | tables
-
-
-def _from_json(found: Mapping[str, Any] | None) -> FamilyCosts | None:
+def _from_json(found: Mapping[str, Any] | None) -> StepCosts | None:
     """The costs that were written; None for anything else."""
     try:
-        given = dict(found or {})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in dict(found or {}).items()}
         for name in ("actions", "dispatch"):
-            given[name] = {Kind(kind): tuple(each) for kind, each in given[name].items()}
-        made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-        return FamilyCosts(**made)
+            values[name] = {Kind(kind): tuple(own) for kind, own in values[name].items()}
+        return StepCosts(**values)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+class _Steps:
+    """An engine and, once it runs, a state: steps that are run one after another.
+
+    Args:
+        engine: which runs them.
+        batch: of each.
+        key: of each, or None.
+        variables: makes the first parameters (and the model state).
+    """
+
+    def __init__(self, engine: Engine, batch: Batch, key: Key | None, variables: Callable[[], Tree]):
+        self.engine, self.batch, self.key, self._variables = engine, batch, key, variables
+        self._leaves: Leaves[Array] | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """A step, compiled, as all processes together run it."""
+        return self.engine.plan("update", self.batch, self.key)[0] if self.engine.alone else self._company.plan
+
+    @cached_property
+    def _company(self) -> Company:
+        self.engine.plan("update", self.batch, self.key)
+        return Company(self.engine, self.batch, self.key, align_clocks())
+
+    def _first(self) -> Leaves[Array]:
+        """A state of its own on the devices."""
+        engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
+        leaves = first_leaves(engine, Given(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
+        made, shared = engine.make_opt_state(leaves.all_params), len(names.opt)
+        return leaves._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
+
+    def release(self) -> None:
+        """Let go of the state."""
+        self._leaves = None
+
+    def step(self, observer: Stamps | None = None) -> SeenStep:
+        """Run a step to its end."""
+        leaves = self._first() if self._leaves is None else self._leaves
+        self._leaves = None
+        begun = time.perf_counter()
+        if observer is not None:
+            observer.begin()
+        outcome = self.engine.run("update", leaves, self.batch, self.key, observer=observer)
+        jax.block_until_ready(outcome)
+        ended = time.perf_counter()
+        self._leaves = outcome.state
+        return SeenStep(begun, ended, () if observer is None else tuple(observer.stamps))
+
+    def timed(self) -> float:
+        """Seconds of a step; of several processes the longest."""
+        seen = self.step()
+        if self.engine.alone:
+            return seen.ended - seen.begun
+        return float(rows_of_all(np.array([seen.ended - seen.begun], np.float32)).max())
+
+    def told(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
+        """Steps as all processes saw them: each tells the others, and all return the same."""
+        if self.engine.alone or not steps:
+            return list(steps)
+        return list(self._company.seen(Seen(tuple(steps), "", 0.0)).steps)
+
+
+class _Paced(NamedTuple):
+    """What some turns found.
+
+    Attributes:
+        seconds: of a step, at the speed that the machine had at first: the median.
+        factor: how much longer a step took than at that speed: the median.
+        free: steps at full speed that were looked at.
+        apart: steps in which each instruction waited for the one before.
+    """
+
+    seconds: float
+    factor: float
+    free: tuple[SeenStep, ...]
+    apart: tuple[SeenStep, ...]
+
+
+class _Pace:
+    """How fast the machine is at the moment, told by one step that is run again and again: the reference.
+
+    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds.
+    Families are measured one after another, so one that met a slow moment would look slow. So by turns with the steps of any family
+    run steps of the first family that was measured. If these take longer than they did at first, so did the others: seconds are
+    divided by that factor, turn by turn. Devices that compute for nobody else have no reference: there the factor is 1.
+    """
+
+    def __init__(self):
+        self._reference: _Steps | None = None
+        self._usual = 1.0
+
+    def begin(self, reference: _Steps, usual: float) -> None:
+        """From now on ``reference`` tells the speed; its step takes ``usual`` seconds at the speed that counts."""
+        self._reference, self._usual = reference, usual
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a reference."""
+        return self._reference is not None
+
+    def timed(self, steps: _Steps, budget: float, *, looks: bool = False) -> _Paced:
+        """Run steps by turns with the reference.
+
+        Args:
+            steps: what is timed.
+            budget: seconds for all turns; there are at least six and at most forty.
+            looks: whether some steps are looked at, too, before that.
+        """
+        first = min(steps.timed() for _ in range(_WARM_UP))
+        seen = [steps.step(Stamps(waits=waits)).timed() for waits in (True, False) * (_LOOKS if looks else 0)]
+        count = min(40, max(6, math.ceil(budget / (first + self._usual * self.known))))
+        seconds, factors = list[float](), [self._factor()]
+        for _ in range(count):
+            seconds.append(steps.timed())
+            factors.append(self._factor())
+        between = [(before + after) / 2 for before, after in itertools.pairwise(factors)]
+        own = statistics.median(taken / factor for taken, factor in zip(seconds, between, strict=True))
+        seen = steps.told(seen)
+        return _Paced(own, statistics.median(between), tuple(seen[1::2]), tuple(seen[::2]))
+
+    def _factor(self) -> float:
+        """How much longer the reference takes now than at first."""
+        return 1.0 if self._reference is None else self._reference.timed() / self._usual
+
+
+class _Results:
+    """What was measured, by kind and name, in a file if there is one, so that a second search measures nothing.
+
+    The name of the file is a digest of all that decides the results of one problem on one machine. So a file never has to be
+    judged: what is in it holds, or the file has another name. A file that cannot be read is ignored, and written anew. Of several
+    processes the first reads and writes, and tells the others what it has read.
+
+    Args:
+        keep: whether there is a file, in the user's cache folder (True) or in a folder of this name.
+        name: of the file.
+        several: whether several processes search together.
+    """
+
+    def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpp" / "tune"
+        folder = usual if isinstance(keep, bool) else Path(keep)
+        self._path = folder / name if keep is not False and jax.process_index() == 0 else None
+        text, self.remark = self._read()
+        if several:
+            text, self.remark = json.loads(texts_of_all(json.dumps([text, self.remark]))[0])
+        self._found: dict[str, dict[str, Any]] = json.loads(text)["found"] if text else {}
+
+    def get(self, kind: str, name: str) -> Any:
+        """What was kept under this name; None if nothing was."""
+        return self._found.get(kind, {}).get(name)
+
+    def put(self, kind: str, name: str, value: Any) -> None:
+        """Keep a result, as JSON has it. A file that cannot be written is a remark, and no error."""
+        self._found.setdefault(kind, {})[name] = value
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _write(self._path, json.dumps({"kind": _KIND, "found": self._found}))
+        except OSError as error:
+            self.remark, self._path = f"results are not kept: {error}", None
+
+    def _read(self) -> tuple[str, str]:
+        """The text of the file, if it holds results; and what is wrong with it, if something is."""
+        path = self._path
+        if path is None or not path.exists():
+            return "", ""
+        try:
+            text = path.read_text()
+            said = json.loads(text)
+            good = said["kind"] == _KIND and all(isinstance(each, dict) for each in said["found"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return "", f"{path} is ignored, and will be written anew: {type(error).__name__}: {error}"
+        return (text, "") if good else ("", f"{path} is ignored, and will be written anew: it is no file of jaxpp.tune")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or as it was before."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise

@@ -4,13 +4,13 @@ Each neighbour was simulated with costs that were measured. Why it takes longer 
 computing, the bubble, transfers, or the dispatch. A neighbour that would be faster does not fit, or was slower when it ran.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxpp.observe.evaluate import Parts, alone, parts
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.candidate import Candidate
-from jaxpp.tuner.predict import Parts, alone, parts
-from jaxpp.tuner.search import Found, Row
+from jaxpp.tuner.knobs import KNOBS, Candidate, Knob
+from jaxpp.tuner.search import Row, SearchResult
 
 __all__ = ["reasons", "time_in_words"]
 
@@ -23,164 +23,122 @@ _PARTS = {
     "dispatch": "waiting for dispatch",
     "rest": "the beginning and the update",
 }
+_ALWAYS = ("schedule", "microbatches", "stages a rank", "remat")
+"""The knobs that are told first, even of a search in which they had one value."""
 _SAME = 5e-4
 """Of a step: a difference that is none."""
 
 
-class _Choice(NamedTuple):
-    """One choice between candidates.
-
-    Attributes:
-        what: the choice, as a sentence begins with it.
-        value: what a candidate chose.
-        words: a value in a sentence.
-        fixed: the other choices, which neighbours share.
-    """
-
-    what: str
-    value: Callable[[Candidate], int | str]
-    words: Callable[[int | str], str]
-    fixed: Callable[[Candidate], tuple[object, ...]]
-
-
-def _rest(candidate: Candidate, *without: str) -> tuple[object, ...]:
-    """The choices of a candidate but for some."""
-    choices = {
-        "schedule": candidate.schedule.name,
-        "ranks": candidate.schedule.num_ranks,
-        "stages": candidate.stages_per_rank,
-        "microbatches": candidate.schedule.num_microbatches,
-        "remat": candidate.remat,
-        "balance": candidate.balance,
-    }
-    return tuple(value for name, value in choices.items() if name not in without)
-
-
-_CHOICES = (
-    _Choice("Schedule", lambda c: c.schedule.name, str, lambda c: _rest(c, "schedule")),
-    _Choice("Microbatches", lambda c: c.schedule.num_microbatches, str, lambda c: _rest(c, "microbatches")),
-    _Choice("Stages a rank", lambda c: c.stages_per_rank, str, lambda c: _rest(c, "stages", "schedule")),
-    _Choice("Remat", lambda c: c.remat, repr, lambda c: _rest(c, "remat")),
-    _Choice("Balance", lambda c: c.balance, repr, lambda c: _rest(c, "balance")),
-    _Choice("Ranks", lambda c: c.schedule.num_ranks, str, lambda _: ()),
-)
-
-
-def reasons(found: Found, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:
+def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:
     """The sentences: first how the choice ran, then one for each choice that there was.
 
     Args:
         found: what a search found.
         hbm: the bytes that each device has, if that is known.
-        processes: as for ``predict``.
+        processes: as for ``step_seconds``.
     """
-    best, said = found.best, list[str]()
-    for choice in _CHOICES:
-        near = [row for row in found.rows if _is_neighbour(choice, row.candidate, best.candidate)]
-        if not near:  # where nothing differs in this choice alone, the others are compared as they are
-            near = [row for row in found.rows if choice.value(row.candidate) != choice.value(best.candidate)]
-        if near:
-            said.append(_sentence(choice, near, found, hbm, processes))
-        elif choice.what not in ("Balance", "Ranks"):
-            said.append(_only(choice, best, hbm))
-    return (*_ran(found), *said, *_one_device(found))
+    why = _Reasons(found, hbm, processes)
+    knobs = sorted(KNOBS, key=lambda knob: (*_ALWAYS, "balance", "ranks").index(knob.name))
+    return (why.ran(), *filter(None, map(why.about, knobs)), *why.one_device())
 
 
-def _is_neighbour(choice: _Choice, other: Candidate, best: Candidate) -> bool:
-    return choice.value(other) != choice.value(best) and choice.fixed(other) == choice.fixed(best)
+class _Reasons(NamedTuple):
+    """Sentences about what a search found; the attributes are the arguments of ``reasons``."""
+
+    found: SearchResult
+    hbm: int | None
+    processes: Sequence[int]
+
+    def ran(self) -> str:
+        """What a step takes."""
+        best = self.found.best
+        step = f"{best.candidate.words}: a step takes {time_in_words(best.predicted)} by prediction"
+        if best.measured is None:
+            return f"{step}; it did not run."
+        others = sum(row.measured is not None for row in self.found.rows) - 1
+        off = _percent(abs(best.predicted / best.measured - 1))
+        fastest = f", the fastest of {others + 1} candidates that ran" * bool(others)
+        return f"{step}, {time_in_words(best.measured)} when it ran (the prediction is {off} off){fastest}."
+
+    def about(self, knob: Knob) -> str:
+        """One sentence about a choice: what the neighbours would take instead; empty if there is nothing to say."""
+        best = self.found.best.candidate
+        others = [row for row in self.found.rows if knob.value(row.candidate) != knob.value(best)]
+        fixed = [each for each in KNOBS if each.name not in (knob.name, *knob.turns)]
+        near = [row for row in others if all(each.value(row.candidate) == each.value(best) for each in fixed)]
+        chosen = f"{knob.name.capitalize()}: {knob.words(knob.value(best))}"
+        if not others:
+            return f"{chosen}, {self._only(knob)}." if knob.name in _ALWAYS else ""
+        told = [
+            f"with {knob.words(knob.value(row.candidate))}{_beside(knob, row.candidate, best)} {self._compared(row)}"
+            for row in self._worth_telling(knob, near or others)  # where nothing differs in it alone, others as they are
+        ]
+        return f"{chosen}; {'; '.join(told)}."
+
+    def _only(self, knob: Knob) -> str:
+        """Why there was no other choice."""
+        best = self.found.best
+        if knob.name != "remat" or best.candidate.remat != "least":
+            return "the only choice that was looked at"
+        if self.hbm is None or best.peak is None:
+            return "since no hbm is given or reported that it would have to fit into"
+        room = f"the fullest device holds {bytes_in_words(best.peak)} of {bytes_in_words(self.hbm)}"
+        return f"since {room}, so nothing needs to be saved"
+
+    def _worth_telling(self, knob: Knob, near: Sequence[Row]) -> list[Row]:
+        """Of numbers of microbatches the next below and above; else the best neighbour, and the best that was not slower."""
+        best = self.found.best
+        if knob.name == "microbatches":
+            own, counts = best.candidate.schedule.num_microbatches, {}
+            for row in reversed(near):
+                counts[row.candidate.schedule.num_microbatches] = row
+            next_to = [max((n for n in counts if n < own), default=None), min((n for n in counts if n > own), default=None)]
+            return [counts[n] for n in next_to if n is not None]
+        faster = [row for row in near if row.predicted < best.predicted * (1 - _SAME)]
+        slower = [row for row in near if row not in faster]
+        return [*faster[:1], *slower[: 1 if knob.name != "remat" else None]]
+
+    def _compared(self, row: Row) -> str:
+        """What a step would take, beside that of the best: longer, and why; or shorter, and why it was not chosen."""
+        best = self.found.best
+        ratio = row.predicted / best.predicted
+        too_much = self.hbm is not None and row.peak is not None and row.peak > self.hbm
+        holds = f"a device would hold {bytes_in_words(row.peak or 0)} of {bytes_in_words(self.hbm or 0)}"
+        if ratio < 1 - _SAME:
+            less = f"a step would take {_percent(1 - ratio)} less"
+            if too_much:
+                return f"{less}, but {holds}"
+            if row.measured is not None and best.measured is not None:
+                return f"{less} by prediction, but it took {time_in_words(row.measured)} when it ran"
+            return f"{less}, but it could not be run"
+        if ratio <= 1 + _SAME:
+            return f"a step would take as long{f', but {holds}' * too_much}"
+        more = f"a step would take {_percent(ratio - 1)} more" if ratio < 2 else f"a step would take {ratio:.2g} times as long"
+        name, a, b = max(zip(Parts._fields, self._parts(best), self._parts(row), strict=True), key=lambda part: part[2] - part[1])
+        return f"{more} ({_PARTS[name]}: {time_in_words(b)} instead of {time_in_words(a)})"
+
+    def _parts(self, row: Row) -> Parts:
+        candidate = row.candidate
+        return parts(candidate.schedule, self.found.costs[candidate.family], candidate.offload, self.processes)
+
+    def one_device(self) -> tuple[str, ...]:
+        """What one device would take for the same work, if that is a question."""
+        best = self.found.best.candidate
+        if any(row.candidate.schedule.num_ranks == 1 for row in self.found.rows):
+            return ()
+        seconds = alone(best.schedule, self.found.costs[best.family])
+        ratio = seconds / self.found.best.predicted
+        if ratio >= 1:
+            return (f"One device alone would take {ratio:.2g} times as long, by the same costs.",)
+        faster = f"One device alone would be faster by the same costs ({time_in_words(seconds)} a step)"
+        return (f"{faster}: pass num_ranks=(1, {best.schedule.num_ranks}) to have it looked at.",)
 
 
-def _named(choice: _Choice, row: Row) -> str:
-    return f"{choice.what}: {choice.words(choice.value(row.candidate))}"
-
-
-def _only(choice: _Choice, best: Row, hbm: int | None) -> str:
-    if choice.what != "Remat" or best.candidate.remat != "least":
-        return f"{_named(choice, best)}, the only choice that was looked at."
-    if hbm is not None and best.peak is not None:
-        room = f"the fullest device holds {bytes_in_words(best.peak)} of {bytes_in_words(hbm)}"
-        return f"{_named(choice, best)}, since {room}, so nothing needs to be saved."
-    return f"{_named(choice, best)}, since no hbm is given or reported that it would have to fit into."
-
-
-def _sentence(choice: _Choice, near: Sequence[Row], found: Found, hbm: int | None, processes: Sequence[int]) -> str:
-    """One sentence about a choice: what the neighbours would take instead."""
-    best, told = found.best, list[str]()
-    for row in _worth_telling(choice, near, best):
-        words = f"with {choice.words(choice.value(row.candidate))}{_by(choice, row, best)}"
-        told.append(f"{words} {_compared(row, found, hbm, processes)}")
-    return f"{_named(choice, best)}; {'; '.join(told)}."
-
-
-def _by(choice: _Choice, row: Row, best: Row) -> str:
+def _beside(knob: Knob, one: Candidate, other: Candidate) -> str:
     """In what else a neighbour differs, if it does."""
-    one, other = row.candidate, best.candidate
-    differ = [one.schedule.name] * (one.schedule.name != other.schedule.name and choice.what != "Schedule")
-    if choice.what != "Microbatches" and one.schedule.num_microbatches != other.schedule.num_microbatches:
-        count = one.schedule.num_microbatches
-        differ.append(f"{count} microbatch{'es' * (count != 1)}")
-    if choice.what != "Remat" and one.remat != other.remat:
-        differ.append(f"remat={one.remat!r}")
+    told = [each for each in KNOBS if each.name in ("schedule", "microbatches", "remat") and each.name != knob.name]
+    differ = [each.phrase(each.value(one)) for each in told if each.value(one) != each.value(other)]
     return f" ({', '.join(differ)})" * bool(differ)
-
-
-def _worth_telling(choice: _Choice, near: Sequence[Row], best: Row) -> Iterator[Row]:
-    """Of numbers of microbatches the next below and above; else the best neighbour, and the best that was not slower."""
-    if choice.what == "Microbatches":
-        own = best.candidate.schedule.num_microbatches
-        counts = {row.candidate.schedule.num_microbatches: row for row in reversed(near)}
-        below, above = [n for n in counts if n < own], [n for n in counts if n > own]
-        yield from (counts[n] for n in [*([max(below)] if below else []), *([min(above)] if above else [])])
-        return
-    faster = [row for row in near if row.predicted < best.predicted * (1 - _SAME)]
-    slower = [row for row in near if row not in faster]
-    yield from faster[:1]
-    yield from slower[: 1 if choice.what != "Remat" else None]
-
-
-def _compared(row: Row, found: Found, hbm: int | None, processes: Sequence[int]) -> str:
-    """What a step would take, beside that of the best: longer, and why; or shorter, and why it was not chosen."""
-    best = found.best
-    ratio = row.predicted / best.predicted
-    too_much = hbm is not None and row.peak is not None and row.peak > hbm
-    holds = f"a device would hold {bytes_in_words(row.peak or 0)} of {bytes_in_words(hbm or 0)}"
-    if ratio < 1 - _SAME:
-        less = f"a step would take {_percent(1 - ratio)} less"
-        if too_much:
-            return f"{less}, but {holds}"
-        if row.measured is not None and best.measured is not None:
-            return f"{less} by prediction, but it took {time_in_words(row.measured)} when it ran"
-        return f"{less}, but it could not be run"
-    if ratio <= 1 + _SAME:
-        return f"a step would take as long{f', but {holds}' * too_much}"
-    more = f"a step would take {_percent(ratio - 1)} more" if ratio < 2 else f"a step would take {ratio:.2g} times as long"
-    now, then = (parts(each.candidate, found.costs[each.candidate.family], processes) for each in (best, row))
-    name, a, b = max(zip(Parts._fields, now, then, strict=True), key=lambda each: each[2] - each[1])
-    return f"{more} ({_PARTS[name]}: {time_in_words(b)} instead of {time_in_words(a)})"
-
-
-def _ran(found: Found) -> Iterable[str]:
-    best = found.best
-    step = f"{best.candidate.words}: a step takes {time_in_words(best.predicted)} by prediction"
-    if best.measured is None:
-        return (f"{step}; it did not run.",)
-    others = sum(row.measured is not None for row in found.rows) - 1
-    off = _percent(abs(best.predicted / best.measured - 1))
-    fastest = f", the fastest of {others + 1} candidates that ran" * bool(others)
-    return (f"{step}, {time_in_words(best.measured)} when it ran (the prediction is {off} off){fastest}.",)
-
-
-def _one_device(found: Found) -> Iterable[str]:
-    """What one device would take for the same work, if that is a question."""
-    best = found.best.candidate
-    if best.schedule.num_ranks == 1 or any(row.candidate.schedule.num_ranks == 1 for row in found.rows):
-        return ()
-    seconds = alone(best, found.costs[best.family])
-    ratio = seconds / found.best.predicted
-    if ratio >= 1:
-        return (f"One device alone would take {ratio:.2g} times as long, by the same costs.",)
-    faster = f"One device alone would be faster by the same costs ({time_in_words(seconds)} a step)"
-    return (f"{faster}: pass num_ranks=(1, {best.schedule.num_ranks}) to have it looked at.",)
 
 
 def _percent(part: float) -> str:

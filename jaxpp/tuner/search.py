@@ -1,32 +1,61 @@
 """The search: families are measured, all candidates simulated, those that fit are kept, and the best few are run.
 
 Memory is asked for last, because that takes longer than to simulate: of candidates in the order of their predicted time, until as
-many fit as will be run. Without a budget nothing depends on how long the search takes, so it finds the same in every process.
+many fit as will be run. Without a budget nothing depends on how long the search takes, so it finds the same in every process. With
+a budget, the family that promises most is measured next, by what a family that was measured lets expect of it (``estimate``).
 """
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.runtime.progress import progress
+from jaxpp.schedule.action import Kind
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.candidate import Candidate, Family
-from jaxpp.tuner.costs import FamilyCosts, Machine
-from jaxpp.tuner.estimate import estimate, nearest
-from jaxpp.tuner.predict import predict
-from jaxpp.tuner.space import Space, candidates
+from jaxpp.tuner.knobs import Candidate, Family, Space, candidates
 
-__all__ = ["Found", "Limits", "Row", "search"]
+__all__ = ["Limits", "Machine", "Row", "SearchResult", "estimate", "nearest", "search"]
 
 _PATIENCE = 1  # seconds before a progress bar shows
 _SAVES = ("least", "offload", "recompute")
 """What stages may keep where memory is short: as few bytes as repeat no work; the same, in host memory; their inputs alone."""
+
+
+class Machine(Protocol):
+    """What a search asks about costs and memory: the devices themselves (``machine.py``), or numbers that a test injects."""
+
+    @property
+    def remark(self) -> str:
+        """What should be known of how it measures; empty if nothing."""
+        ...
+
+    @property
+    def param_bytes(self) -> int:
+        """The bytes of all parameters."""
+        ...
+
+    def costs(self, family: Family) -> StepCosts:
+        """Measure a family; asked once for each.
+
+        Raises:
+            JaxppError: the model cannot be cut so, or the batch not be split so; the candidates of the family are left out.
+        """
+        ...
+
+    def peaks(self, candidate: Candidate) -> tuple[int, ...]:
+        """The bytes that each device holds at its peak, of each rank in order; of a family that was measured."""
+        ...
+
+    def step(self, candidate: Candidate) -> float:
+        """Run steps of a candidate; the median of their seconds, each from the call until all its results are there."""
+        ...
 
 
 class Limits(NamedTuple):
@@ -68,7 +97,7 @@ class Row(NamedTuple):
         return None if self.peaks is None else max(self.peaks)
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """What a search found.
 
     Attributes:
@@ -81,7 +110,7 @@ class Found(NamedTuple):
 
     best: Row
     rows: tuple[Row, ...]
-    costs: Mapping[Family, FamilyCosts]
+    costs: Mapping[Family, StepCosts]
     left_out: Mapping[Family | Candidate, JaxppError]
     unseen: tuple[Family, ...]
 
@@ -89,7 +118,7 @@ class Found(NamedTuple):
 _UNLIMITED = Limits()
 
 
-def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False) -> Found:
+def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False) -> SearchResult:
     """The candidate whose step takes the least time, of those that fit.
 
     Args:
@@ -105,48 +134,32 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
         run = _Run(machine, limits, bar)
         run.add(candidates(space))
-        if saves and limits.hbm is not None and not run.fits(run.ordered()[0]):
+        if saves and limits.hbm is not None and not run.evaluator.fits(run.ordered()[0]):
             known = frozenset(run.candidates)
             run.add([each for each in candidates(dataclasses.replace(space, remat=_SAVES)) if each not in known])
         return run.result()
 
 
-@dataclass
 class _Run:
-    """A search under way.
+    """A search under way: what was looked at so far."""
 
-    Attributes:
-        machine: what is asked.
-        limits: what bounds the search.
-        bar: shows how far it is.
-        candidates: all that are looked at.
-        costs: of the families measured so far.
-        predicted: seconds of a step of each candidate of these families.
-        peaks: bytes of each device, of the candidates that were asked about.
-        left_out: what the machine raised.
-        unseen: families that the budget left no time for.
-        promised: what steps of candidates would take, by what another family costs.
-        began: when the search began, on the clock of the limits.
-    """
-
-    machine: Machine
-    limits: Limits
-    bar: tqdm
-    candidates: list[Candidate] = field(default_factory=list)
-    costs: dict[Family, FamilyCosts] = field(default_factory=dict)
-    predicted: dict[Candidate, float] = field(default_factory=dict)
-    peaks: dict[Candidate, tuple[int, ...]] = field(default_factory=dict)
-    left_out: dict[Family | Candidate, JaxppError] = field(default_factory=dict)
-    unseen: list[Family] = field(default_factory=list)
-    promised: dict[tuple[Candidate, Family], float] = field(default_factory=dict)
-    began: float = 0.0
-
-    def __post_init__(self):
+    def __init__(self, machine: Machine, limits: Limits, bar: tqdm):
+        self.machine, self.limits, self.bar = machine, limits, bar
+        self.evaluator = Evaluator(self._seconds, machine.peaks, limits.hbm)
+        self.candidates = list[Candidate]()
+        self.costs = dict[Family, StepCosts]()
+        self.left_out = dict[Family | Candidate, JaxppError]()
+        self.unseen = list[Family]()
+        self.promised = dict[tuple[Candidate, Family], float]()
         self.began = self._now()
 
     def _now(self) -> float:
         """The time, if there is a budget: the processes of a run agree on it, which they need not without one."""
         return 0.0 if self.limits.seconds is None else self.limits.clock()
+
+    def _seconds(self, candidate: Candidate, costs: StepCosts | None = None) -> float:
+        costs = costs or self.costs[candidate.family]
+        return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes)
 
     def add(self, more: Sequence[Candidate]) -> None:
         """Measure the families of more candidates, and simulate them.
@@ -161,9 +174,9 @@ class _Run:
         self._measure(dict.fromkeys(each.family for each in more if each.family not in self.costs))
         if not self.costs:
             raise next(iter(self.left_out.values()))
-        for each in more:
-            if each.family in self.costs:
-                self.predicted[each] = predict(each, self.costs[each.family], self.limits.processes)
+        for candidate in more:
+            if candidate.family in self.costs:
+                self.evaluator.seconds(candidate)
 
     def _measure(self, families: Iterable[Family]) -> None:
         """Ask for the costs of families, until the budget is spent; those that cannot be are left out."""
@@ -194,9 +207,9 @@ class _Run:
         if self.limits.seconds is None:
             return waiting[0]
         best = dict.fromkeys(waiting, math.inf)
-        for each in self.candidates:
-            if each.family in best:
-                best[each.family] = min(best[each.family], self._promise(each))
+        for candidate in self.candidates:
+            if candidate.family in best:
+                best[candidate.family] = min(best[candidate.family], self._promise(candidate))
         return min(waiting, key=best.__getitem__)
 
     def _promise(self, candidate: Candidate) -> float:
@@ -204,24 +217,14 @@ class _Run:
         other = nearest(candidate.family, tuple(self.costs))
         if (candidate, other) not in self.promised:
             guess = estimate(candidate.family, other, self.costs[other], candidate.schedule.num_ranks)
-            self.promised[candidate, other] = predict(candidate, guess, self.limits.processes)
+            self.promised[candidate, other] = self._seconds(candidate, guess)
         return self.promised[candidate, other]
 
     def ordered(self) -> list[Candidate]:
         """The candidates that were simulated, the fastest first; of equally fast ones, the one that was listed first."""
-        return sorted(self.predicted, key=self.predicted.__getitem__)
+        return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether every device has room for a candidate."""
-        return self.limits.hbm is None or max(self._held(candidate)) <= self.limits.hbm
-
-    def _held(self, candidate: Candidate) -> tuple[int, ...]:
-        """The bytes that each device holds at its peak; asked once."""
-        if candidate not in self.peaks:
-            self.peaks[candidate] = self.machine.peaks(candidate)
-        return self.peaks[candidate]
-
-    def result(self) -> Found:
+    def result(self) -> SearchResult:
         """Run the best candidates that fit, and choose.
 
         Raises:
@@ -231,37 +234,76 @@ class _Run:
         fitting, measured = list[Candidate](), dict[Candidate, float]()
         self.bar.total += self.limits.num_measured
         ordered = self.ordered()
-        for each in ordered:
+        for candidate in ordered:
             try:
-                if len(fitting) < max(1, self.limits.num_measured) and self.fits(each):
+                if len(fitting) < max(1, self.limits.num_measured) and self.evaluator.fits(candidate):
                     if self.limits.num_measured:
-                        self.bar.set_description(f"running {each.schedule.name}")
-                        measured[each] = self.machine.step(each)
-                    fitting.append(each)
+                        self.bar.set_description(f"running {candidate.schedule.name}")
+                        measured[candidate] = self.machine.step(candidate)
+                    fitting.append(candidate)
                     self.bar.update()
             except JaxppError as error:
-                self.left_out[each] = error
+                self.left_out[candidate] = error
         if not fitting:
             raise self._nothing_fits()
-        self._ask_for_shown([*fitting, *{each.schedule.name: each for each in reversed(ordered)}.values()])
-        rows = {each: Row(each, self.predicted[each], self.peaks.get(each), measured.get(each)) for each in ordered}
-        best = rows[min(fitting, key=lambda each: measured.get(each, 0.0))]
-        return Found(best, tuple(rows.values()), self.costs, self.left_out, tuple(self.unseen))
-
-    def _ask_for_shown(self, shown: Iterable[Candidate]) -> None:
-        """The memory of the candidates that a table shows, the best of each schedule."""
-        for each in shown:
-            try:
-                self._held(each)
+        for candidate in (*fitting, *{each.schedule.name: each for each in reversed(ordered)}.values()):
+            try:  # the memory of what a table shows, the best of each schedule
+                self.evaluator.peaks(candidate)
             except JaxppError as error:
-                self.left_out[each] = error
+                self.left_out[candidate] = error
+        prices, weights = self.evaluator.prices, self.evaluator.weights
+        rows = {each: Row(each, prices[each], weights.get(each), measured.get(each)) for each in ordered}
+        best = rows[min(fitting, key=lambda each: measured.get(each, 0.0))]
+        return SearchResult(best, tuple(rows.values()), self.costs, self.left_out, tuple(self.unseen))
 
     def _nothing_fits(self) -> JaxppError:
-        if not self.peaks or self.limits.hbm is None:
+        lightest = self.evaluator.lightest()
+        if not lightest or self.limits.hbm is None:
             return next(reversed(self.left_out.values()))
-        least = min(self.peaks, key=lambda each: max(self.peaks[each]))
-        need, room = bytes_in_words(max(self.peaks[least])), bytes_in_words(self.limits.hbm)
+        need, room = bytes_in_words(max(self.evaluator.peaks(lightest[0]))), bytes_in_words(self.limits.hbm)
         rule = "a pipeline fits if no device holds more than hbm at its peak"
-        got = [f"{len(self.peaks)} candidates, none of which fits into {room}", f"the least is {need}, of {least.words}"]
+        got = [f"{len(lightest)} candidates, none of which fits into {room}", f"the least is {need}, of {lightest[0].words}"]
         fix = "use more devices or smaller batches, or pass a larger hbm if the devices have it"
         return ArgumentError(f"jaxpp.tune(..., hbm={room!r})", rule, got, fix)
+
+
+def nearest(family: Family, known: Sequence[Family]) -> Family:
+    """The measured family that is most like another one; the first if several are."""
+
+    def distance(other: Family) -> tuple[float, float]:
+        choices = sum(a != b for a, b in zip(family[2:], other[2:], strict=True))
+        return choices, sum(abs(math.log(a / b)) for a, b in zip(family[:2], other[:2], strict=True))
+
+    return min(known, key=distance)
+
+
+def estimate(family: Family, other: Family, costs: StepCosts, num_ranks: int) -> StepCosts:
+    """What a family may cost, by what another one does; it decides which family is measured next, and nothing else.
+
+    A stage takes time in proportion to its part of the model and to the size of a microbatch, as does what it sends. To hand over
+    an action takes as long for any size. To recompute costs one more forward.
+    """
+    part, size = other.num_stages / family.num_stages, other.num_microbatches / family.num_microbatches
+    count = family.num_stages
+
+    def every(values: Sequence[float], scale: float, number: int = count) -> tuple[float, ...]:
+        return (scale * (statistics.fmean(values) if values else 0.0),) * number
+
+    means = {kind: part * size * statistics.fmean(values) for kind, values in costs.actions.items()}
+    full = means[Kind.B] if Kind.B in means else means.get(Kind.I, 0.0) + means.get(Kind.W, 0.0)
+    again = ((family.remat == "recompute") - (other.remat == "recompute")) * means[Kind.F]
+    works = {Kind.F: means[Kind.F], Kind.B: max(0.0, full + again)}
+    if family.splits:
+        works |= {Kind.I: max(0.0, means.get(Kind.I, full / 2) + again), Kind.W: means.get(Kind.W, full / 2)}
+    handed = statistics.fmean(seconds for values in costs.dispatch.values() for seconds in values)
+    return StepCosts(
+        actions={kind: (seconds,) * count for kind, seconds in works.items()},
+        dispatch=dict.fromkeys(works, (handed,) * count),
+        transfer=every(costs.transfer, size, count - 1),
+        offload=every(costs.offload, part * size),
+        offload_dispatch=every(costs.offload_dispatch, 1.0),
+        before=costs.before,
+        after=every(costs.after, part),
+        after_dispatch=costs.after_dispatch / part,
+        capacity=min(costs.capacity, num_ranks),
+    )

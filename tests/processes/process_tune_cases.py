@@ -7,7 +7,7 @@ import jax
 import optax
 
 from jaxpp.schedule import make
-from jaxpp.tuner.candidate import Candidate
+from jaxpp.tuner.knobs import Candidate
 from jaxpp.tuner.machine import Devices
 from tests.processes.process_observe_cases import BATCH, PARAMS, loss_fn
 

@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
+from jaxpp.observe.evaluate import alone, parts, step_seconds
 from jaxpp.schedule import SCHEDULES
 from jaxpp.schedule.draw.colours import group_colour
-from jaxpp.tuner.findings import Findings
-from jaxpp.tuner.predict import alone, parts, predict
+from jaxpp.tuner.knobs import Space
 from jaxpp.tuner.reasons import time_in_words
 from jaxpp.tuner.search import Limits, search
-from jaxpp.tuner.space import Space
+from jaxpp.tuning import Tuning
 from tests.tuner.virtual_machine import MIB, Virtual
 
 CHOICES = ["Schedule", "Microbatches", "Stages a rank", "Remat"]
@@ -20,7 +20,7 @@ CHOICES = ["Schedule", "Microbatches", "Stages a rank", "Remat"]
 def findings(machine=None, space=None, hbm=None, **limits):
     machine = machine or Virtual()
     found = search(machine, space or Space(64, (4,)), Limits(hbm and hbm * MIB, **limits), saves=True)
-    return Findings(found, {"has_aux": False}, hbm and hbm * MIB, (), machine.peaks, machine.remark)
+    return Tuning(found, {"has_aux": False}, hbm and hbm * MIB, (), machine.peaks, machine.remark, None, None)
 
 
 def choices(told):
@@ -44,7 +44,7 @@ def test_a_neighbour_that_takes_longer_is_told_with_the_part_that_grows_most():
     above = [row for row in told.rows if row.candidate.schedule.name == best.candidate.schedule.name]
     row = next(row for row in above if row.candidate.schedule.num_microbatches == 2 * best.candidate.schedule.num_microbatches)
     costs = Virtual(dispatch=0.05, transfer=0.0).costs
-    now, then = (parts(each.candidate, costs(each.candidate.family)) for each in (best, row))
+    now, then = (parts(each.candidate.schedule, costs(each.candidate.family)) for each in (best, row))
     assert then.dispatch - now.dispatch == max(b - a for a, b in zip(now, then, strict=True))
     dispatch = f"waiting for dispatch: {time_in_words(then.dispatch)} instead of {time_in_words(now.dispatch)}"
     more = row.predicted / best.predicted - 1
@@ -55,8 +55,9 @@ def test_the_parts_of_a_step_sum_to_it():
     for machine in (Virtual(seed=1), Virtual(seed=2, capacity=2.0, after=0.0), Virtual(seed=3, dispatch=0.2, copy=1.0)):
         for row in search(machine, Space(16, (4,), remat=("least", "offload"))).rows:
             costs = machine.costs(row.candidate.family)
-            found = parts(row.candidate, costs)
-            assert sum(found) == pytest.approx(predict(row.candidate, costs)) and min(found) >= 0
+            found = parts(row.candidate.schedule, costs, row.candidate.offload)
+            assert sum(found) == pytest.approx(row.predicted) and min(found) >= 0
+            assert row.predicted == step_seconds(row.candidate.schedule, costs, row.candidate.offload)
             assert (found.sharing == 0) or machine.capacity
             assert (found.copies == 0) or row.candidate.remat == "offload"
 
@@ -74,7 +75,7 @@ def test_one_device_alone_is_told_where_it_would_be_faster():
     slow = Virtual(transfer=20.0, residuals=0)
     told = findings(slow)
     best = told.found.best
-    seconds = alone(best.candidate, slow.costs(best.candidate.family))
+    seconds = alone(best.candidate.schedule, slow.costs(best.candidate.family))
     assert seconds < best.predicted
     assert told.why[-1] == (
         f"One device alone would be faster by the same costs ({time_in_words(seconds)} a step): pass num_ranks=(1, 4) to have it "

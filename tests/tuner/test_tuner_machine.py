@@ -14,14 +14,13 @@ import pytest
 import jaxpp
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.observe.evaluate import step_seconds
+from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
-from jaxpp.tuner.candidate import Candidate, Family
-from jaxpp.tuner.machine import Devices
-from jaxpp.tuner.measure.fitted import fitted
-from jaxpp.tuner.measure.pace import Pace
-from jaxpp.tuner.measure.plain import one_at_a_time, plain_schedule
-from jaxpp.tuner.predict import predict
+from jaxpp.tuner.knobs import Candidate, Family
+from jaxpp.tuner.machine import Devices, _Pace
+from jaxpp.tuner.measure import fitted, one_at_a_time, plain_schedule
 from tests.conftest import gpt_case, mlp_case
 
 CASE = mlp_case(batch_size=12, width=8, depth=7)
@@ -103,9 +102,10 @@ def test_a_second_machine_measures_nothing(tmp_path, monkeypatch):
     assert all(seconds > 0 for _, _, seconds in found)
 
     def opened(*args):
-        raise AssertionError("nothing is cut, compiled or run")
+        raise AssertionError("nothing is run")
 
-    monkeypatch.setattr("jaxpp.tuner.measure.opened.Problem.open", opened)
+    monkeypatch.setattr("jaxpp.tuner.machine._Steps.step", opened)
+    monkeypatch.setattr(Programs, "compile", opened)
     second = devices(tmp_path, devices=jax.devices()[:2])
     assert [(second.costs(each.family), second.peaks(each), second.step(each)) for each in candidates] == found
     assert (second.num_measured, second.remark) == (0, "")
@@ -140,7 +140,7 @@ def test_another_problem_has_another_file(tmp_path):
     assert devices(tmp_path).remark == ""
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "something else", "found": {}}', '{"kind": "jaxpp tune 1", "found": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "something else", "found": {}}', '{"kind": "jaxpp tune 2", "found": 3}'])
 def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     candidate = Candidate(make("1f1b", num_ranks=2, num_microbatches=2))
     peaks = devices(tmp_path).peaks(candidate)
@@ -149,7 +149,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     machine = devices(tmp_path)
     assert machine.remark.startswith(f"{file} is ignored, and will be written anew: ")
     assert machine.peaks(candidate) == peaks
-    assert json.loads(file.read_text())["kind"] == "jaxpp tune 1"
+    assert json.loads(file.read_text())["kind"] == "jaxpp tune 2"
     assert list(tmp_path.iterdir()) == [file]
     assert devices(tmp_path).remark == ""
 
@@ -215,11 +215,11 @@ def test_fitted_costs_predict_the_step_that_was_run(machine, seconds):
         after_dispatch=1e-5,
     )
     found = fitted(costs, plain, seconds, shared=True)
-    assert math.isclose(predict(plain, found), seconds, rel_tol=0.02)
+    assert math.isclose(step_seconds(plain.schedule, found), seconds, rel_tol=0.02)
     assert 1 <= found.capacity <= 4
     own = fitted(costs, plain, seconds, shared=False)
     assert own.capacity == 4
-    assert math.isclose(predict(plain, own), seconds, rel_tol=0.02)
+    assert math.isclose(step_seconds(plain.schedule, own), seconds, rel_tol=0.02)
 
 
 def test_families_that_hardly_fit_are_measured_one_microbatch_at_a_time(tmp_path, monkeypatch):
@@ -270,7 +270,7 @@ def test_seconds_are_those_at_the_speed_that_the_machine_had_at_first():
         def told(self, steps):
             return list(steps)
 
-    pace, reference, other = Pace(), Steps(0.2), Steps(0.3)
+    pace, reference, other = _Pace(), Steps(0.2), Steps(0.3)
     speed = itertools.repeat(1.0)
     found = pace.timed(reference, budget=1.0)
     assert (found.seconds, found.factor) == (0.2, 1.0)

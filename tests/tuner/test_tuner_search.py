@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxpp
 from jaxpp.errors import ArgumentError, CutError
 from jaxpp.schedule import SCHEDULES, make
-from jaxpp.tuner.candidate import Candidate
-from jaxpp.tuner.search import Limits, search
-from jaxpp.tuner.space import Space, candidates, usual_microbatches
+from jaxpp.tuner.knobs import Candidate, Family, Space, candidates, usual_microbatches
+from jaxpp.tuner.search import Limits, estimate, nearest, search
 from tests.tuner.virtual_machine import MIB, Virtual, everything
 
 SAVES = ("least", "offload", "recompute")
@@ -221,7 +219,6 @@ def test_other_numbers_of_stages_a_rank_are_given_as_a_schedule():
     (candidate,) = candidates(Space(8, (2,), ("interleaved", "1f1b"), (3,), (4,)))
     assert candidate.options["schedule"] == make("interleaved", 2, 4, 3) and candidate.options["num_stages"] == 6
     assert Candidate(make("gpipe", 2, 4), "offload").options["remat"] == "offload"
-    assert Candidate(make("gpipe", 2, 4), "offload", 2).options["remat"] == jaxpp.Offload(except_last=2)
 
 
 def test_a_model_state_leaves_schedules_out_that_change_the_order_of_forwards():
@@ -231,3 +228,22 @@ def test_a_model_state_leaves_schedules_out_that_change_the_order_of_forwards():
         for stage in range(each.schedule.num_stages):
             forwards = [a.microbatch for a in each.schedule.order if a.stage == stage and a.kind == "F"]
             assert forwards == sorted(forwards)
+
+
+def test_the_estimate_of_a_family_scales_with_its_microbatches_and_stages():
+    machine = Virtual()
+    known = Family(4, 8, "least", "flops", False)
+    costs = machine.costs(known)
+    for wanted in (
+        Family(4, 2, "least", "flops", False),
+        Family(8, 16, "least", "flops", True),
+        Family(4, 8, "recompute", "flops", True),
+    ):
+        guess, true = estimate(wanted, known, costs, 4), machine.costs(wanted)
+        assert {kind: pytest.approx(times) for kind, times in true.actions.items()} == guess.actions
+        assert guess.dispatch == {kind: pytest.approx(times) for kind, times in true.dispatch.items()}
+        assert sum(guess.after) == pytest.approx(sum(true.after)) and guess.before == true.before
+        assert len(guess.transfer) == wanted.num_stages - 1
+    others = [known, Family(4, 16, "least", "flops", False), Family(8, 8, "least", "flops", True)]
+    assert nearest(Family(4, 32, "least", "flops", False), others) == others[1]
+    assert nearest(Family(4, 8, "least", "flops", True), others) == others[2]

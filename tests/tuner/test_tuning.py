@@ -7,7 +7,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError, BatchError, OptimizerError, ScheduleError
-from jaxpp.tuner.costs import FamilyCosts
+from jaxpp.observe.evaluate import StepCosts
 from jaxpp.tuner.machine import Devices
 from tests.tuner.virtual_machine import Virtual
 
@@ -232,7 +232,7 @@ def test_the_devices_say_what_candidates_cost_and_run_the_best():
         devices=jax.devices()[:2], schedules=("gpipe", "1f1b"), num_microbatches=(2, 4), stages_per_rank=1, hbm="1GiB", keep=False
     )
     assert len(tuning.rows) == 4 and len(tuning.measured) == 3
-    assert all(isinstance(costs, FamilyCosts) for costs in tuning.found.costs.values())
+    assert all(isinstance(costs, StepCosts) for costs in tuning.found.costs.values())
     assert tuning.found.best == tuning.measured[0] and tuning.found.best.measured > 0
     assert all(len(row.peaks) == 2 and min(row.peaks) > 0 for row in tuning.measured)
     pipe = tuning.pipeline()

@@ -6,9 +6,9 @@ import functools
 import numpy as np
 
 from jaxpp.errors import CutError
+from jaxpp.observe.evaluate import StepCosts
 from jaxpp.schedule import Kind, make, simulate
 from jaxpp.schedule.registry import SCHEDULES
-from jaxpp.tuner.costs import FamilyCosts
 
 MIB = 2**20
 made = functools.cache(make)
@@ -63,7 +63,7 @@ class Virtual:
         actions = {Kind.F: f, Kind.B: tuple(a + b for a, b in zip(i, w, strict=True))}
         actions |= {Kind.I: i, Kind.W: w} if family.splits else {}
         n = family.num_stages
-        return FamilyCosts(
+        return StepCosts(
             actions=actions,
             dispatch=dict.fromkeys(actions, (self.dispatch,) * n),
             transfer=(self.transfer,) * (n - 1),
