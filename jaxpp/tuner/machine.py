@@ -12,7 +12,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -283,14 +282,7 @@ def _from_json(found: Mapping[str, Any] | None) -> StepCosts | None:
 
 
 class _Steps:
-    """An engine and, once it runs, a state: steps that are run one after another.
-
-    Args:
-        engine: which runs them.
-        batch: of each.
-        key: of each, or None.
-        variables: makes the first parameters (and the model state).
-    """
+    """An engine and, once it runs, a state: steps that run one after another. ``variables`` makes the first parameters."""
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, variables: Callable[[], Tree]):
         self.engine, self.batch, self.key, self._variables = engine, batch, key, variables
@@ -345,19 +337,12 @@ class _Steps:
 
 
 class _Paced(NamedTuple):
-    """What some turns found.
+    """What some turns found; both numbers are medians."""
 
-    Attributes:
-        seconds: of a step, at the speed that the machine had at first: the median.
-        factor: how much longer a step took than at that speed: the median.
-        free: steps at full speed that were looked at.
-        apart: steps in which each instruction waited for the one before.
-    """
-
-    seconds: float
-    factor: float
-    free: tuple[SeenStep, ...]
-    apart: tuple[SeenStep, ...]
+    seconds: float  # of a step, at the speed that the machine had at first
+    factor: float  # how much longer a step took than at that speed
+    free: tuple[SeenStep, ...]  # steps at full speed that were looked at
+    apart: tuple[SeenStep, ...]  # steps in which each instruction waited for the one before
 
 
 class _Pace:
@@ -383,13 +368,7 @@ class _Pace:
         return self._reference is not None
 
     def timed(self, steps: _Steps, budget: float, *, looks: bool = False) -> _Paced:
-        """Run steps by turns with the reference.
-
-        Args:
-            steps: what is timed.
-            budget: seconds for all turns; there are at least six and at most forty.
-            looks: whether some steps are looked at, too, before that.
-        """
+        """Run steps by turns with the reference, for so many seconds; before that, some are looked at if ``looks``."""
         first = min(steps.timed() for _ in range(_WARM_UP))
         seen = [steps.step(Stamps(waits=waits)).timed() for waits in (True, False) * (_LOOKS if looks else 0)]
         count = min(40, max(6, math.ceil(budget / (first + self._usual * self.known))))
@@ -413,11 +392,6 @@ class _Results:
     The name of the file is a digest of all that decides the results of one problem on one machine. So a file never has to be
     judged: what is in it holds, or the file has another name. A file that cannot be read is ignored, and written anew. Of several
     processes the first reads and writes, and tells the others what it has read.
-
-    Args:
-        keep: whether there is a file, in the user's cache folder (True) or in a folder of this name.
-        name: of the file.
-        several: whether several processes search together.
     """
 
     def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):
@@ -438,11 +412,16 @@ class _Results:
         self._found.setdefault(kind, {})[name] = value
         if self._path is None:
             return
+        partial = self._path.with_suffix(f".{os.getpid()}")  # the file is there whole, or as it was before
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _write(self._path, json.dumps({"kind": _KIND, "found": self._found}))
+            partial.write_text(json.dumps({"kind": _KIND, "found": self._found}))
+            partial.replace(self._path)
         except OSError as error:
             self.remark, self._path = f"results are not kept: {error}", None
+        finally:
+            with suppress(OSError):
+                partial.unlink()
 
     def _read(self) -> tuple[str, str]:
         """The text of the file, if it holds results; and what is wrong with it, if something is."""
@@ -456,16 +435,3 @@ class _Results:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return "", f"{path} is ignored, and will be written anew: {type(error).__name__}: {error}"
         return (text, "") if good else ("", f"{path} is ignored, and will be written anew: it is no file of jaxpp.tune")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or as it was before."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise

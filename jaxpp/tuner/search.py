@@ -29,32 +29,18 @@ _SAVES = ("least", "offload", "recompute")
 
 
 class Machine(Protocol):
-    """What a search asks about costs and memory: the devices themselves (``machine.py``), or numbers that a test injects."""
-
-    @property
-    def remark(self) -> str:
-        """What should be known of how it measures; empty if nothing."""
-        ...
-
-    @property
-    def param_bytes(self) -> int:
-        """The bytes of all parameters."""
-        ...
+    """What a search asks about costs and memory: the devices themselves (``Devices``), or numbers that a test injects."""
 
     def costs(self, family: Family) -> StepCosts:
-        """Measure a family; asked once for each.
-
-        Raises:
-            JaxppError: the model cannot be cut so, or the batch not be split so; the candidates of the family are left out.
-        """
+        """Measure a family, once; the candidates of a family for which it raises ``JaxppError`` are left out."""
         ...
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
-        """The bytes that each device holds at its peak, of each rank in order; of a family that was measured."""
+        """The bytes that the device of each rank holds at its peak; of a family that was measured."""
         ...
 
     def step(self, candidate: Candidate) -> float:
-        """Run steps of a candidate; the median of their seconds, each from the call until all its results are there."""
+        """The seconds of a step, from the call until all its results are there."""
         ...
 
 

@@ -92,7 +92,7 @@ def test_ample_memory_changes_nothing_and_measures_nothing(run, costs, capsys):
     assert str(pipe.stages) == str(plain.stages)
 
 
-@pytest.mark.parametrize("run", [MLP, GPT], ids=["mlp", "gpt"])
+@pytest.mark.parametrize("run", [pytest.param(MLP, id="mlp"), pytest.param(GPT, id="gpt", marks=pytest.mark.long)])
 def test_only_the_stage_that_needs_it_offloads_and_the_bits_stay(run, costs, capsys):
     count = run["num_stages"]
     calls = costs([1.0] * count, [2.0] * count, [0.5] * count)
@@ -117,7 +117,9 @@ def words(size):
     return jaxpp.stages.stage_table.bytes_in_words(size)
 
 
-@pytest.mark.parametrize("run", [pytest.param(MLP, id="mlp"), pytest.param(GPT, id="gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "run", [pytest.param(MLP, id="mlp", marks=pytest.mark.long), pytest.param(GPT, id="gpt", marks=pytest.mark.slow)]
+)
 def test_a_stage_recomputes_where_copies_take_longer_and_the_step_equals_the_oracle(run, costs):
     count = run["num_stages"]
     costs([1.0] * count, [2.0] * count, [100.0] * count)
@@ -139,6 +141,7 @@ def test_a_stage_recomputes_where_copies_take_longer_and_the_step_equals_the_ora
 
 
 @pytest.mark.parametrize(("num_devices", "copy"), [(2, 0.1), (2, 2.5), pytest.param(2, 9.0, marks=pytest.mark.slow), (1, 2.5)])
+@pytest.mark.long
 def test_no_other_choice_that_fits_is_cheaper(num_devices, copy, costs):
     forward, backward, copies = [1.0, 3.0], [2.0, 4.0], [copy, copy / 2]
     costs(forward, backward, copies)
@@ -170,6 +173,7 @@ def every_choice(num_devices):
     return {each: peaks(PAIR, remat=list(each), devices=jax.devices()[:num_devices]) for each in ways}
 
 
+@pytest.mark.long
 def test_what_is_left_to_measure_is_measured_on_the_devices():
     least = peaks(PAIR)
     pipe, case = pipeline(PAIR, hbm=max(least) - 1)
@@ -179,6 +183,7 @@ def test_what_is_left_to_measure_is_measured_on_the_devices():
     check_memory(pipe, case, max(least) - 1)
 
 
+@pytest.mark.long
 def test_a_second_init_keeps_the_choice_and_says_nothing(costs, capsys):
     costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
     room = max(peaks(PAIR)) - 1
@@ -236,7 +241,7 @@ def pipeline_stages(run):
     return pipe.stages
 
 
-@pytest.mark.parametrize("remat", ["offload", ["least", "recompute"]])
+@pytest.mark.parametrize("remat", [pytest.param("offload", marks=pytest.mark.long), ["least", "recompute"]])
 def test_with_remat_of_the_users_own_the_step_is_only_checked(remat):
     found = peaks(PAIR, remat=remat)
     pipe, case = pipeline(PAIR, remat=remat, hbm=max(found))
@@ -250,6 +255,7 @@ def test_with_remat_of_the_users_own_the_step_is_only_checked(remat):
     assert "leave remat out, so that jaxpp chooses what each stage keeps.\n" in str(error.value)
 
 
+@pytest.mark.long
 def test_replicas_choose_too(costs):
     costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
     room = max(peaks(PAIR, data_parallel=2)) - 1
@@ -259,6 +265,7 @@ def test_replicas_choose_too(costs):
     pipe.verify(state, case.batch)
 
 
+@pytest.mark.long
 def test_a_bank_counts_the_sets_that_wait_and_chooses_too(costs):
     costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
 
@@ -290,6 +297,7 @@ def by_hand(stages=3, **options):
     return pipe, [[jnp.eye(32)] * 6] * stages, (np.ones((96, 32), np.float32), np.zeros((96, 32), np.float32))
 
 
+@pytest.mark.long
 def test_stages_by_hand_choose_too(costs):
     costs([1.0] * 3, [2.0] * 3, [0.5] * 3)
     plain, params, batch = by_hand()
@@ -304,6 +312,7 @@ def test_stages_by_hand_choose_too(costs):
     assert "2 stage functions" in str(alone.forecast(jax.eval_shape(lambda: params[:1]), batch, hbm="190KiB"))
 
 
+@pytest.mark.long
 def test_more_stages_than_there_are_cuts_for_are_proposed_without_the_cuts(costs):
     costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
     cuts = {"cuts": ["dense_4"]}
@@ -313,6 +322,7 @@ def test_more_stages_than_there_are_cuts_for_are_proposed_without_the_cuts(costs
         pipe.init(case.params, case.batch)
 
 
+@pytest.mark.long
 def test_with_shards_of_parameters_the_step_is_only_checked():
     mesh = jax.make_mesh((2, 2), ("pipe", "model"))
     options = {"mesh": mesh, "shardings": {"*kernel": "column"}}

@@ -42,7 +42,7 @@ def ready(name):
     return case, pipe, pipe.init(case.params, case.batch)
 
 
-@pytest.mark.parametrize("name", list(RUNS)[:5])
+@pytest.mark.parametrize("name", ["mlp 1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in list(RUNS)[1:5])])
 def test_at_every_moment_the_account_equals_the_unique_live_buffers(name):
     case, pipe, state = ready(name)
     batch, engine = jax.tree.map(np.asarray, case.batch), pipe.engine
@@ -73,7 +73,9 @@ def test_what_waits_in_host_memory_is_not_on_the_device():
     assert live_bytes(device) == before
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", ["mlp 1f1b", "mlp gpipe", *(pytest.param(name, marks=pytest.mark.long) for name in list(RUNS)[1:6])]
+)
 def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so_before(name, monkeypatch):
     case, pipe, state = ready(name)
     own = pipe.engine.copy(pipe.engine.leaves(state.held))
@@ -101,7 +103,7 @@ def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so
 
 
 @pytest.mark.parametrize("remat", ["keep", "recompute"])
-@pytest.mark.parametrize("m", [2, 4, 7])
+@pytest.mark.parametrize("m", [pytest.param(2, marks=pytest.mark.long), 4, pytest.param(7, marks=pytest.mark.long)])
 def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_recompute_only_inputs(m, remat):
     case, p = mlp_case(batch_size=28), 4
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=p, num_microbatches=m, has_aux=True, remat=remat)
@@ -182,6 +184,7 @@ def test_where_nothing_fits_the_forecast_says_so():
     assert "nothing that was looked at fits" in str(pipe.forecast(params, jnp.ones((8, 8)), hbm=100))
 
 
+@pytest.mark.long
 def test_a_forecast_for_other_shapes_leaves_the_pipeline_as_it_is():
     pipe = jaxpp.Pipeline(lambda p, x: (jnp.tanh(x @ p["a"]) @ p["b"]).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
 
@@ -236,6 +239,7 @@ def test_a_device_that_says_what_it_has_is_believed(monkeypatch):
     assert not forecast.fits
 
 
+@pytest.mark.long
 def test_what_only_just_fits_is_found_by_compiling_it():
     shapes = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(8)}
     batch = jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
@@ -261,6 +265,7 @@ def test_an_optimizer_that_is_refused_is_refused_again_and_the_old_state_goes_on
             ask(params, jnp.ones((4, 4)))
 
 
+@pytest.mark.long
 def test_shapes_of_keys_and_wider_batches_make_no_other_plan():
     case = gpt_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)

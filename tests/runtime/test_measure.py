@@ -36,7 +36,13 @@ def owned(loss, params, **options):
     return [sum(size for size, home in zip(sizes, engine.owner, strict=True) if home == stage) for stage in range(3)]
 
 
-@pytest.mark.parametrize(("loss", "params"), [(loss_fn, PARAMS), (looped, {"layers": jnp.stack(PARAMS)})], ids=["layers", "loop"])
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        pytest.param(loss_fn, PARAMS, id="layers", marks=pytest.mark.long),
+        pytest.param(looped, {"layers": jnp.stack(PARAMS)}, id="loop"),
+    ],
+)
 def test_a_slow_part_of_the_model_gets_fewer_layers(loss, params, monkeypatch):
     assert owned(loss, params) == [4, 4, 4]
     # The first four layers take four times as long as the others: 16 + 4 + 4, so eight a stage.

@@ -88,7 +88,15 @@ def arrays_at_the_peak(case, schedule, balance):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [*itertools.product(["mlp", "disagreeing"], SCHEDULES), ("gpt", "1f1b"), ("gpt", "zb-v"), ("resnet", "gpipe")],
+    [
+        *[("mlp", "1f1b"), ("disagreeing", "zb-v")],
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in itertools.product(["mlp", "disagreeing"], ["gpipe", "interleaved"])
+        ),
+        *(pytest.param("gpt", schedule, marks=pytest.mark.long) for schedule in ("1f1b", "zb-v")),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [("mlp", "zb-v"), ("disagreeing", "1f1b"), ("resnet", "gpipe")]),
+    ],
 )
 def test_the_fullest_device_holds_no_more_than_with_equal_flops(name, schedule):
     case = CASES[name]()
@@ -98,6 +106,7 @@ def test_the_fullest_device_holds_no_more_than_with_equal_flops(name, schedule):
         assert memory < 0.8 * flops
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_where_flops_and_memory_disagree_the_forecast_is_clearly_lower_and_the_step_exact(schedule):
     loss_fn, (params,), batch, _, _ = CASES["disagreeing"]()
@@ -116,7 +125,9 @@ def traced(name):
 
 
 @pytest.mark.parametrize("kept", [Least(1.0), None], ids=["least", "keep"])
-@pytest.mark.parametrize("name", ["mlp", "gpt", "disagreeing"])
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("gpt", marks=pytest.mark.long), pytest.param("disagreeing", marks=pytest.mark.long)]
+)
 def test_the_estimate_of_what_stages_keep_is_near_what_they_keep(name, kept):
     loss = traced(name)
     batch = sum(count_bytes(var.aval) for var in loss.batch)

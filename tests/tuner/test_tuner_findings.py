@@ -137,6 +137,7 @@ def test_the_best_options_are_those_of_a_pipeline_with_what_all_candidates_share
     assert told.best == {"has_aux": False, **sizes, "schedule": row.schedule.name, "remat": "least", "balance": "flops"}
 
 
+@pytest.mark.long
 def test_the_page_has_the_table_the_reasons_and_the_picture():
     told = findings(hbm=60)
     page = told._repr_html_()
@@ -181,7 +182,9 @@ def test_the_figure_has_a_mark_for_each_candidate_the_frontier_what_ran_and_the_
     assert axes.get_xlabel() == "peak of the fullest device, MiB" and axes.get_ylabel() == "a step, s"
 
 
-@pytest.mark.parametrize(("hbm", "work"), [(None, 8.0), (60, 8.0), (45, 0.05)])
+@pytest.mark.parametrize(
+    ("hbm", "work"), [(60, 8.0), *(pytest.param(*case, marks=pytest.mark.long) for case in ((None, 8.0), (45, 0.05)))]
+)
 def test_everything_that_is_written_in_the_figure_lies_on_the_page_and_apart(hbm, work):
     told = findings(Virtual(seed=4, work=work), hbm=hbm)
     figure = told.figure()

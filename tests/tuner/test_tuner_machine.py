@@ -47,8 +47,11 @@ def machine(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "family",
-    [Family(4, 4, "least", "flops", False), Family(4, 4, "least", "flops", True), Family(8, 4, "recompute", "flops", False)],
-    ids=["full backwards", "split backwards", "two stages a rank, recomputed"],
+    [
+        pytest.param(Family(4, 4, "least", "flops", False), id="full backwards"),
+        pytest.param(Family(4, 4, "least", "flops", True), id="split backwards", marks=pytest.mark.long),
+        pytest.param(Family(8, 4, "recompute", "flops", False), id="two stages a rank, recomputed", marks=pytest.mark.long),
+    ],
 )
 def test_costs_have_a_number_for_each_stage(machine, family):
     costs = machine.costs(family)
@@ -65,7 +68,9 @@ def test_costs_have_a_number_for_each_stage(machine, family):
     assert 1 <= costs.capacity <= 4
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zb-h2", "looped-bfs", "v-min"])
+@pytest.mark.parametrize(
+    "name", ["zb-h2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "looped-bfs", "v-min"))]
+)
 def test_peaks_are_those_of_the_forecast(machine, name):
     candidate = Candidate(make(name, num_ranks=4, num_microbatches=8), remat="least")
     pipe = jaxpp.Pipeline(CASE.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:4], **candidate.options)
@@ -73,6 +78,7 @@ def test_peaks_are_those_of_the_forecast(machine, name):
     assert machine.peaks(candidate) == tuple(forecast.peaks[device] for device in jax.devices()[:4])
 
 
+@pytest.mark.long
 def test_peaks_know_what_is_offloaded(machine):
     schedule = make("gpipe", num_ranks=4, num_microbatches=8)
     least, moved = (machine.peaks(Candidate(schedule, remat=remat)) for remat in ("least", "offload"))
@@ -85,6 +91,7 @@ def test_peaks_know_what_is_offloaded(machine):
     assert machine.step(Candidate(schedule, remat="offload")) > 0
 
 
+@pytest.mark.long
 def test_peaks_know_keys_and_dropout(tmp_path):
     case = gpt_case(batch_size=8, depth=1)
     candidate = Candidate(make("zb-h1", num_ranks=2, num_microbatches=4), remat="recompute")
@@ -111,6 +118,7 @@ def test_a_second_machine_measures_nothing(tmp_path, monkeypatch):
     assert (second.num_measured, second.remark) == (0, "")
 
 
+@pytest.mark.long
 def test_another_problem_has_another_file(tmp_path):
     def other_loss(params, batch):
         loss, aux = CASE.loss_fn(params, batch)
@@ -140,7 +148,12 @@ def test_another_problem_has_another_file(tmp_path):
     assert devices(tmp_path).remark == ""
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "something else", "found": {}}', '{"kind": "jaxpp tune 2", "found": 3}'])
+OTHER_TEXTS = ["", "{", "[]", '{"kind": "something else", "found": {}}']
+
+
+@pytest.mark.parametrize(
+    "text", ['{"kind": "jaxpp tune 2", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
+)
 def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     candidate = Candidate(make("1f1b", num_ranks=2, num_microbatches=2))
     peaks = devices(tmp_path).peaks(candidate)
@@ -154,6 +167,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     assert devices(tmp_path).remark == ""
 
 
+@pytest.mark.long
 def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     devices(keep=False).peaks(Candidate(make("1f1b", num_ranks=2, num_microbatches=2)))
@@ -169,6 +183,7 @@ def test_a_folder_that_cannot_be_written_is_a_remark(tmp_path):
     assert machine.remark.startswith("results are not kept: ")
 
 
+@pytest.mark.long
 def test_parameters_that_were_given_stay_as_they_are(tmp_path):
     params = jax.tree.map(jnp.array, CASE.params)
     before = jax.tree.map(np.array, params)
@@ -222,6 +237,7 @@ def test_fitted_costs_predict_the_step_that_was_run(machine, seconds):
     assert math.isclose(step_seconds(plain.schedule, own), seconds, rel_tol=0.02)
 
 
+@pytest.mark.long
 def test_families_that_hardly_fit_are_measured_one_microbatch_at_a_time(tmp_path, monkeypatch):
     machine, family = devices(tmp_path, devices=jax.devices()[:2]), Family(2, 6, "least", "flops", splits=False)
     usual = plain_schedule(family, 2)
@@ -239,6 +255,7 @@ def test_families_that_hardly_fit_are_measured_one_microbatch_at_a_time(tmp_path
         devices(False, devices=jax.devices()[:2]).costs(family)
 
 
+@pytest.mark.long
 def test_an_interrupt_leaves_the_machine_as_it_was(tmp_path, monkeypatch):
     machine, family = devices(tmp_path, devices=jax.devices()[:2]), Family(2, 2, "least", "flops", splits=False)
     calls, run = [], Engine.run
@@ -283,6 +300,7 @@ def test_seconds_are_those_at_the_speed_that_the_machine_had_at_first():
     assert math.isclose(pace.timed(other, budget=5.0).seconds, 0.3)
 
 
+@pytest.mark.long
 def test_what_is_measured_later_is_told_the_same_pace(tmp_path):
     first = devices(tmp_path, devices=jax.devices()[:2])
     first.costs(Family(2, 2, "least", "flops", splits=False))

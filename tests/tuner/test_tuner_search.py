@@ -36,7 +36,7 @@ def drawn(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 50))])
 def test_the_choice_is_the_best_of_all_candidates_that_fit(seed):
     machine, rng = drawn(seed), np.random.default_rng([seed, 1])
     ranks, counts = machine.num_ranks, tuple(map(int, rng.integers((1, 4, 7), (3, 7, 10))))

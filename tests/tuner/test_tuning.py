@@ -218,6 +218,7 @@ def test_by_default_all_devices_and_schedules_are_looked_at_and_remat_only_if_me
     assert {row.candidate.remat for row in tune(hbm="100MiB", remat="recompute").rows} == {"recompute"}
 
 
+@pytest.mark.long
 def test_the_pipeline_of_a_tuning_trains(machine):
     tuning = tune(num_measured=1)
     pipe = tuning.pipeline()

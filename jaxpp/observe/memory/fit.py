@@ -102,15 +102,7 @@ def _where(room: int) -> str:
 
 
 class _Search:
-    """The choices of an engine's stages, and what was tried of them.
-
-    Args:
-        first: the engine whose stages all keep the least.
-        batch: or its shapes.
-        key: or its shape, or None.
-        waiting: as for ``forecast``.
-        room: the bytes that each device has.
-    """
+    """The choices for the stages of an engine whose stages all keep the least, and what was tried of them."""
 
     def __init__(self, first: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name], room: int):
         self.first, self.batch, self.key, self.waiting, self.room = first, batch, key, waiting, room

@@ -32,7 +32,6 @@ from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.exchange import texts_of_all
 from jaxpp.runtime.processes.here import as_sharding
-from jaxpp.runtime.processes.local_lines import Crossing
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
@@ -137,10 +136,10 @@ class Liveness:
     @cached_property
     def freed(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
         """Bytes that each device frees after each moment, without those that are donated; rows and columns as in ``levels``."""
-        found = {device: np.zeros((len(self.lines) + 2, len(MEMORY_KINDS)), np.int64) for device in self.devices}
+        freed = {device: np.zeros((len(self.lines) + 2, len(MEMORY_KINDS)), np.int64) for device in self.devices}
         for _, device, num_bytes, kind, _, ends, donated in self.lives:
-            found[device][ends, MEMORY_KINDS.index(kind)] += num_bytes * (not donated)
-        return found
+            freed[device][ends, MEMORY_KINDS.index(kind)] += num_bytes * (not donated)
+        return freed
 
     def temporary(self, device: Device, moment: int) -> int:
         """Bytes of the temporaries of the program that runs on a device at a moment."""
@@ -182,7 +181,7 @@ def step_liveness(
     devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are counted if the
     programs are ``compiled``.
     """
-    sizes = _given(engine, lowered)
+    sizes = _argument_bytes(engine, lowered)
     return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
 
 
@@ -262,15 +261,17 @@ def line_liveness(
     places = bound.placement.places
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, outputs)], end)
-    taken: set[Name] = set()
+    donated: set[Name] = set()
     for number, line in enumerate(bound.lines):
         gone = line.taken - set(line.outputs)
-        taken |= gone
+        donated |= gone
         ends.update((name, number) for name in gone)
         if line.placed is not None:
-            results = _made(bound, line, line.placed)
+            results = _result_bytes(bound, line, line.placed)
         elif line.crossing is not None:
-            results = [_arriving(line.crossing)] * len(line.outputs)
+            aval = line.crossing.aval  # what comes from another process
+            shape = as_sharding(line.crossing.target).shard_shape(aval.shape)
+            results = [count_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))] * len(line.outputs)
         elif line.is_send:
             (source,) = line.inputs
             there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
@@ -284,7 +285,7 @@ def line_liveness(
     hosted: list[Life] = []
     for name, begin in begins.items():
         until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
-        life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in taken)
+        life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in donated)
         if name.ref.role == Role.OFFLOADED:
             hosted.append(life)
             continue
@@ -299,13 +300,7 @@ def _is_told(bound: Bound, place: Place) -> bool:
     return bound.numbers is None or place.is_here
 
 
-def _arriving(crossing: Crossing) -> int:
-    """Bytes on each device of what comes from another process."""
-    shape = as_sharding(crossing.target).shard_shape(crossing.aval.shape)
-    return count_bytes(jax.ShapeDtypeStruct(shape, crossing.aval.dtype))
-
-
-def _made(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
+def _result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
     """Bytes of what a program makes, on each device."""
     program, place, _ = job
     results = program.results
@@ -325,20 +320,15 @@ def memory_kind(name: Name) -> str:
 
 def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
     """Bytes that each line's compiled program needs while it runs, besides its arguments and results; 0 for sends."""
-    found: dict[int, int] = {}
-
-    def needs(line: BoundLine) -> int:
-        if line.placed is None:
-            return 0
-        if id(line.program) not in found:
+    sizes: dict[int, int] = {}
+    for line in bound.lines:
+        if line.placed is not None and id(line.program) not in sizes:
             stats = programs[line.placed].memory_analysis()
-            found[id(line.program)] = 0 if stats is None else int(stats.temp_size_in_bytes)
-        return found[id(line.program)]
-
-    return tuple(map(needs, bound.lines))
+            sizes[id(line.program)] = 0 if stats is None else int(stats.temp_size_in_bytes)
+    return tuple(0 if line.placed is None else sizes[id(line.program)] for line in bound.lines)
 
 
-def _given(engine: Engine, lowered: Lowered) -> dict[Name, int]:
+def _argument_bytes(engine: Engine, lowered: Lowered) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
     job, placed = lowered.step, engine.placed
     key = [] if job.key is None else [job.key]
@@ -353,11 +343,12 @@ def _given(engine: Engine, lowered: Lowered) -> dict[Name, int]:
 
 def _constants(bound: Bound) -> list[Life]:
     """The arrays that a plan holds from one step to the next; an array that stands for several values counts once."""
-    end, found = len(bound.lines) + 1, []
-    for constant, name in {constant: name for name, constant in reversed(list(bound.constants.items()))}.items():
-        place = bound.placement[name.stage]
-        found.append(Life(name, place.shown, place.num_bytes(name.ref, constant.aval), memory_kind(name), 0, end))
-    return found
+    first_names = {constant: name for name, constant in reversed(list(bound.constants.items()))}
+    places = {name: bound.placement[name.stage] for name in first_names.values()}
+    return [
+        Life(name, places[name].shown, places[name].num_bytes(name.ref, constant.aval), memory_kind(name), 0, len(bound.lines) + 1)
+        for constant, name in first_names.items()
+    ]
 
 
 def _forwards(bound: Bound) -> dict[tuple[int, int], int]:

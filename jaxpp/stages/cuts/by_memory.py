@@ -18,7 +18,6 @@ each stage's own minimum cut may keep other values near a boundary.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -148,14 +147,10 @@ class _Stretches:
 
     def _kept(self, loss: TracedLoss, policy: Kept) -> Float[np.ndarray, " starts ends"]:
         """What the forward of a stage keeps; one that computes things again holds the activations that it begins with."""
-        found = self._table(kept_uses(loss, policy))
+        table = self._table(kept_uses(loss, policy))
         if policy is None or isinstance(policy, Least):
-            return found
-        return found + np.asarray([loss.boundary_bytes[k] if k else 0 for k in self.places], float)[:, None]
-
-    @cached_property
-    def _shared(self) -> bool:
-        return len(set(self.held.devices)) < len(self.held.devices)
+            return table
+        return table + np.asarray([loss.boundary_bytes[k] if k else 0 for k in self.places], float)[:, None]
 
     def sizes(self, at: Sequence[int]) -> list[float]:
         """The bytes of each stage, where the stages end at the places ``at``."""
@@ -164,22 +159,22 @@ class _Stretches:
     def first(self, room: np.ndarray) -> np.ndarray:
         """``first[stage, end]``: where the stage may begin at the earliest that ends at a position, with so many bytes of room."""
         places = np.asarray(self.places)
-        found = np.tile(np.arange(places[-1] + 1), (len(self.tables), 1))
+        first = np.tile(np.arange(places[-1] + 1), (len(self.tables), 1))
         for stage, (table, most) in enumerate(zip(self.tables, room, strict=True)):
             fits = table <= most * (1 + 1e-9)
-            found[stage, places] = np.where(fits.any(axis=0), places[fits.argmax(axis=0)], places)
-        return found
+            first[stage, places] = np.where(fits.any(axis=0), places[fits.argmax(axis=0)], places)
+        return first
 
     def least(self, flops: Cuts) -> tuple[int, ...]:
         """The ends of the stages for which the fullest device holds least."""
         equal = self._smallest(np.ones(len(self.tables)))
-        if not self._shared:
-            return equal
         devices = np.asarray(self.held.devices)
-        given = tuple(int(k) for k in np.searchsorted(self.places, (*flops, self.places[-1])))
+        if len(set(self.held.devices)) == len(devices):
+            return equal
+        by_flops = tuple(int(k) for k in np.searchsorted(self.places, (*flops, self.places[-1])))
         drawn = np.random.default_rng(0).exponential(size=(_BEGINNINGS, len(devices)))  # each stage another part of its device
-        begun = [equal, given, *(self._smallest(sizes / np.bincount(devices, sizes)[devices]) for sizes in drawn)]
-        return min(map(self._moved, begun), key=lambda at: self.held.largest(self.sizes(at)))
+        starts = [equal, by_flops, *(self._smallest(sizes / np.bincount(devices, sizes)[devices]) for sizes in drawn)]
+        return min(map(self._moved, starts), key=lambda at: self.held.largest(self.sizes(at)))
 
     def _smallest(self, parts: np.ndarray) -> tuple[int, ...]:
         """The ends of the stages for which the largest of them is least, each divided by its part of a device."""
@@ -200,7 +195,7 @@ class _Stretches:
     def _moved(self, at: tuple[int, ...]) -> tuple[int, ...]:
         """The ends after moving one of them at a time, as long as that lowers what the fullest devices hold."""
         devices, ends = np.asarray(self.held.devices), list(at)
-        score = self._score(self.sizes(ends))
+        score = float((np.bincount(devices, self.sizes(ends)) ** _POWER).sum())
         while True:
             before = score
             for stage in range(len(ends) - 1):
@@ -215,9 +210,6 @@ class _Stretches:
                     ends[stage], score = int(inside[scores.argmin()]), float(scores.min())
             if score == before:
                 return tuple(ends)
-
-    def _score(self, sizes: Sequence[float]) -> float:
-        return float((np.bincount(self.held.devices, sizes) ** _POWER).sum())
 
 
 def kept_uses(loss: TracedLoss, kept: Kept) -> list[Use]:
@@ -235,19 +227,19 @@ def kept_uses(loss: TracedLoss, kept: Kept) -> list[Use]:
     passing = {var for var, ref in programs.refs.items() if ref.role in (Role.COTANGENT, Role.BATCH)} | programs.lasting
     held = [var for var in piece.inputs if var not in passing]
     sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in held}
-    found: dict[Var, set[int]] = {var: set() for var in held}
+    read_at: dict[Var, set[int]] = {var: set() for var in held}
     for i in piece.eqns:
         eqn = traced.eqns[i]
         needs = frozenset[Var]().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
         for var in needs:
-            found[var].update(int(at) for at in where[i][-1:])
+            read_at[var].update(int(at) for at in where[i][-1:])
         if i in programs.again or i in programs.free:  # computed again: who reads the result reads what it is made of
             sources.update((var, needs) for var in eqn.outvars)
     makers = traced.producers()
-    for var, at in found.items():
+    for var, at in read_at.items():
         if not at and var in makers:
             at.update(int(k) for k in where[makers[var]][-1:])
-    return [Use(count_bytes(aval_of(var)), tuple(sorted(at))) for var, at in found.items() if at]
+    return [Use(count_bytes(aval_of(var)), tuple(sorted(at))) for var, at in read_at.items() if at]
 
 
 def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[float]) -> list[Use]:
@@ -267,17 +259,17 @@ def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[f
         if layers.result in position and var in number
     ]
     rows += loss.reads
-    found = []
+    uses = []
     for leaf, start, stop, at in rows:
         part = (stop - start) / max(1, aval_of(loss.params[leaf]).shape[0])
-        found.append(Use(part * (of_user[leaf] + of_owner[leaf]), (at,)))
+        uses.append(Use(part * (of_user[leaf] + of_owner[leaf]), (at,)))
     divided, positions = {row.leaf for row in rows}, dict[int, list[int]]()
-    for k, uses in enumerate(loss.param_uses):
-        for leaf in uses - divided:
+    for k, leaves in enumerate(loss.param_uses):
+        for leaf in leaves - divided:
             positions.setdefault(leaf, []).append(k)
     for leaf, at in positions.items():
-        found += [Use(of_user[leaf], tuple(at)), Use(of_owner[leaf], tuple(at[:1]))]
-    return found
+        uses += [Use(of_user[leaf], tuple(at)), Use(of_owner[leaf], tuple(at[:1]))]
+    return uses
 
 
 @dataclass(frozen=True)

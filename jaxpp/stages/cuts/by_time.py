@@ -43,15 +43,10 @@ class Links:
     waiting: float
     num_turns: int
 
-    @property
-    def free(self) -> bool:
-        """Whether sends cost nothing."""
-        return not any((*self.per_send, *self.per_byte))
-
     def scaled(self, factor: float) -> "Links":
         """The same in another unit of time."""
-        sends, bytes_ = (tuple(factor * seconds for seconds in each) for each in (self.per_send, self.per_byte))
-        return replace(self, per_send=sends, per_byte=bytes_)
+        per_send, per_byte = (tuple(factor * seconds for seconds in costs) for costs in (self.per_send, self.per_byte))
+        return replace(self, per_send=per_send, per_byte=per_byte)
 
     def hops(self, loss: TracedLoss) -> np.ndarray:
         """``hops[stage, end]``: what a send after a stage takes that ends at a position; 0 after the last stage."""
@@ -67,24 +62,24 @@ def balance_time(loss: TracedLoss, links: Links) -> Cuts:
         CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
     """
     num_stages = len(links.per_send) + 1
-    found = balance(loss, num_stages)
-    if links.free or num_stages == 1:
-        return found
+    best = balance(loss, num_stages)
+    if num_stages == 1 or not any((*links.per_send, *links.per_byte)):
+        return best
     hops, least = links.hops(loss), least_largest(loss, num_stages) or 0.0
     step = 1e-9 if len(loss.spine) * num_stages <= _EXACT else SLACK
-    shortest, most = predicted(loss, found, links), np.inf
+    shortest, most = predicted(loss, best, links), np.inf
     while most > least:
         cuts = balance_for_sends(loss, hops, links.waiting, min(most, 2 * float(prefix_sums(loss)[-1]) + 2 * float(hops.max())))
         if cuts is None:
             break
         time = predicted(loss, cuts, links)
         if time < shortest:
-            found, shortest = cuts, time
+            best, shortest = cuts, time
         largest = _largest(loss, cuts, links)
         if largest <= (1 + SLACK) * least:
             break
         most = largest * (1 - step)
-    return found
+    return best
 
 
 def predicted(loss: TracedLoss, cuts: Cuts, links: Links) -> float:
