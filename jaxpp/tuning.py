@@ -21,10 +21,10 @@ import optax
 from jaxpp.errors import ArgumentError, JaxppError, shown
 from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
-from jaxpp.observe.memory.forecast import parse_bytes
+from jaxpp.observe.memory.forecast import parse_bytes, reported_room
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.processes.exchange import rows_of_all
-from jaxpp.runtime.processes.here import is_here, processes_of
+from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.registry import SCHEDULES, make
@@ -310,21 +310,18 @@ def tune(  # noqa: PLR0913  (the options of the front door)
 
 def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
     """The limits with what the devices report of their memory, and with a clock that all processes agree on."""
-    mine = [device for device in devices if is_here(device)]
-    reported = min(
-        (stats["bytes_limit"] for device in mine if "bytes_limit" in (stats := device.memory_stats() or {})), default=None
-    )
+    hbm = reported_room(devices) if limits.hbm is None else limits.hbm
     if len(processes_of(devices)) == 1:
-        return limits._replace(hbm=reported if limits.hbm is None else limits.hbm)
-    everywhere = float(rows_of_all(np.array(math.inf if reported is None else reported, np.float32)).min())
-    hbm = limits.hbm if limits.hbm is not None else int(everywhere) if everywhere < math.inf else None
-    return limits._replace(hbm=hbm, processes=tuple(device.process_index for device in devices), clock=_latest_clock())
+        return limits._replace(hbm=hbm)
+    everywhere = float(rows_of_all(np.array(math.inf if hbm is None else hbm, np.float32)).min())
+    hbm = limits.hbm or (int(everywhere) if everywhere < math.inf else None)
+    began, processes = time.perf_counter(), tuple(device.process_index for device in devices)
 
+    def clock() -> float:
+        """Of the process for which most time has passed."""
+        return float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
 
-def _latest_clock() -> Callable[[], float]:
-    """Seconds since now, of the process for which most time has passed."""
-    began = time.perf_counter()
-    return lambda: float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
+    return limits._replace(hbm=hbm, processes=processes, clock=clock)
 
 
 def _check_options(options: Arguments) -> None:

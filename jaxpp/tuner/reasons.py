@@ -64,8 +64,8 @@ class _Reasons(NamedTuple):
         """One sentence about a choice: what the neighbours would take instead; empty if there is nothing to say."""
         best = self.found.best.candidate
         others = [row for row in self.found.rows if knob.value(row.candidate) != knob.value(best)]
-        fixed = [each for each in KNOBS if each.name not in (knob.name, *knob.turns)]
-        near = [row for row in others if all(each.value(row.candidate) == each.value(best) for each in fixed)]
+        fixed = [other for other in KNOBS if other.name not in (knob.name, *knob.turns)]
+        near = [row for row in others if all(other.value(row.candidate) == other.value(best) for other in fixed)]
         chosen = f"{knob.name.capitalize()}: {knob.words(knob.value(best))}"
         if not others:
             return f"{chosen}, {self._only(knob)}." if knob.name in _ALWAYS else ""
@@ -136,8 +136,8 @@ class _Reasons(NamedTuple):
 
 def _beside(knob: Knob, one: Candidate, other: Candidate) -> str:
     """In what else a neighbour differs, if it does."""
-    told = [each for each in KNOBS if each.name in ("schedule", "microbatches", "remat") and each.name != knob.name]
-    differ = [each.phrase(each.value(one)) for each in told if each.value(one) != each.value(other)]
+    knobs = [beside for beside in KNOBS if beside.name in ("schedule", "microbatches", "remat") and beside.name != knob.name]
+    differ = [beside.phrase(beside.value(one)) for beside in knobs if beside.value(one) != beside.value(other)]
     return f" ({', '.join(differ)})" * bool(differ)
 
 

@@ -118,15 +118,15 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
         JaxppError: what the machine raised, if it could measure no family.
     """
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
-        run = _Run(machine, limits, bar)
+        run = _Search(machine, limits, bar)
         run.add(candidates(space))
         if saves and limits.hbm is not None and not run.evaluator.fits(run.ordered()[0]):
-            known = frozenset(run.candidates)
-            run.add([each for each in candidates(dataclasses.replace(space, remat=_SAVES)) if each not in known])
+            known, saving = frozenset(run.candidates), candidates(dataclasses.replace(space, remat=_SAVES))
+            run.add([candidate for candidate in saving if candidate not in known])
         return run.result()
 
 
-class _Run:
+class _Search:
     """A search under way: what was looked at so far."""
 
     def __init__(self, machine: Machine, limits: Limits, bar: tqdm):
@@ -157,7 +157,7 @@ class _Run:
             rule = "there is a schedule of the sizes asked for, and at least one example for each microbatch"
             raise ArgumentError("jaxpp.tune(...)", rule, "no candidate", "allow more schedules, or other counts")
         self.candidates += more
-        self._measure(dict.fromkeys(each.family for each in more if each.family not in self.costs))
+        self._measure(dict.fromkeys(candidate.family for candidate in more if candidate.family not in self.costs))
         if not self.costs:
             raise next(iter(self.left_out.values()))
         for candidate in more:
@@ -188,7 +188,7 @@ class _Run:
     def _next(self, waiting: Sequence[Family]) -> Family:
         """The family to measure now: first the default schedule at few microbatches; with a budget, then what promises most."""
         if not self.costs:
-            usual = {each.family for each in self.candidates if each.schedule.name == "1f1b"}
+            usual = {candidate.family for candidate in self.candidates if candidate.schedule.name == "1f1b"}
             return min(waiting, key=lambda family: (family not in usual, family.num_microbatches))
         if self.limits.seconds is None:
             return waiting[0]
@@ -238,8 +238,8 @@ class _Run:
             except JaxppError as error:
                 self.left_out[candidate] = error
         prices, weights = self.evaluator.prices, self.evaluator.weights
-        rows = {each: Row(each, prices[each], weights.get(each), measured.get(each)) for each in ordered}
-        best = rows[min(fitting, key=lambda each: measured.get(each, 0.0))]
+        rows = {one: Row(one, prices[one], weights.get(one), measured.get(one)) for one in ordered}
+        best = rows[min(fitting, key=lambda candidate: measured.get(candidate, 0.0))]
         return SearchResult(best, tuple(rows.values()), self.costs, self.left_out, tuple(self.unseen))
 
     def _nothing_fits(self) -> JaxppError:

@@ -19,8 +19,7 @@ from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
 from jaxpp.tuner.knobs import Candidate, Family
-from jaxpp.tuner.machine import Devices, _Pace
-from jaxpp.tuner.measure import fitted, one_at_a_time, plain_schedule
+from jaxpp.tuner.machine import Devices, _Pace, fitted, one_at_a_time, plain_schedule
 from tests.conftest import gpt_case, mlp_case
 
 CASE = mlp_case(batch_size=12, width=8, depth=7)

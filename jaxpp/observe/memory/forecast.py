@@ -41,7 +41,17 @@ from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Batch, Device, Key
 
-__all__ = ["Change", "Forecast", "StageMemory", "forecast", "forecast_of", "optimizer_lives", "parse_bytes", "room_of"]
+__all__ = [
+    "Change",
+    "Forecast",
+    "StageMemory",
+    "forecast",
+    "forecast_of",
+    "optimizer_lives",
+    "parse_bytes",
+    "reported_room",
+    "room_of",
+]
 
 _MOST = 6  # changes that are shown
 _TRIED: Mapping[Purpose, str] = {
@@ -404,9 +414,13 @@ def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> F
 
 def room_of(engine: Engine, room: int | None) -> int | None:
     """The bytes that each device has: ``room`` if it is given, else what the devices of this process say themselves, if they do."""
-    mine = [device for device in engine.options.devices if is_here(device)]
-    limits = [stats["bytes_limit"] for device in mine if "bytes_limit" in (stats := device.memory_stats() or {})]
-    return min(limits, default=None) if room is None else room
+    return reported_room(engine.options.devices) if room is None else room
+
+
+def reported_room(devices: Sequence[Device]) -> int | None:
+    """The bytes that each of the devices has, as those of this process say themselves; None if they do not."""
+    stats = [device.memory_stats() or {} for device in devices if is_here(device)]
+    return min((each["bytes_limit"] for each in stats if "bytes_limit" in each), default=None)
 
 
 def optimizer_lives(engine: Engine, end: int) -> list[Life]:
