@@ -109,7 +109,7 @@ class Devices:
         self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
-        whole = self._open(Candidate(make("naive", 1, 1)))
+        whole = self._open(Candidate(make("naive", 1, 1), "keep"))
         self.param_bytes = sum(map(count_bytes, jax.tree.leaves(whole.engine.layout.given[0])))
         name = hashlib.sha256(json.dumps(self._deciding_texts(whole), sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
