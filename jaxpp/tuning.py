@@ -20,7 +20,7 @@ from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.pipeline import Pipeline
-from jaxpp.runtime.processes.exchange import rows_of_all
+from jaxpp.runtime.processes.channel import rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.validate import is_count

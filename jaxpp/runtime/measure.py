@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
-from jaxpp.runtime.agreement.listing import listing
-from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
-from jaxpp.runtime.processes.crossing import crosser
-from jaxpp.runtime.processes.exchange import rows_of_all
+from jaxpp.runtime.processes.channel import agreement, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
-from jaxpp.runtime.transfer import copier, put
+from jaxpp.runtime.processes.texts import listing
+from jaxpp.runtime.send import Send, memory_copies
+from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
@@ -99,7 +98,7 @@ def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
 def _copy_seconds(arrays: Sequence[jax.Array]) -> tuple[float, float]:
     """As ``copy_times``, of arrays on a device, with the copies that a plan makes."""
     homes = [array.sharding for array in arrays]
-    ways = [copier(homes, to_host=to_host) for to_host in (True, False)]
+    ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]
     taken: tuple[list[tuple[float, float]], ...] = ([], [])
     for _ in range(_RUNS + 1):
         for copy, times in zip(ways, taken, strict=True):
@@ -151,7 +150,7 @@ def _send_seconds(source: Device, target: Device, size: int, *, several: bool) -
     crosses = source.process_index != target.process_index
     if not crosses and not is_here(source):
         return 0.0
-    send = crosser(aval, source, target) if crosses else lambda value: (put(value, target),)
+    send = Send(target, source, aval).bind() if crosses else lambda value: (put(value, target),)
     taken = []
     for _ in range(_RUNS + 1):
         given = [jax.block_until_ready(put(jnp.zeros(size, jnp.float32), source))] if is_here(source) else []

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled
 
-from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.interrupts import held
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Array, Aval, Device
 
@@ -114,8 +114,7 @@ class Mean:
                 jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
                 for aval, home in zip(shapes, homes, strict=True)
             ]
-            with Hold(waited="", broke_off="") as hold:  # a small program, and a step after Ctrl-C finds it compiled
-                hold.begin()
+            with held():  # a small program, and a step after Ctrl-C finds it compiled
                 self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
         return self.groups.compiled[key]
 

@@ -17,7 +17,7 @@ from jaxpp.engine.init_arguments import variables_of
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.forecast import room_of
 from jaxpp.runtime.measure import copy_times
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.registry import make

@@ -12,7 +12,7 @@ import optax
 
 import jaxpp
 from jaxpp.errors import ProcessError
-from jaxpp.runtime.agreement import leaving, meeting
+from jaxpp.runtime.processes import channel
 
 PARAMS = {f"w{k}": np.full((8, 8), 0.1 * (k + 1), np.float32) for k in range(3)}
 BATCH = {"x": np.ones((16, 8), np.float32), "y": np.zeros((16, 8), np.float32)}
@@ -169,18 +169,18 @@ def other_order() -> None:
     me, devices = jax.process_index(), jax.devices()
     known = []
     for name in ("pipe.step", "pipe.evaluate"):
-        with meeting.agreement(name, devices) as agree:
+        with channel.agreement(name, devices) as agree:
             agree(lambda: {"batch": "x f32[8]"})
         known.append(agree.again)
     for again in known[:: (1, -1)[me]]:
         again()
-    with meeting.agreement("pipe.step", devices) as agree:
+    with channel.agreement("pipe.step", devices) as agree:
         agree(lambda: {"batch": "x f32[4]"})
 
 
 def without_store() -> None:
     """Some differences, found without the store that the processes share."""
-    meeting.shared_store = leaving.shared_store = lambda: None
+    channel.shared_store = lambda: None
     me = jax.process_index()
     pipe = make()
     state = pipe.init(PARAMS, BATCH)

@@ -9,8 +9,7 @@ import optax
 
 import jaxpp
 from jaxpp import verify
-from jaxpp.runtime.processes.clocks import align_clocks
-from jaxpp.runtime.processes.exchange import texts_of_all
+from jaxpp.runtime.processes.channel import align_clocks, texts_of_all
 
 WIDTH, STAGES = 8, 4
 BATCH = {"x": np.linspace(-1, 1, 12 * WIDTH, dtype=np.float32).reshape(12, WIDTH), "y": np.ones((12, WIDTH), np.float32)}

@@ -10,17 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp.errors import ProcessError
-from jaxpp.runtime.agreement.differences import difference
-from jaxpp.runtime.agreement.listing import listing
-from jaxpp.runtime.agreement.meeting import agreement
-from jaxpp.runtime.agreement.store import shared_store
-from jaxpp.runtime.agreement.surroundings import flags_text, versions_text
+from jaxpp.runtime.not_public import shared_store
+from jaxpp.runtime.processes.channel import agreement
+from jaxpp.runtime.processes.texts import difference, flags_text, listing, versions_text
 from jaxpp.stages.graph import trace
 
 LISTED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxpp.runtime.agreement.listing import listing
+from jaxpp.runtime.processes.texts import listing
 from jaxpp.stages.graph import trace
 @jax.custom_vjp
 def square(x):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.runtime.compiled_before import BEFORE, CompiledBefore, Executable, settings
+from jaxpp.runtime.compile import BEFORE, CompiledBefore, Executable, settings
 from jaxpp.stages.fingerprint import fingerprint
 from jaxpp.stages.graph import trace
 

@@ -10,9 +10,8 @@ import pytest
 
 import jaxpp
 from jaxpp.observe.memory.liveness import temporaries
-from jaxpp.runtime import compiler_options
-from jaxpp.runtime.compile import PlacedProgram, Programs
-from jaxpp.runtime.compiler_options import compile_lowered
+from jaxpp.runtime import compile as compiling
+from jaxpp.runtime.compile import PlacedProgram, Programs, compile_lowered
 from jaxpp.runtime.place import OneDevice
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
@@ -101,7 +100,7 @@ def test_programs_of_one_text_are_two_if_one_of_them_is_lean():
 @pytest.mark.parametrize("options", [{"xla_no_such_option": 1}, {"xla_cpu_scheduler_type": "NO_SUCH_ORDER"}])
 def test_a_compiler_that_does_not_know_the_option_compiles_without_it(monkeypatch, options):
     lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
-    monkeypatch.setattr(compiler_options, "_LEAN", {"cpu": options})
+    monkeypatch.setattr(compiling, "_LEAN", {"cpu": options})
     with pytest.raises(jax.errors.JaxRuntimeError, match=next(iter(options))):
         lowered.compile(options)
     np.testing.assert_array_equal(compile_lowered(lowered, "cpu", lean=True)(jnp.zeros(3)), jnp.ones(3))

@@ -22,7 +22,7 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
-from jaxpp.runtime.processes.exchange import texts_of_all
+from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.offload import offloads

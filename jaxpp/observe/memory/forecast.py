@@ -19,7 +19,7 @@ from jaxpp.observe.memory.advice import Change, changes
 from jaxpp.observe.memory.all_ranks import liveness_of_all
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, memory_kind
 from jaxpp.plan.builder import Name
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table

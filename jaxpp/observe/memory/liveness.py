@@ -25,8 +25,6 @@ from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import Place
-from jaxpp.runtime.processes.here import as_sharding
-from jaxpp.runtime.processes.local_lines import Crossing
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
@@ -195,7 +193,7 @@ def line_liveness(
         if line.placed is not None:
             results = _made(bound, line, line.placed)
         elif line.crossing is not None:
-            results = [_arriving(line.crossing)] * len(line.outputs)
+            results = [line.crossing.num_bytes] * len(line.outputs)
         elif line.is_send:
             (source,) = line.inputs
             there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
@@ -222,12 +220,6 @@ def line_liveness(
 def _is_told(bound: Bound, place: Place) -> bool:
     """Whether the lines tell what happens at a place: those of one process do so of its own places."""
     return bound.numbers is None or place.is_here
-
-
-def _arriving(crossing: Crossing) -> int:
-    """Bytes on each device of what comes from another process."""
-    shape = as_sharding(crossing.target).shard_shape(crossing.aval.shape)
-    return count_bytes(jax.ShapeDtypeStruct(shape, crossing.aval.dtype))
 
 
 def _made(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:

@@ -8,8 +8,7 @@ import jax
 
 from jaxpp.engine.init_arguments import variables_of
 from jaxpp.engine.tracing import Tracing, avals_of
-from jaxpp.runtime.agreement.listing import listing, plain
-from jaxpp.runtime.agreement.surroundings import flags_text, versions_text
+from jaxpp.runtime.processes.texts import flags_text, listing, plain, versions_text
 from jaxpp.schedule.registry import make
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import describe

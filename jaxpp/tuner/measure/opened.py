@@ -20,8 +20,7 @@ from jaxpp.observe.profile.record import Stamps
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Plan
-from jaxpp.runtime.processes.clocks import align_clocks
-from jaxpp.runtime.processes.exchange import rows_of_all, texts_of_all
+from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.remat.offload import Offload
 from jaxpp.tuner.candidate import Candidate

@@ -15,7 +15,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.observe.memory.liveness import step_liveness, temporaries
 from jaxpp.runtime.bind import BoundLine, compile_lines
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.processes.exchange import texts_of_all
+from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.types import Batch, Key
 
 __all__ = ["Needs", "needs_of", "peak_bytes"]

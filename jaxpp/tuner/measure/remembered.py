@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpp.runtime.processes.exchange import texts_of_all
+from jaxpp.runtime.processes.channel import texts_of_all
 
 __all__ = ["Remembered", "folder_of", "names_digest"]
 
