@@ -31,9 +31,7 @@ from jaxpp.types import Array, Aval, Device, Home
 
 __all__ = ["Bound", "BoundLine", "Check", "Runnable", "Shapes", "add_reports", "bind_lines", "compile_lines", "compile_plan"]
 
-_SMALL = 1 << 16
-"""Bytes of a result that may be held on to while a step is watched."""
-
+_SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
 _LEAVES = frozenset({Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE})
 
 Runnable = Callable[..., Sequence[jax.Array]]

@@ -46,9 +46,7 @@ Shardings = tuple[Sharding, ...]
 
 _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
 
-_PATIENCE = 2.0
-"""Seconds of compiling after which a progress bar is shown."""
-
+_PATIENCE = 2.0  # seconds of compiling after which a progress bar is shown
 _LEAN: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 """By platform, the options of XLA that order the operations of a program for little memory."""
 

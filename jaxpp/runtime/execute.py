@@ -16,8 +16,7 @@ from jaxpp.types import Array, Leaf
 
 __all__ = ["InFlight", "Observer", "execute", "limit_of"]
 
-_MOST_WAITING = 16
-"""Programs that wait at once where ``InFlight`` limits them."""
+_MOST_WAITING = 16  # programs that wait at once where ``InFlight`` limits them
 
 
 class Observer(Protocol):

@@ -32,9 +32,7 @@ __all__ = ["Hold", "despite_ctrl_c", "held"]
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
 
-_PATIENCE = 1.0
-"""Seconds after which a second Ctrl-C is no longer a slip of the same finger."""
-
+_PATIENCE = 1.0  # seconds after which a second Ctrl-C is no longer a slip of the same finger
 _WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
 

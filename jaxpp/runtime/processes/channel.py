@@ -66,33 +66,15 @@ __all__ = [
     "transfers",
 ]
 
-_NAP = 1.0
-"""Seconds after which the thread that hears alarms waits anew, unless it is to end; Python must not end while it waits."""
-
-_ANSWER = 2.0
-"""Seconds in which a process answers an alarm that lives."""
-
-_GRACE = 5
-"""Seconds that a process which has failed waits for the others."""
-
-_ALARMED = 2.0
-"""Seconds after which those who do not come are asked whether they have gone on with something else."""
-
-_PATIENCE = 5.0
-"""Seconds after which a process says for whom it waits; each further time it has waited twice as long."""
-
-_LIMIT = 1800.0
-"""Seconds after which it waits no longer."""
-
-_REMEMBERED = 10
-"""Calls that are shown if processes did not do the same calls."""
-
-_LARGEST = 1 << 21
-"""Letters of a text that are exchanged to be compared; what differs only behind them is not shown."""
-
-_FAILED = "raised"
-"""How the note of a process begins whose script has ended with an exception."""
-
+_NAP = 1.0  # seconds after which the thread that hears alarms waits anew, unless it is to end; Python must not end while it waits
+_ANSWER = 2.0  # seconds in which a process answers an alarm that lives
+_GRACE = 5  # seconds that a process which has failed waits for the others
+_ALARMED = 2.0  # seconds after which those who do not come are asked whether they have gone on with something else
+_PATIENCE = 5.0  # seconds after which a process says for whom it waits; each further time it has waited twice as long
+_LIMIT = 1800.0  # seconds after which it waits no longer
+_REMEMBERED = 10  # calls that are shown if processes did not do the same calls
+_LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
+_FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
 _RULE = "all processes do the same calls"
 _LISTENING, _LEFT, _ALARMS, _ANSWERS = "jaxpp/listening", "jaxpp/left", "jaxpp/alarms", "jaxpp/answers"
 
@@ -523,8 +505,7 @@ def _texts_by_sends(text: str) -> tuple[str, ...]:
     return tuple(zlib.decompress(row[:size].tobytes()).decode() for row, size in zip(padded, sizes, strict=True))
 
 
-_ROUNDS = 20
-"""How often ``align_clocks`` asks each process what time it is."""
+_ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 
 
 class Alignment(NamedTuple):

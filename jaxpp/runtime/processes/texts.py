@@ -34,23 +34,15 @@ use_shardy_partitioner disable_most_optimizations exec_time_optimization_effort 
 """.split()
 """Those that change what is traced or computed; others, such as folders and addresses, may differ from host to host."""
 
-_FREE = ("--xla_dump", "--xla_gpu_dump", "--xla_gpu_per_fusion_autotune_cache_dir")
-"""Flags of XLA that may differ."""
-
+_FREE = ("--xla_dump", "--xla_gpu_dump", "--xla_gpu_per_fusion_autotune_cache_dir")  # flags of XLA that may differ
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 _SET = re.compile(r"\{([^{}\n]*)\}")
-_LARGE = 1 << 20
-"""Bytes of a constant above which only its shape is compared."""
-
-_MOST_PARTS = 3
-"""Parts whose difference is shown; others are named."""
-
+_LARGE = 1 << 20  # bytes of a constant above which only its shape is compared
+_MOST_PARTS = 3  # parts whose difference is shown; others are named
 _FOLLOW = frozenset({"loss", "optimizer", "init", "cuts", "lines"})
 """Parts that differ where others do; shown only if no other part differs."""
 
-_BEFORE, _WIDTH = 40, 120
-"""Letters of a line that are shown before the first difference, and in all."""
-
+_BEFORE, _WIDTH = 40, 120  # letters of a line that are shown before the first difference, and in all
 _RULE = "all processes run the same pipeline, made by the same code"
 _CALLS = "give every process the same batches, and call the same methods in the same order, also where one of them prints or saves"
 _REMEDIES = {

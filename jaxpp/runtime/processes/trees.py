@@ -37,14 +37,9 @@ from jaxpp.types import Array, Aval, Device, Leaf, Tree
 
 __all__ = ["are_across", "array_handler", "gather", "slices_of", "stand_in_for"]
 
-_SLICES: dict[int, tuple[weakref.ref[Array], Slices]] = {}
-"""The slices of each stand-in that is alive, by its address."""
-
-_AWAY, _PART, _WHOLE = range(3)
-"""How much of a leaf a process holds."""
-
-_OTHERS = "devices of another process"
-"""The mesh axis that ``_seen_by_all`` adds."""
+_SLICES: dict[int, tuple[weakref.ref[Array], Slices]] = {}  # the slices of each stand-in that is alive, by its address
+_AWAY, _PART, _WHOLE = range(3)  # how much of a leaf a process holds
+_OTHERS = "devices of another process"  # the mesh axis that ``_seen_by_all`` adds
 
 
 def gather(tree: Tree, device: Device | None = None) -> Tree:
