@@ -192,10 +192,12 @@ class Programs:
                         wanted[text].append(job)
                     else:
                         wanted[text] = [job]
-                        waiting[_submit(pool, ready, job, lowered)] = text, chosen
+                        with held():  # Python's pools are not made for Ctrl-C: a lock could stay taken, and threads wait for ever
+                            future = pool.submit(compile_lowered, lowered, job.place.devices[0].platform, lean=job.program.lean)
+                            waiting[future] = text, chosen
+                            future.add_done_callback(ready.put)
                 for _ in range(len(waiting)):
-                    done = ready.get()
-                    text, chosen = waiting[done]
+                    text, chosen = waiting[done := ready.get()]
                     made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
                     if isinstance(text[0], bytes):
                         BEFORE.add((made.name, *text), made)
@@ -203,7 +205,8 @@ class Programs:
                         self._keep(job, chosen, made, settled)
                         bar.update()
         finally:
-            _leave(pool)
+            with held():
+                pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for what nobody will use
 
     def _is_compiled(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
@@ -247,25 +250,6 @@ class Programs:
     def num_compiled(self) -> int:
         """How many different ones were compiled; ``len`` counts each program by itself."""
         return len({id(made) for made in list(self._same.values())})
-
-
-def _submit(
-    pool: ThreadPoolExecutor, ready: SimpleQueue[Future[Compiled]], job: PlacedProgram, lowered: Lowered
-) -> Future[Compiled]:
-    """Have a program compiled; ``ready`` is given the future when that is done.
-
-    Python's pools are not made for interrupts: Ctrl-C could leave a lock taken for which the threads would wait for ever.
-    """
-    with held():
-        future = pool.submit(compile_lowered, lowered, job.place.devices[0].platform, lean=job.program.lean)
-        future.add_done_callback(ready.put)
-        return future
-
-
-def _leave(pool: ThreadPoolExecutor) -> None:
-    """Let the threads end; after Ctrl-C nobody waits for what nobody will use. Another Ctrl-C could leave them waiting for ever."""
-    with held():
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _lower(job: PlacedProgram, given: Shardings) -> Lowered:

@@ -68,7 +68,7 @@ def execute(
 
 
 class InFlight:
-    """An observer that lets few programs wait, where XLA's runtime for CPU would wait for itself.
+    """Lets few programs wait, where XLA's runtime for CPU would wait for itself.
 
     That runtime holds back the thread that dispatches a program as soon as 32 wait on a device. With several processes, and
     programs that run on several devices at once, it then never goes on, although their arguments are there (seen with JAX 0.10 and
@@ -79,23 +79,19 @@ class InFlight:
         self._waiting: deque[Array] = deque()
 
     def beside(self, other: Observer | None) -> Observer:
-        """This observer, and another one if there is one."""
+        """An observer that waits for the program that was dispatched so many before, and calls another one if there is one."""
 
-        def both(instruction: Instruction, slots: Sequence[Leaf]) -> None:
-            self(instruction, slots)
+        def observe(instruction: Instruction, slots: Sequence[Leaf]) -> None:
+            if instruction.about.program and instruction.about.watch >= 0:
+                self._waiting.append(slots[instruction.about.watch])
+                if len(self._waiting) > _MOST_WAITING:
+                    oldest = self._waiting.popleft()
+                    if not oldest.is_deleted():  # a leaf of the state, which the next step has taken over: it is waited for instead
+                        oldest.block_until_ready()
             if other is not None:
                 other(instruction, slots)
 
-        return both
-
-    def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
-        """Called after each instruction: waits for the program that was dispatched so many before."""
-        if instruction.about.program and instruction.about.watch >= 0:
-            self._waiting.append(slots[instruction.about.watch])
-            if len(self._waiting) > _MOST_WAITING:
-                oldest = self._waiting.popleft()
-                if not oldest.is_deleted():  # a leaf of the state, which the next step has taken over: it is waited for instead
-                    oldest.block_until_ready()
+        return observe
 
 
 def limit_of(placement: Placement) -> InFlight | None:

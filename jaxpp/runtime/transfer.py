@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
-from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
+from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
-from jaxpp.types import Array, Device, Home, Leaf, Tree
+from jaxpp.types import Array, Home, Leaf, Tree
 
 __all__ = [
     "HOST_MEMORY",
@@ -106,8 +106,7 @@ def check_alive(where: str, tree: Tree) -> None:
 
 def join_slices(node: Slices) -> Array | Slices:
     """Slices of equal size on different devices as one array sharded over these, sharing their buffers; others as they are."""
-    devices = [part.sharding.device_set for part in node.parts]
-    sharding = _over_stages(node.sizes, [next(iter(each)) if len(each) == 1 else None for each in devices])
+    sharding = _over_stages(node.sizes, [part.sharding for part in node.parts])
     if sharding is None:
         return node
     shape, dtype = (sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype
@@ -124,7 +123,7 @@ def joined_home(home: Home | Slices) -> Sharding:
     """
     if not isinstance(home, Slices):
         return as_sharding(home)
-    sharding = _over_stages(home.sizes, [None if isinstance(part, NamedSharding) else _device_of(part) for part in home.parts])
+    sharding = _over_stages(home.sizes, home.parts)
     if sharding is not None:
         return sharding
     devices = sorted({device for part in home.parts for device in as_sharding(part).device_set}, key=lambda device: device.id)
@@ -135,23 +134,16 @@ def joined_home(home: Home | Slices) -> Sharding:
     return SingleDeviceSharding(first, memory_kind=HOST_MEMORY)
 
 
-def _over_stages(sizes: Sequence[int], devices: Sequence[Device | None]) -> NamedSharding | None:
+def _over_stages(sizes: Sequence[int], homes: Sequence[Home]) -> NamedSharding | None:
     """The sharding of slices of equal size on different devices; None for other slices."""
-    if None in devices or len(set(sizes)) > 1 or len(set(devices)) < len(devices):
+    devices = [device for home in homes for device in devices_in(home)]
+    if len(set(sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes):
         return None
     return NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
 
 
-def _device_of(home: Home) -> Device | None:
-    """The device of a home that is one device."""
-    return next(iter(home.device_set)) if isinstance(home, SingleDeviceSharding) else home
-
-
 def split_slices(leaf: Array) -> list[Array]:
     """The slices of an array made by ``join_slices``, in order, sharing its buffers."""
-    if leaf.is_fully_addressable:
-        shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0 if shard.index else 0)
-        return [shard.data for shard in shards]
     here = {shard.device: shard.data for shard in leaf.addressable_shards}
     part = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     indices = leaf.sharding.devices_indices_map(leaf.shape)
@@ -209,11 +201,10 @@ def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> 
 
 def to_device(leaves: Sequence[Leaf], homes: Sequence[Home]) -> tuple[Array, ...]:
     """Begin to copy host arrays to devices or shardings, and return at once; a step may take over the copies."""
-    found = [_one(leaf) if isinstance(home, SingleDeviceSharding) else leaf for leaf, home in zip(leaves, homes, strict=True)]
-    return tuple(jax.device_put(found, list(homes), may_alias=False))
 
+    def source(leaf: Leaf, home: Home) -> Leaf:
+        """One copy of an array that is whole on several devices: JAX does not move such an array from host memory to one device."""
+        several = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and leaf.is_fully_replicated
+        return leaf.addressable_shards[0].data if several and isinstance(home, SingleDeviceSharding) else leaf
 
-def _one(leaf: Leaf) -> Leaf:
-    """One copy of an array that is whole on several devices: JAX does not move such an array from host memory to one device."""
-    several = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and leaf.is_fully_replicated
-    return leaf.addressable_shards[0].data if several else leaf
+    return tuple(jax.device_put(list(map(source, leaves, homes)), list(homes), may_alias=False))

@@ -1,25 +1,24 @@
 """The one channel between the processes of a run: an exchange of texts, and all that is made of it.
 
 Problem: a process whose code, settings or shapes differ sends what nobody waits for, and waits for what nobody sends. Idea: all
-processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: exchanges are numbered;
-at each of them every process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of
+processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: exchanges are numbered; at
+each of them every process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of
 the others. ``agreement`` exchanges digests of named texts, and only where they differ the texts, so that every process raises the
 same error. A plan on which all have agreed is not compared again: its calls are counted, and the counts are compared next time.
 
 What is found, and when: a difference, as soon as the last process has come; a process that raised before it came, or whose script
-has ended, at once; a process that has gone on with another call, after some seconds. A process that does not come may be slow, for
-it compiles or loads data: the others say whom they wait for, and go on waiting.
+has ended, at once; a process that has gone on with another call, after a second. A process that does not come may be slow, for it
+compiles or loads data: the others say whom they wait for, and go on waiting.
 
-*Alarms.* Where one process fails or goes astray, the others usually wait in ``float(metrics.loss)``, where no Python runs. So a
-thread waits for a text of the store that is written only then; it costs a message a second, and no time of the step. At an alarm it
-answers, prints what has happened, and tells processes that wait in vain for this one that it will not come.
+*While a process waits for a device*, as in ``float(metrics.loss)``, no Python runs in its main thread. So a thread looks into the
+store once a second: it says that the process lives, prints which others have failed, and tells those that wait in vain for this
+one that it will not come.
 
-*The end of a process.* JAX waits at the end of a script until all processes have come to the end of theirs (five minutes by
-default). That is right where one finishes a little earlier, and wrong where a script has ended with an exception: the others wait
-for what this process will never send, and this process waits for them. So every process leaves a note when its script ends. After
-an exception it asks the others whether they live, prints which of them do not answer, and ends after five seconds, also without
-them. For the others it is then as if it had been killed: a value that they wait for becomes an error where the connection breaks
-(on CPU), or else JAX ends them when the heartbeats stay away. ``sys.exit`` is no exception.
+*The end of a process.* JAX waits at the end of a script until all processes have come to the end of theirs. That is wrong where a
+script has ended with an exception: the others wait for what this process will never send, and this process waits for them. So every
+process leaves a note when its script ends. After an exception it prints which others do not live any more, and ends after five
+seconds, also without them. For the others it is then as if it had been killed: a value that they wait for becomes an error where
+the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away. ``sys.exit`` is no exception.
 
 Without the store texts are exchanged by sends. That finds the same differences, but cannot tell who is missing, and waits without a
 limit. In a run of one process all of this does nothing.
@@ -66,17 +65,16 @@ __all__ = [
     "transfers",
 ]
 
-_NAP = 1.0  # seconds after which the thread that hears alarms waits anew, unless it is to end; Python must not end while it waits
-_ANSWER = 2.0  # seconds in which a process answers an alarm that lives
+_LOOKS = 1.0  # seconds between two looks of the thread into the store
+_LIVES = 3.0  # seconds in which a process that lives says so again
 _GRACE = 5  # seconds that a process which has failed waits for the others
-_ALARMED = 2.0  # seconds after which those who do not come are asked whether they have gone on with something else
 _PATIENCE = 5.0  # seconds after which a process says for whom it waits; each further time it has waited twice as long
 _LIMIT = 1800.0  # seconds after which it waits no longer
 _REMEMBERED = 10  # calls that are shown if processes did not do the same calls
 _LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
 _FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
 _RULE = "all processes do the same calls"
-_LISTENING, _LEFT, _ALARMS, _ANSWERS = "jaxpp/listening", "jaxpp/left", "jaxpp/alarms", "jaxpp/answers"
+_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"
 
 
 @functools.cache
@@ -102,8 +100,8 @@ class _Channel:
         self.store, self.processes, self.num_exchanges, self.num_calls = store, processes, 0, 0
         self.last = collections.deque[str](maxlen=_REMEMBERED)
         self.broken_off = ""
-        self._digest, self._reported, self._stopped = 0, set[int](), False
-        self._thread = threading.Thread(target=self._listen, name="jaxpp alarms", daemon=True)
+        self._digest, self._reported, self._ends = 0, set[int](), threading.Event()
+        self._thread = threading.Thread(target=self._look, name="jaxpp channel", daemon=True)
 
     @property
     def history(self) -> str:
@@ -145,13 +143,17 @@ class _Channel:
         if self.store is None:
             return _texts_by_sends(text)
         if self.num_exchanges == 1:
-            self.store.put(f"{_LISTENING}/{self.store.process}", "yes")
             self._thread.start()
-        said = {"text": _packed(text), "calls": self.num_calls, "what": what or where, "compares": compares}
+        said = {
+            "text": base64.b64encode(zlib.compress(text.encode())).decode(),
+            "calls": self.num_calls,
+            "what": what or where,
+            "compares": compares,
+        }
         self.say(self.num_exchanges, **said)
         told = self._wait_for_all(where, what or where)
         self.store.drop(f"{_folder(self.num_exchanges - 1)}/{self.store.process}")  # all have read it, for they came to the next
-        return tuple(_unpacked(told[process]["text"]) for process in self.processes)
+        return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
 
     def say(self, number: int, **said: Any) -> None:
         """Tell the others something in the exchange of this number."""
@@ -162,7 +164,7 @@ class _Channel:
         """What all processes have said in the present exchange."""
         assert self.store, "who waits has a store"
         folder, me = _folder(self.num_exchanges), self.store.process
-        begun, patience, alarmed = time.monotonic(), _PATIENCE, _ALARMED
+        begun, patience = time.monotonic(), _PATIENCE
         while True:
             said = {int(process): json.loads(text) for process, text in self.store.folder(folder).items()}
             _check_all_well(where, what, said, me, _left(self.store))
@@ -170,9 +172,6 @@ class _Channel:
             if not away:
                 return said
             waited = time.monotonic() - begun
-            if waited > alarmed and me == min(said):
-                _alarm(self.store, away)
-                alarmed = waited + _ALARMED
             if waited > patience:
                 it = f"jaxpp: process {me} has waited in {what} for {waited:.0f} seconds"
                 print(f"{it}, because {listed(away)} did not come to it yet", file=sys.stderr, flush=True)
@@ -182,17 +181,15 @@ class _Channel:
                 raise ProcessError(where, _RULE, got, "look into the log of that process: it is stuck, or makes other calls")
             self.store.wait(f"{folder}/{away[0]}", 0.5)
 
-    def _listen(self) -> None:
-        """Hear the alarms of other processes, in a thread."""
-        store = self.store
+    def _look(self) -> None:
+        """Look into the store once a second, in a thread."""
+        store, number = self.store, 0
         with contextlib.suppress(Exception):  # the store ends with process 0, and with ``jax.distributed.shutdown``
-            while store is not None and not self._stopped:
-                caller = store.wait(f"{_ALARMS}/{store.process}", _NAP)
-                if caller is not None and not self._stopped:
-                    store.drop(f"{_ALARMS}/{store.process}")
-                    store.put(f"{_ANSWERS}/{int(caller)}/{store.process}", "here")
-                    self._print_failures(store)
-                    self._tell_who_waits_in_vain(store)
+            while store is not None and not self._ends.wait(_LOOKS if number else 0):
+                number += 1
+                store.put(f"{_ALIVE}/{store.process}", str(number))
+                self._print_failures(store)
+                self._tell_who_waits_in_vain(store)
 
     def _print_failures(self, store: Store) -> None:
         """Print which processes have failed, each once."""
@@ -205,23 +202,20 @@ class _Channel:
 
     def _tell_who_waits_in_vain(self, store: Store) -> None:
         """If others wait in the next exchange, and this process has gone on without it, say so."""
-        number = self.num_exchanges + 1
+        calls, number = self.num_calls, self.num_exchanges + 1  # in this order: the main thread counts on
         waiting = {int(process): json.loads(text) for process, text in store.folder(_folder(number)).items()}
         for process, said in waiting.items():
-            if "calls" in said and said["calls"] < self.num_calls and store.process not in waiting:
+            if "calls" in said and said["calls"] < calls and store.process not in waiting:
                 self.say(number, passed=self.last[-1])
                 here = f"while process {store.process} has gone on with {self.last[-1]}"
                 print(f"jaxpp: process {process} waits in {said['what']}, {here}; it gives up", file=sys.stderr, flush=True)
                 return
 
-    def stop_listening(self) -> None:
-        """End the thread, also if the store is no longer there."""
-        self._stopped = True
-        if self.store is not None and self._thread.is_alive():
-            with contextlib.suppress(Exception):
-                self.store.drop(f"{_LISTENING}/{self.store.process}")
-                _alarm(self.store, [self.store.process])  # wakes it
-            self._thread.join(timeout=2 * _NAP)
+    def stop(self) -> None:
+        """End the thread: it must not be in C++ code when Python ends."""
+        self._ends.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2)
 
 
 def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, str]) -> None:
@@ -253,28 +247,14 @@ def _folder(number: int) -> str:
     return f"jaxpp/exchanges/{number}"
 
 
-def _packed(text: str) -> str:
-    return base64.b64encode(zlib.compress(text.encode())).decode()
-
-
-def _unpacked(packed: str) -> str:
-    return zlib.decompress(base64.b64decode(packed)).decode()
-
-
-def _alarm(store: Store, processes: Iterable[int]) -> None:
-    """Have the threads of processes look around."""
-    for process in processes:
-        store.put(f"{_ALARMS}/{process}", str(store.process))
-
-
 def _silent(store: Store, gone: Iterable[int]) -> Sequence[int]:
-    """Raise an alarm in all other processes; those whose thread does not answer, though they are not ``gone``."""
-    asked = {int(process) for process in store.folder(_LISTENING)} - {store.process, *gone}
-    _alarm(store, asked)
-    limit = time.monotonic() + _ANSWER
+    """The processes that do not say any more that they live, though they are not ``gone``."""
+    said = store.folder(_ALIVE)
+    asked = set(map(int, said)) - {store.process, *gone}
+    limit = time.monotonic() + _LIVES
     while asked and time.monotonic() < limit:
-        asked -= set(map(int, store.folder(f"{_ANSWERS}/{store.process}")))
-        time.sleep(0.02 if asked else 0)
+        time.sleep(0.1)
+        asked -= {int(process) for process, number in store.folder(_ALIVE).items() if number != said.get(process)}
     return sorted(asked)
 
 
@@ -284,12 +264,6 @@ def _left(store: Store) -> Mapping[int, str]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    r"""An error as one line.
-
-    Example:
-        >>> _in_one_line(ValueError("too small\nby far")), _in_one_line(KeyboardInterrupt())
-        ('ValueError: too small', 'KeyboardInterrupt')
-    """
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
@@ -303,7 +277,7 @@ def _leave() -> None:
         if store is not None:
             _tell_the_end(store, error)
     if _channel.cache_info().currsize:
-        _channel().stop_listening()
+        _channel().stop()
     if error is not None and jax.distributed.is_initialized() and not is_known_alone():
         sys.stdout.flush()
         sys.stderr.flush()
