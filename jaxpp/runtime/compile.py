@@ -40,7 +40,7 @@ from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["BEFORE", "CompiledBefore", "Executable", "PlacedProgram", "Programs", "compile_lowered", "settings"]
+__all__ = ["EXECUTABLES", "Executable", "ExecutableCache", "PlacedProgram", "Programs", "compile_lowered", "settings"]
 
 Shardings = tuple[Sharding, ...]
 
@@ -64,7 +64,7 @@ class Executable:
     name: str
 
 
-class CompiledBefore:
+class ExecutableCache:
     """Executables by what they do, the most recently used last; threads may share it.
 
     The least recently used are forgotten, and all of them whenever ``jax.clear_caches`` is called.
@@ -111,8 +111,8 @@ class CompiledBefore:
         self._traces += 1
 
 
-BEFORE = CompiledBefore(1024)
-"""Of this process."""
+EXECUTABLES = ExecutableCache(1024)
+"""What was compiled in this process."""
 
 
 def settings() -> Hashable:
@@ -170,7 +170,7 @@ class Programs:
                 fresh[program, place, donated, chosen] = job, chosen
         if not fresh:
             return
-        BEFORE.follow_jax()
+        EXECUTABLES.follow_jax()
         settled = settings()
         fresh = {key: job for key, job in fresh.items() if not self._is_compiled(*job, settled)}
         if not fresh:
@@ -183,7 +183,7 @@ class Programs:
                 for job, chosen in fresh.values():
                     lowered = _lower(job, chosen)
                     text = _text(job, chosen, lowered, settled)
-                    known = self._same.get(text) or BEFORE.get((job.program.name, *text))
+                    known = self._same.get(text) or EXECUTABLES.get((job.program.name, *text))
                     if known is not None:
                         self._same[text] = known
                         self._keep(job, chosen, known, settled)
@@ -200,7 +200,7 @@ class Programs:
                     text, chosen = waiting[done := ready.get()]
                     made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
                     if isinstance(text[0], bytes):
-                        BEFORE.add((made.name, *text), made)
+                        EXECUTABLES.add((made.name, *text), made)
                     for job in wanted[text]:
                         self._keep(job, chosen, made, settled)
                         bar.update()
@@ -211,7 +211,7 @@ class Programs:
     def _is_compiled(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
         name = _does(job, given, settled)
-        known = None if name is None else BEFORE.get(name)
+        known = None if name is None else EXECUTABLES.get(name)
         if known is None:
             return False
         self._same[name] = known
@@ -223,7 +223,7 @@ class Programs:
         self._compiled.setdefault(program, {})[place, donated, given] = executable
         name = _does(job, given, settled)
         if name is not None:
-            BEFORE.add(name, executable)
+            EXECUTABLES.add(name, executable)
 
     def get(self, job: PlacedProgram, given: Shardings = ()) -> Executable:
         """The compiled program, for arguments sharded so."""

@@ -13,7 +13,7 @@ import pytest
 import jaxpp
 from jaxpp.observe.memory.liveness import temporaries
 from jaxpp.runtime import compile as compiling
-from jaxpp.runtime.compile import BEFORE, CompiledBefore, Executable, PlacedProgram, Programs, compile_lowered, settings
+from jaxpp.runtime.compile import EXECUTABLES, Executable, ExecutableCache, PlacedProgram, Programs, compile_lowered, settings
 from jaxpp.runtime.place import OneDevice
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import fingerprint
@@ -137,12 +137,12 @@ def test_what_is_remembered_holds_neither_the_loss_nor_its_arrays():
     del pipe, loss_fn, init, constant
     gc.collect()
     assert not [ref() for ref in held if ref() is not None]
-    assert len(BEFORE) > 0
+    assert len(EXECUTABLES) > 0
 
 
 def test_the_least_recently_used_is_forgotten():
     compiled = jax.jit(jnp.sin).lower(1.0).compile()
-    known, made = CompiledBefore(2), [Executable(compiled, name) for name in "abc"]
+    known, made = ExecutableCache(2), [Executable(compiled, name) for name in "abc"]
     for executable in made[:2]:
         known.add(executable.name, executable)
     assert known.get("a") is made[0]

@@ -142,15 +142,10 @@ class _Channel:
             return (text,)
         if self.store is None:
             return _texts_by_sends(text)
-        if self.num_exchanges == 1:
+        if self._thread.ident is None:
             self._thread.start()
-        said = {
-            "text": base64.b64encode(zlib.compress(text.encode())).decode(),
-            "calls": self.num_calls,
-            "what": what or where,
-            "compares": compares,
-        }
-        self.say(self.num_exchanges, **said)
+        packed = base64.b64encode(zlib.compress(text.encode())).decode()
+        self.say(self.num_exchanges, text=packed, calls=self.num_calls, what=what or where, compares=compares)
         told = self._wait_for_all(where, what or where)
         self.store.drop(f"{_folder(self.num_exchanges - 1)}/{self.store.process}")  # all have read it, for they came to the next
         return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
@@ -166,8 +161,9 @@ class _Channel:
         folder, me = _folder(self.num_exchanges), self.store.process
         begun, patience = time.monotonic(), _PATIENCE
         while True:
+            left = _left(self.store)  # first, for a process may take part in its last exchange and end
             said = {int(process): json.loads(text) for process, text in self.store.folder(folder).items()}
-            _check_all_well(where, what, said, me, _left(self.store))
+            _check_all_well(where, what, said, me, left)
             away = [process for process in self.processes if process not in said]
             if not away:
                 return said

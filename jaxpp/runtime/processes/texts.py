@@ -64,7 +64,7 @@ def plain(text: str) -> str:
         >>> plain("<function f at 0x7f3b5c0d1e50> frozenset({'model', 'data'})")
         "<function f at 0x> frozenset({'data', 'model'})"
     """
-    ordered = _SET.sub(lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
+    ordered = _SET.sub(lambda match: "{" + ", ".join(sorted(match[1].split(", "))) + "}", text)
     return _ADDRESS.sub("0x", ordered)
 
 
@@ -126,13 +126,13 @@ def _digest(value: Any) -> str:
 @functools.cache
 def versions_text() -> str:
     """The versions of Python and of the libraries."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "jax": jax.__version__}
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "jax": jax.__version__}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "\n".join(f"{name} {version}" for name, version in found.items())
+    return "\n".join(f"{name} {version}" for name, version in versions.items())
 
 
 def flags_text() -> str:

@@ -186,10 +186,10 @@ def slices_of(leaf: Leaf) -> Slices | None:
     Raises:
         StateError: a later step has consumed them.
     """
-    found: Any = _SLICES.get(id(leaf))
-    if found is None or found[0]() is not leaf:
+    entry: Any = _SLICES.get(id(leaf))
+    if entry is None or entry[0]() is not leaf:
         return None
-    node = found[1]
+    node = entry[1]
     if gone := sum(part.is_deleted() for part in node.parts if isinstance(part, jax.Array)):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
@@ -280,8 +280,8 @@ class _ByHolders:
         stored = await self._registered.metadata([infos[k] for k in away]) if away else []
         arrays = await self._registered.deserialize([infos[k] for k in here], [args[k] for k in here]) if here else []
         stand_ins = [_stand_in(infos[k], args[k], aval) for k, aval in zip(away, stored, strict=True)]
-        found = dict(zip([*away, *here], [*stand_ins, *arrays], strict=True))
-        return [found[k] for k in range(len(infos))]
+        by_number = dict(zip([*away, *here], [*stand_ins, *arrays], strict=True))
+        return [by_number[k] for k in range(len(infos))]
 
     def finalize(self, directory: Any) -> None:
         """Orbax merges the stores of all processes by itself."""
@@ -294,11 +294,11 @@ def _is_key(value: Array) -> bool:
 
 def _collected(values: Sequence[Array]) -> list[Array]:
     """The values; those held as slices in several processes are whole in the host memory of one process, each in the next one's."""
-    found, keepers = [], itertools.cycle(range(jax.process_count()))
+    collected, keepers = [], itertools.cycle(range(jax.process_count()))
     for value in values:
         node = slices_of(value)
-        found.append(value if node is None else _collected_at(next(keepers), value, node))
-    return found
+        collected.append(value if node is None else _collected_at(next(keepers), value, node))
+    return collected
 
 
 def _collected_at(keeper: int, stand_in: Array, node: Slices) -> Array:
