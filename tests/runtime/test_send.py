@@ -64,6 +64,17 @@ def test_a_value_that_is_sharded_takes_the_public_route(route):
     assert facts(sent) == facts(jax.device_put(value, jax.devices()[5]))
 
 
+@pytest.mark.parametrize("name", ["float32", "keys"])
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_way_between_processes_gives_the_same_where_both_ends_are_here(name, taken):
+    source, target = jax.devices()[0], jax.devices()[3]
+    value = jax.device_put(VALUES[name](), source)
+    move = Send(target, source, jax.ShapeDtypeStruct(value.shape, value.dtype), taken)
+    (sent,) = move.bind()(value)
+    assert facts(sent) == facts(jax.device_put(value, target))
+    assert move.num_bytes == value.nbytes
+
+
 def untried(device):
     """The sources of ``direct_copy``, without what it remembers."""
     return not_public.direct_copy.__wrapped__(device)[1]
