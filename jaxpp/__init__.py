@@ -10,8 +10,7 @@ from jaxpp.forward.stream import Stream
 from jaxpp.grad import value_and_grad
 from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
-from jaxpp.runtime.processes.trees.array_handler import array_handler
-from jaxpp.runtime.transfer import gather
+from jaxpp.runtime.processes.trees import array_handler, gather
 from jaxpp.stages.cuts.uneven import UnevenStagesWarning
 from jaxpp.stages.remat.offload import Offload
 from jaxpp.tasks.bank import Bank

@@ -17,7 +17,7 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.observe.memory.fit import fit
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.agreement.meeting import Agreement
+from jaxpp.runtime.processes.channel import Agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand, scope
 from jaxpp.stages.cuts.uneven import warn_of

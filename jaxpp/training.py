@@ -21,8 +21,8 @@ from jaxpp.forward.predicting import Lend, Predicting
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.agreement.meeting import Agreement, agreement
 from jaxpp.runtime.interrupts import Hold, despite_ctrl_c
+from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.stage_table import Stages

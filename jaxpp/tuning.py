@@ -23,7 +23,7 @@ from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import parse_bytes, reported_room
 from jaxpp.pipeline import Pipeline
-from jaxpp.runtime.processes.exchange import rows_of_all
+from jaxpp.runtime.processes.channel import rows_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib

@@ -21,10 +21,10 @@ from jaxpp.engine.state_leaves import states_of
 from jaxpp.errors import ArgumentError, BatchError, VerifyError
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.agreement.meeting import agreement
+from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.here import processes_of
-from jaxpp.runtime.processes.verdict import raise_alike
-from jaxpp.runtime.transfer import check_alive, gather, put
+from jaxpp.runtime.processes.trees import gather
+from jaxpp.runtime.transfer import check_alive, put
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import Reducer

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu.rows import Job, Row, first_line
-from jaxpp.runtime.transfer import sender
+from jaxpp.runtime.send import Send
 
 __all__ = ["is_direct", "rows"]
 
@@ -42,7 +42,7 @@ def rows(job: Job) -> Iterator[Row]:
 def _pair(job: Job, backend: str, devices: list[Any], size: int) -> Row:
     value = jax.device_put(jnp.zeros(size * 256, "float32"), devices[0])
     direct = is_direct(devices[1], value)
-    ways: dict[str, Callable[[Any], Any]] = {"send": sender(devices[1]), "device_put": lambda x: jax.device_put(x, devices[1])}
+    ways: dict[str, Callable[[Any], Any]] = {"send": Send(devices[1]).bind(), "device_put": lambda x: jax.device_put(x, devices[1])}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(3 * job.sizes.rounds):
         for name, way in ways.items():
@@ -56,7 +56,7 @@ def _pair(job: Job, backend: str, devices: list[Any], size: int) -> Row:
 def is_direct(device: Any, value: Any) -> bool:
     """Whether a send of this value gets there without ``jax.device_put``."""
     with mock.patch.object(jax, "device_put", wraps=jax.device_put) as watched:
-        send = sender(device)
+        send = Send(device).bind()
         before = watched.call_count
         jax.block_until_ready(send(value))
         return watched.call_count == before

@@ -15,9 +15,8 @@ from jaxpp.engine.outcome import Lowered
 from jaxpp.engine.placed import Placed
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.runtime.agreement.listing import listing, plain
-from jaxpp.runtime.agreement.surroundings import flags_text, versions_text
 from jaxpp.runtime.processes.here import is_addressable
+from jaxpp.runtime.processes.texts import flags_text, listing, plain, versions_text
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import describe

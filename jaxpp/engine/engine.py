@@ -31,16 +31,14 @@ from jaxpp.plan.lower import add_wait, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Step, state_name, total_name
 from jaxpp.plan.sum_gradients import add_gradients, add_zero_gradients, packed_sums
-from jaxpp.runtime.agreement.meeting import agreement, transfers
-from jaxpp.runtime.bind import bind_lines, compile_plan
+from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.debug_nans import Checked, flags
-from jaxpp.runtime.execute import Observer, execute
+from jaxpp.runtime.debug_nans import NanCheck, flags
+from jaxpp.runtime.execute import Observer, execute, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.place import Placement
+from jaxpp.runtime.processes.channel import agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
-from jaxpp.runtime.processes.in_flight import limit_of
-from jaxpp.runtime.processes.reports import add_reports
 from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut_loss import CutLoss
@@ -218,7 +216,7 @@ class Engine:
     ) -> tuple[Plan, Lowered]:
         lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
-        checked = Checked(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
+        checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
         options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
         names = lowered.inputs, lowered.outputs
         plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)

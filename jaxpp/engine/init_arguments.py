@@ -17,7 +17,7 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.init_params import trace_init
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.agreement.meeting import agreement
+from jaxpp.runtime.processes.channel import agreement
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.trace import check_floating

@@ -16,8 +16,7 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.step import param_name, state_name
-from jaxpp.runtime.place import Place
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.place import Place, Placement
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.own_params import Joint

@@ -10,7 +10,7 @@ from jaxpp.engine.tracing import Tracing, raw_key
 from jaxpp.options import Options
 from jaxpp.plan.microbatch_weights import weigh
 from jaxpp.plan.step import Step
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.place import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.cuts.balance import align
 from jaxpp.stages.cuts.cut_loss import CutLoss

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
 from jaxpp.runtime.processes.here import is_addressable
-from jaxpp.runtime.processes.trees.sliced import are_across, stand_in_for
+from jaxpp.runtime.processes.trees import are_across, stand_in_for
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe

@@ -26,8 +26,8 @@ from jaxpp.observe.profile.record import check_profile, record
 from jaxpp.observe.profile.work import Forwards
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
-from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.runtime.processes.channel import agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.cuts.uneven import warn_of

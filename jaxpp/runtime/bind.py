@@ -7,7 +7,7 @@ programs, numbers the names, finds the last reader of each value, and frees the 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -20,21 +20,19 @@ from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, Memor
 from jaxpp.plan.offload import leave_out_needless
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.slot_lifetimes import SlotNumbers, last_uses
-from jaxpp.runtime.compile import PlacedProgram, Programs
-from jaxpp.runtime.compiled_before import Executable
-from jaxpp.runtime.place import Place, Submesh
-from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.local_lines import Crossing, Shapes, giver, local_line
+from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
+from jaxpp.runtime.place import Place, Placement, Submesh
+from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, processes_of
 from jaxpp.runtime.replica_groups import ReplicaGroups
-from jaxpp.runtime.transfer import copier, sender
+from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Aval, Device, Home
+from jaxpp.types import Array, Aval, Device, Home
 
-__all__ = ["Bound", "BoundLine", "Check", "Runnable", "bind_lines", "compile_lines", "compile_plan"]
+__all__ = ["Bound", "BoundLine", "Check", "Runnable", "Shapes", "add_reports", "bind_lines", "compile_lines", "compile_plan"]
 
-_SMALL = 1 << 16
-"""Bytes of a result that may be held on to while a step is watched."""
+_SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
+_LEAVES = frozenset({Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE})
 
 Runnable = Callable[..., Sequence[jax.Array]]
 """What the host calls for a line: one array for each input, one for each output."""
@@ -48,12 +46,12 @@ class BoundLine(Line):
 
     Attributes:
         place: the place.
-        crossing: what it moves between processes, if it does; then it has no input where the value is not in this process, and no
-            output where the value is not sent to this process.
+        crossing: its send, if that goes from one process to another; then the line has no input where the value is not in this
+            process, and no output where the value is not sent to this process.
     """
 
     place: Place = field(kw_only=True)
-    crossing: Crossing | None = None
+    crossing: Send | None = None
 
     @property
     def device(self) -> Device | Submesh:
@@ -98,21 +96,103 @@ class Bound:
         return last_uses(self.lines)
 
     def here(self, leaves: Mapping[tuple[Role, int], Aval], outputs: Sequence[Name]) -> tuple["Bound", dict[Name, jax.Array]]:
-        """What of it this process runs, and what stands for those of the outputs that live in other processes.
+        """The lines that this process runs, and what stands for those of the outputs that live in other processes.
 
-        ``leaves`` are the shapes of the leaves of a state, as one replica has them.
+        Every process writes the lines of the whole step, in one order, and keeps those that concern its devices: the programs that
+        run here, and the sends that begin or end here. What crosses to another process is one line on each side. ``leaves`` are the
+        shapes of the leaves of a state, as one replica has them.
         """
         if jax.process_count() == 1:
             return self, {}
         shapes = Shapes(self.lines, self.placement, leaves)
-        found = [local_line(line, line.place, self.placement, shapes) for line in self.lines]
-        lines = tuple(dataclasses.replace(line, crossing=crossing) for line, crossing in filter(None, found))
-        numbers = tuple(number for number, line in enumerate(found) if line is not None)
+        local = [_local_line(line, self.placement, shapes) for line in self.lines]
+        lines = tuple(filter(None, local))
+        numbers = tuple(number for number, line in enumerate(local) if line is not None)
         read = {name for line in lines for name in line.inputs}
         constants = {name: constant for name, constant in self.constants.items() if name in read}
         away = [name for name in map(self.resolve, outputs) if not self.placement[name.stage].is_here]
         here = dataclasses.replace(self, lines=lines, constants=constants, numbers=numbers)
         return here, {name: shapes.stand_in(name) for name in away}
+
+
+class Shapes:
+    """Shape and dtype of what other processes have, found when somebody asks.
+
+    Args:
+        lines: of all processes.
+        placement: the place of each stage.
+        leaves: those of the leaves of a state, by what a leaf is and its number, as one replica has it.
+    """
+
+    def __init__(self, lines: Sequence[Line], placement: Placement, leaves: Mapping[tuple[Role, int], Aval]):
+        self._placement, self._leaves = placement, leaves
+        self._taken = {name for line in lines for name in line.taken}
+        self._makers = {name: line for line in reversed(lines) for name in line.outputs}
+
+    def __getitem__(self, name: Name) -> jax.ShapeDtypeStruct:
+        role, index = name.ref.role, name.ref.index
+        place = self._placement[name.stage]
+        if role in _LEAVES and (role, index) in self._leaves:
+            return place.aval(name.ref, self._leaves[role, index])
+        line = self._makers[name]
+        at = line.outputs.index(name)
+        if line.program is not None:
+            return place.aval(name.ref, line.program.results[at], lead=not line.program.spans)
+        if isinstance(line.call, GroupMean):
+            return place.aval(name.ref, line.call.avals[at])
+        return self[line.inputs[at]]
+
+    def may_be_taken(self, name: Name) -> bool:
+        """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
+        return name in self._taken or name.ref.role in _LEAVES
+
+    def stand_in(self, name: Name) -> Array:
+        """What stands here for a value that lives elsewhere."""
+        return elsewhere(self[name], self._placement[name.stage].home(name.ref))
+
+
+def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundLine | None:
+    """A line as this process runs it; None if it does not concern this process."""
+    there = line.place.is_here
+    if not line.is_send:
+        if line.program is None and not line.copies and not isinstance(line.call, GroupMean):  # a wait, for values of any stage
+            mine = tuple(name for name in line.inputs if name.stage == CALLER or placement[name.stage].is_here)
+            return dataclasses.replace(line, inputs=mine, outputs=mine[:1]) if mine else None
+        return line if there else None
+    (source,), (target,) = line.inputs, line.outputs
+    if source.stage == CALLER:
+        return line if there else None
+    home, goal = placement[source.stage].home(source.ref), line.place.home(target.ref)
+    here = is_here(home)
+    if len(processes_of((*devices_in(home), *devices_in(goal)))) == 1:
+        return line if here else None
+    inputs, outputs = ((name,) if present else () for name, present in ((source, here), (target, there)))
+    crossing = Send(goal, home, shapes[source], shapes.may_be_taken(source))
+    return dataclasses.replace(line, inputs=inputs, outputs=outputs, crossing=crossing)
+
+
+def add_reports(builder: Builder, placement: Placement, names: Iterable[Name]) -> dict[Name, Name]:
+    """Send what a step reports to one stage of each process that does not have it, so that every process can read it.
+
+    Returns:
+        the name of each value in this process.
+    """
+    readers: dict[int, int] = {}
+    for stage, place in enumerate(placement.places):
+        for process in processes_of(place.devices):
+            readers.setdefault(process, stage)
+    local = {}
+    for name in names:
+        local[name] = name
+        home = placement[name.stage]
+        for process, reader in readers.items():
+            if process in processes_of(home.devices):
+                continue
+            target = Name(reader, name.ref, name.microbatch)
+            builder.send(f"send {name.ref.role} {name.ref.index} to process {process}", name, target)
+            if placement[reader].is_here and not home.is_here:
+                local[name] = target
+    return local
 
 
 def bind_lines(builder: Builder, placement: Placement) -> Bound:
@@ -129,11 +209,11 @@ def bind_lines(builder: Builder, placement: Placement) -> Bound:
             if source.stage != CALLER and placement[source.stage] == place and place.home(source.ref) == home:
                 first_names[target] = source
                 continue
-            known = sent.setdefault(source, {})
-            if (place, home) in known:
-                first_names[target] = known[place, home]
+            arrived = sent.setdefault(source, {})
+            if (place, home) in arrived:
+                first_names[target] = arrived[place, home]
                 continue
-            known[place, home] = target
+            arrived[place, home] = target
         for name in outputs:  # a value that changes is sent again
             sent.pop(name, None)
         lines.append(BoundLine(**vars(dataclasses.replace(line, inputs=inputs, outputs=outputs)), place=place))
@@ -181,8 +261,8 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
         lines = [dataclasses.replace(line, donated=()) for line in lines]
     watch = _watch(lines, programs) if watched else [None] * len(lines)
     compiled, chosen = compile_lines(lines, programs, what, given)
-    placed = {name: programs.constant(found, bound.placement[name.stage], name.ref) for name, found in bound.constants.items()}
-    made = dataclasses.replace(bound, chosen=chosen, placed=placed)
+    placed = {name: programs.constant(value, bound.placement[name.stage], name.ref) for name, value in bound.constants.items()}
+    compiled_bound = dataclasses.replace(bound, chosen=chosen, placed=placed)
     last = last_uses(lines)
     results = tuple(map(bound.resolve, outputs))
     kept = set(results)
@@ -190,20 +270,20 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
     arguments = tuple(slots[name] for name in map(bound.resolve, inputs))
     constants = tuple((slots[name], value) for name, value in (placed | away).items())
     instructions, made_at = [], dict[Name, Home]()
-    for number, (line, seen) in enumerate(zip(lines, watch, strict=True)):
+    for number, (line, watched_name) in enumerate(zip(lines, watch, strict=True)):
         read = tuple(slots[name] for name in line.inputs)
         written = tuple(slots[name] for name in line.outputs)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
-        found = compiled.get(number)
-        call = _runs(line, found, groups, check, made_at, chosen)
-        made_at.update(_plain_results(line, found))
-        at = -1 if seen is None else slots[seen]
-        about = About(line.device, line.stage, line.action, line.is_send, found.name if found else "", at, line.copies)
+        executable = compiled.get(number)
+        call = _runs(line, executable, groups, check, made_at, chosen)
+        made_at.update(_plain_results(line, executable))
+        at = -1 if watched_name is None else slots[watched_name]
+        about = About(line.device, line.stage, line.action, line.is_send, executable.name if executable else "", at, line.copies)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
     of_caller = set(map(bound.resolve, inputs))
     consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))
     plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results), consumes)
-    return plan, made
+    return plan, compiled_bound
 
 
 def _runs(
@@ -221,15 +301,14 @@ def _runs(
         return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
     if isinstance(line.call, MemoryCopy):
         homes = [chosen.get(name) or line.place.sharding(name.ref) for name in line.outputs]
-        return copier(homes, to_host=line.call == MemoryCopy.TO_HOST)
+        return memory_copies(homes, to_host=line.call == MemoryCopy.TO_HOST)
     if line.call is not None:
         return line.call
     if line.crossing is not None:
-        return line.crossing.sender()
-    (source,), home = line.inputs, line.place.home(line.outputs[0].ref)
-    if source.stage == CALLER and jax.process_count() > 1:
-        return giver(home)
-    return sender(home, made_at.get(source))
+        return line.crossing.bind()
+    (source,) = line.inputs
+    send = Send(line.place.home(line.outputs[0].ref), made_at.get(source))
+    return send.bind_for_caller() if source.stage == CALLER and jax.process_count() > 1 else send.bind()
 
 
 def _plain_results(line: BoundLine, compiled: Executable | None) -> dict[Name, Home]:
@@ -245,7 +324,7 @@ def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
 
     (To hold on to a large one, if only until it is there, would keep its memory from being used again.)
     """
-    found: list[Name | None] = []
+    names: list[Name | None] = []
     donated: set[Name] = set()
     for number in reversed(range(len(lines))):
         line = lines[number]
@@ -255,10 +334,10 @@ def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
             safe = Name(CALLER, Ref(Role.VALUE, shared=True), number)
             program = programs.with_token(line.program)
             line = lines[number] = dataclasses.replace(line, program=program, outputs=(*line.outputs, safe))
-        found.append(safe)
+        names.append(safe)
         donated -= set(line.outputs)
         donated |= line.taken
-    return found[::-1]
+    return names[::-1]
 
 
 def _small(program: Program, names: Sequence[Name]) -> list[Name]:
@@ -301,8 +380,8 @@ def compile_lines(
 
 def _sources(lines: Sequence[BoundLine]) -> dict[Name, Name]:
     """For what was copied to host memory, and for what came back, the value that left; all three are sharded alike."""
-    found: dict[Name, Name] = {}
+    sources: dict[Name, Name] = {}
     for line in lines:
         if line.copies:
-            found |= {copy: found.get(name, name) for name, copy in zip(line.inputs, line.outputs, strict=True)}
-    return found
+            sources |= {copy: sources.get(name, name) for name, copy in zip(line.inputs, line.outputs, strict=True)}
+    return sources

@@ -1,18 +1,30 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
 A pipeline knows a program by its object, and forgets it with its last plan. Programs that do the same (equal stages on one device,
-an update at another batch shape, a pipeline built again) share what is compiled: see ``runtime.compiled_before``.
+an update at another batch shape, a pipeline built again: a notebook cell that is run twice compiles once) share what is compiled.
+JAX keeps its own compiled programs by the Python function; the functions of a pipeline are made anew with it. So programs are known
+here by what they do: by the text that they are lowered to, and, before they are lowered, by their equations
+(``stages.fingerprint``); and by their names, which a trace shows.
+
+*Little memory.* Operations of a program that do not depend on each other may run in any order. XLA for CPU starts them as early as
+it can, so that they run side by side. The weight gradients of a stage (W) are such operations: all of them would be made first,
+each in a buffer of its own, and added to the sums afterwards. So much memory at once costs time too, because the host gets it anew
+at every call, page by page. A program that is ``lean`` is ordered for little memory instead: each gradient is added before the next
+is made, and all use one buffer. ``jax.lax.optimization_barrier`` does not order anything here, since XLA for CPU drops barriers
+before it orders the operations (JAX 0.10). Other platforms are left as they are.
 """
 
 import hashlib
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from queue import SimpleQueue
-from typing import NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -21,23 +33,96 @@ from jax.sharding import Sharding
 from jax.stages import Compiled, Lowered
 
 from jaxpp.plan.builder import Constant
-from jaxpp.runtime.compiled_before import BEFORE, Executable, settings
-from jaxpp.runtime.compiler_options import compile_lowered
-from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["Executable", "PlacedProgram", "Programs"]
+__all__ = ["EXECUTABLES", "Executable", "ExecutableCache", "PlacedProgram", "Programs", "compile_lowered", "settings"]
 
 Shardings = tuple[Sharding, ...]
 
 _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
 
-_PATIENCE = 2.0
-"""Seconds of compiling after which a progress bar is shown."""
+_PATIENCE = 2.0  # seconds of compiling after which a progress bar is shown
+_LEAN: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+"""By platform, the options of XLA that order the operations of a program for little memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """What was compiled; shared by the programs that are the same.
+
+    Attributes:
+        call: the compiled program.
+        name: what it is called in a trace: by the name of the first program that is the same.
+    """
+
+    call: Compiled
+    name: str
+
+
+class ExecutableCache:
+    """Executables by what they do, the most recently used last; threads may share it.
+
+    The least recently used are forgotten, and all of them whenever ``jax.clear_caches`` is called.
+
+    Args:
+        limit: how many names are remembered; most executables have two.
+    """
+
+    def __init__(self, limit: int):
+        self._limit, self._lock = limit, Lock()
+        self._known: OrderedDict[Hashable, Executable] = OrderedDict()
+        self._traces = 0
+        self._probe = jax.jit(self._traced)
+        self._seen = 0
+
+    def get(self, name: Hashable) -> Executable | None:
+        """The executable of this name, if there is one."""
+        with self._lock:
+            executable = self._known.get(name)
+            if executable is not None:
+                self._known.move_to_end(name)
+            return executable
+
+    def add(self, name: Hashable, executable: Executable) -> None:
+        """Remember an executable."""
+        with self._lock:
+            self._known[name] = executable
+            self._known.move_to_end(name)
+            if len(self._known) > self._limit:
+                self._known.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def follow_jax(self) -> None:
+        """Forget everything if ``jax.clear_caches`` was called: JAX then traces again what it has traced before."""
+        self._probe.lower()
+        with self._lock:
+            if self._traces != self._seen:
+                self._seen = self._traces
+                self._known.clear()
+
+    def _traced(self) -> None:
+        self._traces += 1
+
+
+EXECUTABLES = ExecutableCache(1024)
+"""What was compiled in this process."""
+
+
+def settings() -> Hashable:
+    """All settings of JAX as they are now: any of them may decide what a program is compiled to.
+
+    A version of JAX that does not list its settings has a value of its own each time, so that nothing is taken for the same.
+    """
+    config: Any = jax.config  # whose flags checkers of types do not know
+    names = getattr(config, "values", None)
+    return object() if names is None else tuple(repr(getattr(config, name, None)) for name in sorted(names))
 
 
 class PlacedProgram(NamedTuple):
@@ -67,14 +152,14 @@ class Programs:
 
     def with_token(self, program: Program) -> Program:
         """The same program with one more result, a byte that is there when the program is done."""
-        found = self._tokened.get(id(program))
-        if found is None:  # what is found holds the program, so its id is that of no other
-            found = self._tokened[id(program)] = replace(
+        tokened = self._tokened.get(id(program))
+        if tokened is None:  # it holds the program, whose id is therefore that of no other
+            tokened = self._tokened[id(program)] = replace(
                 program,
                 function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)],
                 outputs=(*program.outputs, Ref(Role.VALUE, shared=True)),
             )
-        return found
+        return tokened
 
     def compile(self, jobs: Iterable[PlacedProgram], given: Iterable[Shardings] | None = None, what: str = "") -> None:
         """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered."""
@@ -85,9 +170,9 @@ class Programs:
                 fresh[program, place, donated, chosen] = job, chosen
         if not fresh:
             return
-        BEFORE.follow_jax()
+        EXECUTABLES.follow_jax()
         settled = settings()
-        fresh = {key: found for key, found in fresh.items() if not self._found_before(*found, settled)}
+        fresh = {key: job for key, job in fresh.items() if not self._is_compiled(*job, settled)}
         if not fresh:
             return
         pool, ready = ThreadPoolExecutor(os.cpu_count()), SimpleQueue[Future[Compiled]]()
@@ -98,7 +183,7 @@ class Programs:
                 for job, chosen in fresh.values():
                     lowered = _lower(job, chosen)
                     text = _text(job, chosen, lowered, settled)
-                    known = self._same.get(text) or BEFORE.get((job.program.name, *text))
+                    known = self._same.get(text) or EXECUTABLES.get((job.program.name, *text))
                     if known is not None:
                         self._same[text] = known
                         self._keep(job, chosen, known, settled)
@@ -107,23 +192,26 @@ class Programs:
                         wanted[text].append(job)
                     else:
                         wanted[text] = [job]
-                        waiting[_submit(pool, ready, job, lowered)] = text, chosen
+                        with held():  # Python's pools are not made for Ctrl-C: a lock could stay taken, and threads wait for ever
+                            future = pool.submit(compile_lowered, lowered, job.place.devices[0].platform, lean=job.program.lean)
+                            waiting[future] = text, chosen
+                            future.add_done_callback(ready.put)
                 for _ in range(len(waiting)):
-                    done = ready.get()
-                    text, chosen = waiting[done]
+                    text, chosen = waiting[done := ready.get()]
                     made = self._same[text] = Executable(done.result(), wanted[text][0][0].name)
                     if isinstance(text[0], bytes):
-                        BEFORE.add((made.name, *text), made)
+                        EXECUTABLES.add((made.name, *text), made)
                     for job in wanted[text]:
                         self._keep(job, chosen, made, settled)
                         bar.update()
         finally:
-            _leave(pool)
+            with held():
+                pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for what nobody will use
 
-    def _found_before(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
+    def _is_compiled(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
         name = _does(job, given, settled)
-        known = None if name is None else BEFORE.get(name)
+        known = None if name is None else EXECUTABLES.get(name)
         if known is None:
             return False
         self._same[name] = known
@@ -135,7 +223,7 @@ class Programs:
         self._compiled.setdefault(program, {})[place, donated, given] = executable
         name = _does(job, given, settled)
         if name is not None:
-            BEFORE.add(name, executable)
+            EXECUTABLES.add(name, executable)
 
     def get(self, job: PlacedProgram, given: Shardings = ()) -> Executable:
         """The compiled program, for arguments sharded so."""
@@ -152,8 +240,8 @@ class Programs:
     def __getitem__(self, job: PlacedProgram) -> Compiled:
         """The compiled program, however its arguments are sharded."""
         program, place, donated = job
-        found = self._compiled.get(program) or self._compiled[self._tokened[id(program)]]
-        return next(made.call for key, made in found.items() if key[:2] == (place, donated))
+        executables = self._compiled.get(program) or self._compiled[self._tokened[id(program)]]
+        return next(executable.call for key, executable in executables.items() if key[:2] == (place, donated))
 
     def __len__(self) -> int:
         return sum(map(len, list(self._compiled.values())))
@@ -164,34 +252,12 @@ class Programs:
         return len({id(made) for made in list(self._same.values())})
 
 
-def _submit(
-    pool: ThreadPoolExecutor, ready: SimpleQueue[Future[Compiled]], job: PlacedProgram, lowered: Lowered
-) -> Future[Compiled]:
-    """Have a program compiled; ``ready`` is given the future when that is done.
-
-    Python's pools are not made for interrupts: Ctrl-C could leave a lock taken for which the threads would wait for ever.
-    """
-    with Hold(waited="") as hold:
-        hold.begin()
-        future = pool.submit(compile_lowered, lowered, job.place.devices[0].platform, lean=job.program.lean)
-        future.add_done_callback(ready.put)
-        return future
-
-
-def _leave(pool: ThreadPoolExecutor) -> None:
-    """Let the threads end; after Ctrl-C nobody waits for what nobody will use. Another Ctrl-C could leave them waiting for ever."""
-    with Hold(waited="") as hold:
-        hold.begin()
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
     program, place, donated = job
     chosen = dict(zip(job.free_inputs, given, strict=True))
     pairs = enumerate(zip(program.inputs, program.avals, strict=True))
     avals = [place.aval(ref, aval, chosen.get(k), lead=not program.spans) for k, (ref, aval) in pairs]
-    with Hold(waited="", broke_off="") as hold:  # Ctrl-C while a cache of JAX's compares its entries becomes a ValueError there
-        hold.begin()
+    with held():  # Ctrl-C while a cache of JAX's compares its entries becomes a ValueError there
         return place.jit(program, donated).lower(*avals)
 
 
@@ -213,3 +279,17 @@ def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hasha
     same = object() if "callback" in text else hashlib.sha256(unnamed.encode()).digest()
     types = tuple(leaf.dtype for leaf in jax.tree.leaves((lowered.in_avals, lowered.out_info)))
     return same, types, job.program.lean, *job[1:], given, settled
+
+
+def compile_lowered(lowered: Lowered, platform: str, *, lean: bool) -> Compiled:
+    """Compile a lowered program; a ``lean`` program so that it holds little at once.
+
+    A compiler that does not know the option compiles the program without it. The results are the same.
+    """
+    options = _LEAN.get(platform) if lean else None
+    if options is None:
+        return lowered.compile()
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError:  # an unknown option, or an error that is raised again without the option
+        return lowered.compile()

@@ -27,7 +27,7 @@ from jaxpp.stages.jaxpr import describe, source_frames, variables
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["Checked", "flags"]
+__all__ = ["NanCheck", "flags"]
 
 _UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONSTANT, Role.RESIDUAL, Role.REPLICA})
 _ALONE = {Role.LOSS: "the loss", Role.STATIC: "what is made of the parameters alone", Role.SCALE: "the microbatch's weight"}
@@ -42,7 +42,7 @@ _WORDS = {
 _OWN = str(Path(__file__).parents[1])
 
 
-class _Found(NamedTuple):
+class _FirstNan(NamedTuple):
     """Where a program makes the first NaN: the equation, if its arguments had none; else the arguments that had."""
 
     made: str
@@ -55,7 +55,7 @@ def flags() -> tuple[bool, bool]:
     return bool(config.jax_debug_nans), bool(config.jax_debug_infs)
 
 
-class Checked:
+class NanCheck:
     """Looks at the results of the programs of one plan."""
 
     def __init__(self, step: Step, *, scaled: bool):
@@ -90,10 +90,10 @@ class Checked:
         return int(self._nans * np.isnan(array).sum() + self._infs * np.isinf(array).sum())
 
     def _tell(self, line: BoundLine, job: PlacedProgram, args: Sequence[Array], wrong: Sequence[tuple[Ref, Array]]) -> None:
-        found = self._find(job, args)
+        first = self._find(job, args)
         microbatch = -1 if line.action is None else line.action.microbatch
         here = line.stage, microbatch
-        origin = found.made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in found.given))
+        origin = first.made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in first.given))
         seen = [(ref, value) for ref, value in wrong if ref.role not in self._unchecked]
         if not seen:
             self._kept[here] = origin
@@ -122,7 +122,7 @@ class Checked:
             return self._kept.get(here, "it was kept by the forward")
         return f"it comes in with {self._name(ref)}"
 
-    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> _Found:
+    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> _FirstNan:
         """Run the equations of a program one by one."""
         program = job.program
         given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
@@ -138,8 +138,8 @@ class Checked:
                 values.update(zip(outputs, graph.function([i], inputs, outputs)(*(values[var] for var in inputs)), strict=True))
                 clean = not any(self._count(values[var]) for var in inputs)
                 if clean and any(self._count(values[var]) for var in outputs):
-                    return _Found(self._made(eqn, name), given)
-        return _Found("", given)
+                    return _FirstNan(self._made(eqn, name), given)
+        return _FirstNan("", given)
 
     def _made(self, eqn: JaxprEqn, name: str) -> str:
         module = re.sub(r"\b(transpose|jvp|vmap|checkpoint|remat)\(|\)", "", name)

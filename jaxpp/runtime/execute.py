@@ -4,12 +4,19 @@ It does no look-up by name, no tree flattening and no shape check, and it never 
 and dropped where the plan frees them, so nothing outlives its last reader.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxpp.plan.plan import Instruction, Plan
+import jax
 
-__all__ = ["Observer", "execute"]
+from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.runtime.place import Placement
+from jaxpp.types import Array, Leaf
+
+__all__ = ["InFlight", "Observer", "execute", "limit_of"]
+
+_MOST_WAITING = 16  # programs that wait at once where ``InFlight`` limits them
 
 
 class Observer(Protocol):
@@ -58,3 +65,37 @@ def execute(
             error.add_note(f"jaxpp: raised while dispatching {instruction.label}")
         raise
     return [slots[slot] for slot in plan.outputs]
+
+
+class InFlight:
+    """Lets few programs wait, where XLA's runtime for CPU would wait for itself.
+
+    That runtime holds back the thread that dispatches a program as soon as 32 wait on a device. With several processes, and
+    programs that run on several devices at once, it then never goes on, although their arguments are there (seen with JAX 0.10 and
+    forced devices). GPUs are not concerned. It needs a watched plan, whose programs each make something that is not donated.
+    """
+
+    def __init__(self):
+        self._waiting: deque[Array] = deque()
+
+    def beside(self, other: Observer | None) -> Observer:
+        """An observer that waits for the program that was dispatched so many before, and calls another one if there is one."""
+
+        def observe(instruction: Instruction, slots: Sequence[Leaf]) -> None:
+            if instruction.about.program and instruction.about.watch >= 0:
+                self._waiting.append(slots[instruction.about.watch])
+                if len(self._waiting) > _MOST_WAITING:
+                    oldest = self._waiting.popleft()
+                    if not oldest.is_deleted():  # a leaf of the state, which the next step has taken over: it is waited for instead
+                        oldest.block_until_ready()
+            if other is not None:
+                other(instruction, slots)
+
+        return observe
+
+
+def limit_of(placement: Placement) -> InFlight | None:
+    """What limits the programs in flight of a pipeline, where that is needed."""
+    places = placement.places
+    needed = jax.process_count() > 1 and places[0].devices[0].platform == "cpu" and any(len(place.devices) > 1 for place in places)
+    return InFlight() if needed else None

@@ -13,7 +13,8 @@ import inspect
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,14 +27,12 @@ try:
 except ImportError:
     _plain = signal
 
-__all__ = ["Hold", "despite_ctrl_c"]
+__all__ = ["Hold", "despite_ctrl_c", "held"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
 
-_PATIENCE = 1.0
-"""Seconds after which a second Ctrl-C is no longer a slip of the same finger."""
-
+_PATIENCE = 1.0  # seconds after which a second Ctrl-C is no longer a slip of the same finger
 _WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
 
@@ -109,6 +108,14 @@ class Hold:
         finally:
             if self._handlers or self._came:  # a handler has raised while others wait
                 self.__exit__(kind)
+
+
+@contextmanager
+def held(waited: str = "", broke_off: str = "") -> Iterator[None]:
+    """A block in which signals wait from its beginning to its end, with ``Hold``."""
+    with Hold(waited, broke_off) as hold:
+        hold.begin()
+        yield
 
 
 def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) -> None:

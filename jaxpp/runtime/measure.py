@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.runtime.agreement.listing import listing
-from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice, Place
-from jaxpp.runtime.processes.crossing import crosser
-from jaxpp.runtime.processes.exchange import rows_of_all
+from jaxpp.runtime.processes.channel import agreement, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
-from jaxpp.runtime.transfer import copier, put
+from jaxpp.runtime.processes.texts import listing
+from jaxpp.runtime.send import Send
+from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
@@ -90,7 +89,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
         if is_here(device) and reads:
             arrays = [put(_zeros(aval), device) for aval in reads.values()]
             homes = [array.sharding for array in arrays]
-            ways = [copier(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
+            ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
             runs: tuple[list[_Times], ...] = ([], [])
             for _ in range(_RUNS + 1):
                 for copy, own in zip(ways, runs, strict=True):
@@ -126,7 +125,7 @@ def _send_seconds(source: Device, target: Device, size: int) -> float:
     crosses = source.process_index != target.process_index
     if not crosses and not is_here(source):
         return 0.0
-    send = crosser(aval, source, target) if crosses else lambda value: (put(value, target),)
+    send = Send(target, source, aval).bind() if crosses else lambda value: (put(value, target),)
     runs = []
     for _ in range(_RUNS + 1):
         arguments = [jax.block_until_ready(put(_zeros(aval), source))] if is_here(source) else []

@@ -1,4 +1,4 @@
-"""Places: the device, or the devices, on which a stage lives.
+"""Places: the device, or the devices, on which a stage lives, and the placement: which rank and stage lives where.
 
 A stage lives on one device (``OneDevice``), or on a sub-mesh of several (``Submesh``): replicas along ``data``, shards of the
 parameters along ``model``. Both are a ``Place``, so that nothing else asks which it is.
@@ -19,13 +19,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxpp.errors import ArgumentError
+from jaxpp.errors.checks import check_devices
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.validate import is_count
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home, Leaf
 
-__all__ = ["DATA", "MODEL", "OneDevice", "Own", "Place", "Submesh", "devices_of"]
+__all__ = ["DATA", "MODEL", "PIPE", "OneDevice", "Own", "Place", "Placement", "Submesh", "devices_of", "place", "submeshes"]
 
-DATA, MODEL = "data", "model"
+PIPE, DATA, MODEL = "pipe", "data", "model"
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})
 """Values that only their own stage reads: the compiler shards them over ``model`` as it likes."""
 
@@ -34,7 +38,7 @@ Own = frozenset[tuple[Role, int]]
 
 
 class Place(abc.ABC):
-    """Where a stage lives: as far as nothing else is said, one replica that shards nothing.
+    """Where a stage lives; a subclass that defines no more is one replica that shards nothing.
 
     Equal places are the same devices, which hold the same values sharded alike.
     """
@@ -101,7 +105,7 @@ class Place(abc.ABC):
     def moved(self, devices: Sequence[Device]) -> "Place | None":
         """The same on the first of other devices; None if these are too few."""
 
-    def with_values(self, **known: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
+    def with_values(self, **values: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
         """The same devices, told more of the values that live there: ``Submesh.specs``, ``opt_specs``, ``own``."""
         return self
 
@@ -215,9 +219,9 @@ class Submesh(Place):
         grid = np.array(devices[: len(self.devices)]).reshape(self.mesh.devices.shape)
         return dataclasses.replace(self, mesh=Mesh(grid, (DATA, MODEL)))
 
-    def with_values(self, **known: object) -> "Submesh":
+    def with_values(self, **values: object) -> "Submesh":
         """With these attributes."""
-        return dataclasses.replace(self, **known)
+        return dataclasses.replace(self, **values)
 
     def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
         reads, writes = ([self.per_replica(ref) for ref in refs] for refs in (program.inputs, program.outputs))
@@ -252,3 +256,111 @@ def _called(name: str, function: Callable[..., list[Leaf]]) -> Callable[..., lis
 
     run.__name__ = run.__qualname__ = name
     return run
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where stages and ranks live; several may share a place.
+
+    Attributes:
+        places: the device of each stage, or the sub-mesh.
+        by_rank: that of each rank.
+    """
+
+    places: tuple[Place, ...]
+    by_rank: tuple[Place, ...]
+
+    def __getitem__(self, stage: int) -> Place:
+        return self.places[stage]
+
+    @property
+    def own(self) -> Own:
+        """The parameters, gradients and optimizer leaves of which each replica has its own."""
+        return self.places[0].own
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas share the work of a microbatch."""
+        return self.places[0].num_replicas
+
+    @property
+    def num_shards(self) -> int:
+        """How many devices share the parameters of a replica's stage."""
+        return self.places[0].num_shards
+
+    @property
+    def ranks_shown(self) -> tuple[Device | Submesh, ...]:
+        """What users see of the place of each rank."""
+        return tuple(place.shown for place in self.by_rank)
+
+    def with_values(self, **values: object) -> "Placement":
+        """The same places, told more of the values that live there (``Submesh.specs``, ``opt_specs``, ``own``)."""
+        return Placement(*(tuple(place.with_values(**values) for place in places) for places in (self.places, self.by_rank)))
+
+
+def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
+    """Give each rank a place, in order; fewer places than ranks are cycled. A stage lives where its rank does."""
+    by_rank = tuple(places[rank % len(places)] for rank in range(schedule.num_ranks))
+    return Placement(tuple(by_rank[rank] for rank in schedule.stage_to_rank), by_rank)
+
+
+def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int) -> tuple[Place, ...]:
+    """The place of each rank, from the first; cycled by ``place`` if there are fewer.
+
+    Args:
+        devices: one a rank, or ``data_parallel`` of them.
+        mesh: axes ``pipe``, ``data`` and ``model``, those that are wanted.
+        data_parallel: replicas, without a mesh.
+        num_ranks: of the schedule.
+
+    Raises:
+        ArgumentError: both ways at once, axes of other names, more pipe than ranks, or too few devices.
+    """
+    if not is_count(data_parallel, least=1):
+        rule = "data_parallel is the number of replicas, at least 1"
+        raise ArgumentError(f"data_parallel={data_parallel!r}", rule, repr(data_parallel), "pass 1 or more")
+    if mesh is None:
+        checked = check_devices(devices)
+        if data_parallel == 1:
+            return tuple(map(OneDevice, checked))
+        if len(set(checked)) < len(checked):
+            where, got = f"devices, data_parallel={data_parallel}", ", ".join(map(str, checked))
+            raise ArgumentError(where, "replicas of a stage have a device each", got, "name each device once")
+        if len(checked) < data_parallel:
+            raise ArgumentError(
+                f"data_parallel={data_parallel}",
+                "each replica of a stage has a device of its own",
+                f"{len(checked)} devices for {data_parallel} replicas",
+                f"pass data_parallel={len(checked)} or less",
+            )
+        groups = min(num_ranks, len(checked) // data_parallel)
+        grid = np.array(checked[: groups * data_parallel]).reshape(groups, data_parallel, 1)
+    else:
+        if devices is not None or data_parallel != 1:
+            rule = "the mesh says which devices there are, and how many replicas"
+            raise ArgumentError("mesh", rule, "devices or data_parallel too", "leave devices and data_parallel out")
+        grid = _grid(mesh, num_ranks)
+    if grid.shape[1:] == (1, 1):
+        return tuple(map(OneDevice, grid.flat))
+    return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
+
+
+def _grid(mesh: object, num_ranks: int) -> np.ndarray:
+    """The devices of a mesh along pipe, data and model."""
+    axes = (PIPE, DATA, MODEL)
+    if not isinstance(mesh, Mesh) or not set(mesh.axis_names) <= set(axes):
+        raise ArgumentError(
+            "mesh",
+            'a mesh has axes called "pipe", "data" and "model", those that are wanted, in any order',
+            repr(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__,
+            'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))',
+        )
+    if mesh.shape.get(PIPE, 1) > num_ranks:
+        raise ArgumentError(
+            f"mesh, num_stages with {num_ranks} ranks",
+            "each device along pipe is a rank of the schedule",
+            f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks",
+            f"pass more stages, or a mesh with {num_ranks} along pipe",
+        )
+    order = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
+    return np.transpose(mesh.devices, order).reshape([mesh.shape.get(axis, 1) for axis in axes])

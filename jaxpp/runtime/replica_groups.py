@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled
 
-from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.interrupts import held
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Array, Aval, Device
 
@@ -35,10 +35,10 @@ class ReplicaGroups:
 
     def set(self, names: Sequence[Hashable]) -> None:
         """Say what the parameters of each replica are called in the steps to come; equal names mean equal parameters."""
-        found: dict[Hashable, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for replica, name in enumerate(names):
-            found.setdefault(name, []).append(replica)
-        self.current = tuple(map(tuple, found.values()))
+            groups.setdefault(name, []).append(replica)
+        self.current = tuple(map(tuple, groups.values()))
 
     def mean(self, homes: Sequence[Sharding], avals: Sequence[Aval]) -> "Mean":
         """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
@@ -57,12 +57,12 @@ class Mean:
     groups: ReplicaGroups
     homes: tuple[NamedSharding, ...]
     avals: tuple[Aval, ...]
-    _known: dict[tuple[int, ...], "_Known"] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], "_Group"] = field(default_factory=dict)
 
     def __call__(self, *values: Array) -> list[Array]:
         """The means, each replica with its group's."""
         parts = [shards_of(value) for value in values]
-        found: list[dict[Device, Array]] = [{} for _ in self.avals]
+        means: list[dict[Device, Array]] = [{} for _ in self.avals]
         for group in self.groups.current:
             if not any(device in parts[0] for device in self._devices[list(group)].flat):
                 continue  # all its devices are of other processes
@@ -73,14 +73,14 @@ class Mean:
                 )
                 for value, home, part in zip(values, homes, parts, strict=True)
             ]
-            for shards, result in zip(found, program(*mine), strict=True):
+            for shards, result in zip(means, program(*mine), strict=True):
                 shards.update(shards_of(result))
         order = tuple(self._devices.flat)
         return [
             jax.make_array_from_single_device_arrays(
                 value.shape, value.sharding, [shards[device] for device in order if device in shards]
             )
-            for shards, value in zip(found, values, strict=False)
+            for shards, value in zip(means, values, strict=False)
         ]
 
     @property
@@ -92,13 +92,13 @@ class Mean:
         """The compiled program of a group of replicas; of one alone it communicates nothing."""
         return self._of(group).program
 
-    def _of(self, group: tuple[int, ...]) -> "_Known":
-        """What is known of a group, found out when it is first met."""
-        if group not in self._known:
+    def _of(self, group: tuple[int, ...]) -> "_Group":
+        """The program of a group, compiled when it is first met."""
+        if group not in self._groups:
             mesh = Mesh(self._devices[list(group)], self.homes[0].mesh.axis_names)
             homes = [NamedSharding(mesh, home.spec) for home in self.homes]
-            self._known[group] = _Known(self._compiled(group, homes), homes, tuple(self._devices[list(group)].flat))
-        return self._known[group]
+            self._groups[group] = _Group(self._compiled(group, homes), homes, tuple(self._devices[list(group)].flat))
+        return self._groups[group]
 
     def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Compiled:
         key = tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
@@ -114,13 +114,12 @@ class Mean:
                 jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
                 for aval, home in zip(shapes, homes, strict=True)
             ]
-            with Hold(waited="", broke_off="") as hold:  # a small program, and a step after Ctrl-C finds it compiled
-                hold.begin()
+            with held():  # a small program, and a step after Ctrl-C finds it compiled
                 self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
         return self.groups.compiled[key]
 
 
-class _Known(NamedTuple):
+class _Group(NamedTuple):
     """A group's program, how its arguments are sharded, and its devices."""
 
     program: Compiled

@@ -1,14 +1,11 @@
-"""The only file that moves an array between devices of this process (between processes: ``runtime.processes.crossing``).
+"""Arrays at the edges of a step (what moves inside it is a ``Send``).
 
-Inside a step, ``sender`` moves what the plan sends. The other functions serve the edges of a step: ``put`` and ``put_at`` copy a
-value to a place, ``to_homes`` moves what is not there yet, ``unaliased`` copies a host array that the caller may overwrite,
-``split_over_replicas`` divides a batch, ``gather`` collects a distributed tree on one device, and ``to_host`` and ``to_device``
-move parameter sets to pinned host memory and back. ``copier`` does so with residuals, inside a step.
+``put`` and ``put_at`` copy a value to a place, ``to_homes`` moves what is not there yet, and ``unaliased`` copies a host array that
+the caller may overwrite. ``split_over_replicas`` divides a batch. ``join_slices`` and ``split_slices`` make one array of the slices
+of a stacked leaf, and back. ``to_host`` and ``to_device`` move parameter sets to pinned host memory, and back.
 """
 
-import functools
-import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,28 +15,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
-from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
-from jaxpp.runtime.processes.trees.gathered import gather_across
+from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_addressable, is_whole_here, put_across
+from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
-from jaxpp.types import Array, Device, Home, Leaf, Tree
-
-try:
-    xla_client: Any = importlib.import_module("jaxlib.xla_client")
-except ImportError:  # a later jaxlib may have another name for it: see ``_direct_copy``
-    xla_client = None
+from jaxpp.types import Array, Home, Leaf, Tree
 
 __all__ = [
     "HOST_MEMORY",
     "check_alive",
     "concatenated_at",
-    "copier",
-    "gather",
     "join_slices",
     "joined_home",
     "put",
     "put_at",
-    "sender",
     "split_over_replicas",
     "split_slices",
     "to_device",
@@ -47,77 +36,6 @@ __all__ = [
     "to_host",
     "unaliased",
 ]
-
-HOST_MEMORY = "pinned_host"
-"""The kind of host memory that devices copy from and to at full speed, without blocking."""
-
-
-def sender(home: Home, source: Home | None = None) -> Callable[[Array], Sequence[Array]]:
-    """What a send calls: it copies one value to a device, or to a sharding, and leaves the source as it is.
-
-    A send means ``jax.device_put(value, home)``. Where the runtime's own copy is known to do the same, it is called directly, which
-    takes a fifth of the host time; every value that it is not made for takes ``jax.device_put``.
-
-    Args:
-        home: where to.
-        source: where every value that will be sent lives, if programs of a plan made it there; values that a caller gave are looked
-            at one by one.
-    """
-    put, copy, sources, plain = jax.device_put, *_direct_copy(home), _plain_type()
-
-    def send(value: Array) -> tuple[Array]:
-        return (put(value, home),)
-
-    def send_directly(value: Array) -> Sequence[Array]:
-        if type(value) is plain and value.committed and value.sharding in sources:
-            return copy(value)
-        return (put(value, home),)
-
-    if source is not None and (source if isinstance(source, Sharding) else SingleDeviceSharding(source)) in sources:
-        return copy
-    return send_directly if sources else send
-
-
-@functools.cache
-def _plain_type() -> type:
-    """The class of arrays on devices; keys are of another."""
-    return type(jnp.zeros(()))
-
-
-@functools.cache
-def _direct_copy(home: Home) -> tuple[Callable[[Array], Sequence[Array]], frozenset[Sharding]]:
-    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
-
-    It is not part of JAX's public interface; of what is not, jaxpp uses this (also in ``_memory_copy``) and the client in
-    ``runtime.agreement.store``. It is looked up with care, and tried once from each other device of the same kind: it must give
-    what ``jax.device_put`` gives. Where it is missing there are no such shardings.
-    """
-
-    def copy(value: Array) -> Sequence[Array]:
-        return copy_arrays([value], devices, shardings, semantics)
-
-    if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
-        return copy, frozenset()
-    sharding = home if isinstance(home, SingleDeviceSharding) else SingleDeviceSharding(home)
-    (device,) = sharding.device_set
-    shardings = [sharding]
-    try:
-        copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
-        devices, semantics = [xla_client.DeviceList((device,))], [xla_client.ArrayCopySemantics.REUSE_INPUT]
-        values = [jnp.asarray(value) for value in (np.arange(6, dtype=np.int32).reshape(2, 3), 2.0)]
-        others = [other for other in device.client.local_devices() if other != device]
-        tried = {other: [jax.device_put(value, other) for value in values] for other in others}
-        good = [all(_same(copy(probe), jax.device_put(probe, home), probe) for probe in probes) for probes in tried.values()]
-        return copy, frozenset(probes[0].sharding for probes, is_good in zip(tried.values(), good, strict=True) if is_good)
-    except Exception:  # noqa: BLE001  (whatever it is that this version of JAX lacks)
-        return copy, frozenset()
-
-
-def _same(found: Sequence[Array], wanted: Array, source: Array) -> bool:
-    """Whether one array came, as the wanted one in all that a program sees of it, and the source is still there."""
-    (array,) = found
-    kinds = [(each.aval, each.sharding, each.committed, each.devices(), type(each)) for each in (array, wanted)]
-    return kinds[0] == kinds[1] and not source.is_deleted() and bool(np.array_equal(array, source))
 
 
 def put(value: Leaf, home: Home) -> Array:
@@ -170,34 +88,6 @@ def split_over_replicas(
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 
-def gather(tree: Tree, device: Device | None = None) -> Tree:
-    """Bring a tree whose leaves live on several devices to one device, so that eager code can mix them.
-
-    Args:
-        tree: any tree of arrays, such as ``state.params``.
-        device: where to; the first device by default. In several processes it is a device of the process that asks, and by default
-            its first: every process calls ``gather`` with the same tree, and all of them get the whole tree, leaf by leaf.
-
-    Returns:
-        the same tree with every leaf a copy on ``device``; the originals stay.
-
-    Raises:
-        ArgumentError: in several processes, the device belongs to another one.
-        ProcessError: they passed different trees, or one of them failed or does not come.
-
-    Example:
-        >>> import optax
-        >>> norm = optax.tree.norm(gather({"w": jax.numpy.ones(4)}))
-        >>> float(norm)
-        2.0
-    """
-    check_alive("jaxpp.gather", tree)
-    if jax.process_count() > 1:
-        return gather_across(tree, device, put)
-    device = jax.devices()[0] if device is None else device
-    return jax.tree.map(lambda leaf: put(leaf, device), tree)
-
-
 def check_alive(where: str, tree: Tree) -> None:
     """Refuse arrays whose buffers a step has taken over.
 
@@ -216,8 +106,7 @@ def check_alive(where: str, tree: Tree) -> None:
 
 def join_slices(node: Slices) -> Array | Slices:
     """Slices of equal size on different devices as one array sharded over these, sharing their buffers; others as they are."""
-    devices = [part.sharding.device_set for part in node.parts]
-    sharding = _over_stages(node.sizes, [next(iter(each)) if len(each) == 1 else None for each in devices])
+    sharding = _over_stages(node.sizes, [part.sharding for part in node.parts])
     if sharding is None:
         return node
     shape, dtype = (sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype
@@ -234,7 +123,7 @@ def joined_home(home: Home | Slices) -> Sharding:
     """
     if not isinstance(home, Slices):
         return as_sharding(home)
-    sharding = _over_stages(home.sizes, [None if isinstance(part, NamedSharding) else _device_of(part) for part in home.parts])
+    sharding = _over_stages(home.sizes, home.parts)
     if sharding is not None:
         return sharding
     devices = sorted({device for part in home.parts for device in as_sharding(part).device_set}, key=lambda device: device.id)
@@ -245,23 +134,16 @@ def joined_home(home: Home | Slices) -> Sharding:
     return SingleDeviceSharding(first, memory_kind=HOST_MEMORY)
 
 
-def _over_stages(sizes: Sequence[int], devices: Sequence[Device | None]) -> NamedSharding | None:
+def _over_stages(sizes: Sequence[int], homes: Sequence[Home]) -> NamedSharding | None:
     """The sharding of slices of equal size on different devices; None for other slices."""
-    if None in devices or len(set(sizes)) > 1 or len(set(devices)) < len(devices):
+    devices = [device for home in homes for device in devices_in(home)]
+    if len(set(sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes):
         return None
     return NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
 
 
-def _device_of(home: Home) -> Device | None:
-    """The device of a home that is one device."""
-    return next(iter(home.device_set)) if isinstance(home, SingleDeviceSharding) else home
-
-
 def split_slices(leaf: Array) -> list[Array]:
     """The slices of an array made by ``join_slices``, in order, sharing its buffers."""
-    if leaf.is_fully_addressable:
-        shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0 if shard.index else 0)
-        return [shard.data for shard in shards]
     here = {shard.device: shard.data for shard in leaf.addressable_shards}
     part = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     indices = leaf.sharding.devices_indices_map(leaf.shape)
@@ -319,72 +201,10 @@ def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> 
 
 def to_device(leaves: Sequence[Leaf], homes: Sequence[Home]) -> tuple[Array, ...]:
     """Begin to copy host arrays to devices or shardings, and return at once; a step may take over the copies."""
-    found = [_one(leaf) if isinstance(home, SingleDeviceSharding) else leaf for leaf, home in zip(leaves, homes, strict=True)]
-    return tuple(jax.device_put(found, list(homes), may_alias=False))
 
+    def source(leaf: Leaf, home: Home) -> Leaf:
+        """One copy of an array that is whole on several devices: JAX does not move such an array from host memory to one device."""
+        several = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and leaf.is_fully_replicated
+        return leaf.addressable_shards[0].data if several and isinstance(home, SingleDeviceSharding) else leaf
 
-def _one(leaf: Leaf) -> Leaf:
-    """One copy of an array that is whole on several devices: JAX does not move such an array from host memory to one device."""
-    several = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and leaf.is_fully_replicated
-    return leaf.addressable_shards[0].data if several else leaf
-
-
-def copier(homes: Sequence[Sharding], *, to_host: bool) -> Callable[..., Sequence[Array]]:
-    """What a line calls that copies values to the pinned host memory beside their devices, or back.
-
-    It waits for nothing, and the copies share nothing with the originals. It means ``jax.device_put``; on one device the runtime's
-    own copy is called directly where it is known to do the same, which takes a tenth of the host time. Where a value spans
-    processes, each copies its own shards.
-
-    Args:
-        homes: the sharding of each value on the devices, where programs of a plan, or sends, made it.
-        to_host: whether the values are on the devices and go to host memory; else they come back.
-    """
-    put = jax.device_put
-    goals = [home.with_memory_kind(HOST_MEMORY) for home in homes] if to_host else list(homes)
-    if all(isinstance(home, SingleDeviceSharding) and _copies_directly(home) for home in homes):
-        return _memory_copy(goals)
-
-    def copy(*values: Array) -> Sequence[Array]:
-        return put(list(values), goals, may_alias=False)
-
-    def copy_shards(*values: Array) -> Sequence[Array]:
-        return [_copied_shards(value, goal) for value, goal in zip(values, goals, strict=True)]
-
-    return copy if all(map(is_whole_here, homes)) else copy_shards
-
-
-def _memory_copy(goals: Sequence[Sharding]) -> Callable[..., Sequence[Array]]:
-    """The copy that ``jax.device_put`` itself makes of arrays on one device, to other memory beside it."""
-    copy_arrays, always = xla_client.batched_copy_array_to_devices_with_sharding, xla_client.ArrayCopySemantics.ALWAYS_COPY
-    devices, semantics = [xla_client.DeviceList(tuple(goal.device_set)) for goal in goals], [always] * len(goals)
-    shardings = list(goals)
-
-    def copy(*values: Array) -> Sequence[Array]:
-        return copy_arrays(list(values), devices, shardings, semantics)
-
-    return copy
-
-
-@functools.cache
-def _copies_directly(home: SingleDeviceSharding) -> bool:
-    """Whether the runtime's own copy brings arrays of a device to its host memory and back: tried once, as in ``_direct_copy``."""
-    try:
-        there = home.with_memory_kind(HOST_MEMORY)
-        values = jax.device_put([np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(2)], [home] * 2)
-        copies = _memory_copy([there] * 2)(*values)
-        back = _memory_copy([home] * 2)(*copies)
-        found = {array.unsafe_buffer_pointer() for array in (*values, *copies, *back)}
-        placed = all(copy.sharding == there and not value.is_deleted() for copy, value in zip(copies, values, strict=True))
-        same = all(_same([array], value, copy) for array, value, copy in zip(back, values, copies, strict=True))
-        return placed and same and len(found) == 3 * len(values)
-    except Exception:  # noqa: BLE001  (whatever it is that this version of JAX lacks)
-        return False
-
-
-def _copied_shards(value: Array, goal: Sharding) -> Array:
-    """The shards here of a value in other memory of the same devices."""
-    kind = {} if goal.memory_kind is None else {"memory_kind": goal.memory_kind}
-    shards = [(shard.data, SingleDeviceSharding(shard.device, **kind)) for shard in value.addressable_shards]
-    copies = jax.device_put([data for data, _ in shards], [home for _, home in shards], may_alias=False)
-    return jax.make_array_from_single_device_arrays(value.shape, goal, copies)
+    return tuple(jax.device_put(list(map(source, leaves, homes)), list(homes), may_alias=False))

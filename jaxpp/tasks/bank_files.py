@@ -27,8 +27,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries
-from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.processes.channel import agreement
 from jaxpp.runtime.progress import progress
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.manifest import Json, SavedSet, SetForm, encoded_name, layout_of, read_manifest, write_manifest

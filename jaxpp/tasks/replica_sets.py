@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import BankError, CutError
 from jaxpp.runtime.place import DATA
-from jaxpp.runtime.processes.crossing import crosser
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
 from jaxpp.runtime.replica_groups import shards_of
+from jaxpp.runtime.send import Send
 from jaxpp.tasks.set_homes import SetHomes
 from jaxpp.tasks.set_layout import SetLayout
 from jaxpp.types import Array, Device, Home
@@ -116,7 +116,7 @@ class ReplicaSets:
             key = leaf, source, first[process]
             if key not in self._crossers:
                 aval = self.engine.placed.shapes.own[leaf]
-                self._crossers[key] = crosser(aval, source, first[process], taken=True)
+                self._crossers[key] = Send(first[process], source, aval, taken=True).bind()
             given = [row[self.whole.here.index(leaf)]] if _process(source) == me else []
             came = self._crossers[key](*given) or came
         return came

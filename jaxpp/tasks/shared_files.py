@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp.runtime.processes.exchange import rows_of_all
-from jaxpp.runtime.processes.trees.array_handler import array_handler
+from jaxpp.runtime.processes.channel import rows_of_all
+from jaxpp.runtime.processes.trees import array_handler
 
 __all__ = ["fresh_tokens", "open_writer"]
 

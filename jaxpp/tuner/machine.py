@@ -44,9 +44,8 @@ from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.measure import copy_times
-from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.clocks import align_clocks
-from jaxpp.runtime.processes.exchange import rows_of_all, texts_of_all
+from jaxpp.runtime.place import Placement
+from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxpp
 from jaxpp.engine.engine import open_engine
 from jaxpp.options import Options
-from jaxpp.runtime.transfer import sender
+from jaxpp.runtime.send import Send
 from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -193,7 +193,7 @@ def test_a_send_between_sub_meshes_reads_nothing_on_the_host(monkeypatch):
     plain = array.__array__
     monkeypatch.setattr(array, "__array__", lambda self, *args, **named: (read.append(self), plain(self, *args, **named))[1])
     monkeypatch.setattr(array, "_value", property(read.append), raising=False)
-    (moved,) = sender(homes[1])(value)
+    (moved,) = Send(homes[1]).bind()(value)
     jax.block_until_ready(moved)
     assert not read and moved.sharding == homes[1]
 

@@ -20,7 +20,7 @@ from experiments.gpu.rows import Row, markdown
 from experiments.gpu.send import is_direct
 from experiments.gpu.trace import PERFETTO
 from experiments.options import ConfigError
-from jaxpp.runtime.transfer import sender
+from jaxpp.runtime.send import Send
 
 ROOT = pathlib.Path(__file__).parents[2]
 CASES = [(name, case) for name, part in PARTS.items() for case in part.cases]
@@ -160,7 +160,7 @@ def test_whether_a_send_is_direct_is_seen_from_what_it_calls(monkeypatch):
     assert not is_direct(second, value)
     monkeypatch.setattr("experiments.gpu.send.sender", lambda device: lambda x: (x,))
     assert is_direct(second, value)
-    assert sender(second)(value)[0].devices() == {second}
+    assert Send(second).bind()(value)[0].devices() == {second}
 
 
 def test_a_bar_in_a_cell_does_not_end_it():

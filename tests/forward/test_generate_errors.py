@@ -21,7 +21,7 @@ from jaxpp.forward import generate as driver
 from jaxpp.runtime import interrupts
 from tests.decoders import WIDTH, loop, plain, prompts_of
 from tests.forward.test_generate_carries import live
-from tests.runtime.test_interrupts import AtBytecode
+from tests.runtime.test_ctrl_c import AtBytecode
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PROMPTS, NUM_TOKENS = prompts_of(1, 9, 5, 2), 4

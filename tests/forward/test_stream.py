@@ -18,7 +18,7 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError, BatchError
 from jaxpp.forward.stream import Stream
-from tests.runtime.test_interrupts import AtBytecode
+from tests.runtime.test_ctrl_c import AtBytecode
 
 # Python cannot raise what comes while it runs a finalizer; it prints that and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

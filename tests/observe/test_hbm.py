@@ -15,8 +15,8 @@ from jaxpp.observe.memory import fit
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.schedule import Kind, make, simulate
 from tests.conftest import gpt_case, mlp_case
-from tests.processes.process_front_door_cases import PARAMS, loss_of_task, new_bank
-from tests.processes.process_front_door_cases import batch as made_batch
+from tests.processes.test_process_front_door import PARAMS, loss_of_task, new_bank
+from tests.processes.test_process_front_door import batch as made_batch
 
 MLP = {"make": functools.partial(mlp_case, batch_size=64, width=64), "num_stages": 4, "num_microbatches": 8}
 GPT = {"make": functools.partial(gpt_case, batch_size=12, width=32), "num_stages": 2, "num_microbatches": 6}

@@ -19,7 +19,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.plan.builder import Builder, MemoryCopy, Name
 from jaxpp.plan.offload import leave_out_needless
-from jaxpp.runtime import transfer
+from jaxpp.runtime import not_public, send
 from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
@@ -283,13 +283,13 @@ def test_a_value_that_is_read_later_under_its_own_name_stays():
 @pytest.mark.parametrize("route", ["direct", "public", "shards"])
 def test_copies_share_nothing_with_their_originals_and_come_back_as_they_were(route, monkeypatch):
     if route != "direct":
-        monkeypatch.setattr(transfer, "_copies_directly", lambda home: False)
+        monkeypatch.setattr(send, "copies_memory", lambda home, there: False)
     if route == "shards":
-        monkeypatch.setattr(transfer, "is_whole_here", lambda home: False)
+        monkeypatch.setattr(send, "is_whole_here", lambda home: False)
     homes = [SingleDeviceSharding(jax.devices()[3])] * 2
     values = jax.device_put([np.arange(300.0, dtype="f"), np.ones((), "bool")], homes)
-    there = transfer.copier(homes, to_host=True)(*values)
-    back = transfer.copier(homes, to_host=False)(*there)
+    there = send.memory_copies(homes, to_host=True)(*values)
+    back = send.memory_copies(homes, to_host=False)(*there)
     assert [each.sharding for each in there] == [homes[0].with_memory_kind(HOSTED)] * 2
     assert [(each.sharding, each.aval, each.committed) for each in back] == [(v.sharding, v.aval, v.committed) for v in values]
     assert len({each.unsafe_buffer_pointer() for each in (*values, *there, *back)}) == 6
@@ -300,16 +300,17 @@ def test_copies_share_nothing_with_their_originals_and_come_back_as_they_were(ro
 
 
 def test_the_direct_copy_is_used_where_jax_has_it_and_only_if_it_really_copies(monkeypatch):
-    tried, home = transfer._copies_directly.__wrapped__, SingleDeviceSharding(jax.devices()[2])
-    assert tried(home)
+    tried, home = not_public.copies_memory.__wrapped__, SingleDeviceSharding(jax.devices()[2])
+    there = home.with_memory_kind(HOSTED)
+    assert tried(home, there)
     stays = types.SimpleNamespace(
-        DeviceList=transfer.xla_client.DeviceList,
-        ArrayCopySemantics=transfer.xla_client.ArrayCopySemantics,
+        DeviceList=not_public.xla_client.DeviceList,
+        ArrayCopySemantics=not_public.xla_client.ArrayCopySemantics,
         batched_copy_array_to_devices_with_sharding=lambda arrays, *_: list(arrays),
     )
     for client in (stays, None, types.SimpleNamespace()):
-        monkeypatch.setattr(transfer, "xla_client", client)
-        assert not tried(home)
+        monkeypatch.setattr(not_public, "xla_client", client)
+        assert not tried(home, there)
 
 
 def test_a_forecast_that_does_not_fit_names_it_and_says_what_the_copies_need():

@@ -15,7 +15,7 @@ import jaxpp
 from jaxpp.engine.engine import open_engine
 from jaxpp.options import Options
 from jaxpp.plan.lower import lower
-from jaxpp.runtime import transfer
+from jaxpp.runtime import send
 from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
@@ -161,7 +161,7 @@ def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeyp
         return put(value, *args, **kwargs)
 
     monkeypatch.setattr(jax, "device_put", counted)  # before init, which makes the plan
-    monkeypatch.setattr(transfer, "_direct_copy", lambda home: (None, frozenset()))  # every send is a device_put
+    monkeypatch.setattr(send, "direct_copy", lambda home: (None, frozenset()))  # every send is a device_put
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=p, num_microbatches=m, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     moved.clear()

@@ -9,18 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpp.engine.agreed import Agreed
 from jaxpp.errors import ProcessError
-from jaxpp.runtime.agreement.differences import difference
-from jaxpp.runtime.agreement.listing import listing
-from jaxpp.runtime.agreement.meeting import agreement
-from jaxpp.runtime.agreement.store import shared_store
-from jaxpp.runtime.agreement.surroundings import flags_text, versions_text
+from jaxpp.runtime.not_public import shared_store
+from jaxpp.runtime.processes.channel import agreement
+from jaxpp.runtime.processes.texts import difference, flags_text, listing, versions_text
 from jaxpp.stages.graph import trace
 
 LISTED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxpp.runtime.agreement.listing import listing
+from jaxpp.runtime.processes.texts import listing
 from jaxpp.stages.graph import trace
 @jax.custom_vjp
 def square(x):
@@ -37,6 +36,7 @@ print(listing(trace(f, jnp.ones(6))[0]))
 """
 
 
+@pytest.mark.long
 def test_a_listing_is_the_same_in_every_process():
     found = [
         subprocess.run(
@@ -117,3 +117,17 @@ def test_flags_that_change_results_are_compared_and_folders_are_not(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
     assert flags_text() != before
     assert f"jax {jax.__version__}" in versions_text()
+
+
+def test_the_least_recently_used_shapes_are_forgotten_with_all_their_calls():
+    agreed, calls = Agreed(2), {name: lambda: None for name in ("a", "b", "c", "d")}
+    agreed.add(("update", None, "16"), calls["a"])
+    agreed.add(("update", None, "8"), calls["b"])
+    agreed.add(("grads", None, "16"), calls["c"])
+    assert agreed.get(("update", None, "16")) is calls["a"]
+    agreed.add(("update", None, "4"), calls["d"])
+    assert agreed.get(("update", None, "8")) is None
+    assert agreed.get(("update", None, "16")) is calls["a"]
+    assert agreed.get(("grads", None, "16")) is calls["c"]
+    agreed.forget()
+    assert agreed.get(("update", None, "4")) is None

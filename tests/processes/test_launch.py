@@ -7,17 +7,50 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from experiments.hosts.launch import free_ports
 from tests.processes.processes import ProcessesError, launch, start
+
+
+def exchange(count: int):
+    """Process 0 sends arrays from its last device to the first device of process 1."""
+    first, last = (jax.local_devices(process_index=number) for number in (0, 1))
+    source, target = SingleDeviceSharding(first[-1]), SingleDeviceSharding(last[0])
+    for k in range(count):
+        if jax.process_index() == 0:
+            value = jax.device_put(jnp.arange(8.0) + k, source)
+        else:
+            value = jax.make_array_from_single_device_arrays((8,), source, [], dtype=jnp.float32)
+        sent = jax.device_put(value, target)
+        if jax.process_index() == 1:
+            assert np.array_equal(sent, np.arange(8.0) + k)
+    print(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} of {jax.device_count()} devices")
+
+
+def fail(number: int):
+    """One process fails, the others would wait for it."""
+    if jax.process_index() == number:
+        raise ValueError("what the loss of a user might raise")
+    time.sleep(600)
+
+
+def wait():
+    """All wait, after saying that they do."""
+    print("waits", flush=True)
+    time.sleep(600)
+
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import time
 from tests.processes.processes import start
 if __name__ == "__main__":
-    with start("tests.processes.process_probe:wait", 2) as processes:
+    with start("tests.processes.test_launch:wait", 2) as processes:
         print(*(process.popen.pid for process in processes), flush=True)
         time.sleep(600)
 """
@@ -32,13 +65,14 @@ def running(number: int) -> bool:
 
 
 def test_processes_send_arrays_to_each_other():
-    for number, ended in enumerate(launch("tests.processes.process_probe:exchange", 2, {"count": 3}, seconds=60)):
+    for number, ended in enumerate(launch("tests.processes.test_launch:exchange", 2, {"count": 3}, seconds=60)):
         assert (ended.number, ended.code) == (number, 0)
         assert ended.out == f"process {number} of 2, 2 of 4 devices\n"
 
 
+@pytest.mark.long
 def test_the_failure_of_one_ends_all_and_the_error_shows_what_each_wrote():
-    with start("tests.processes.process_probe:fail", 2, {"number": 1}) as processes, pytest.raises(ProcessesError) as error:
+    with start("tests.processes.test_launch:fail", 2, {"number": 1}) as processes, pytest.raises(ProcessesError) as error:
         processes.wait(60)
     assert str(error.value).startswith("process 1 ended with status 1\n")
     assert "ValueError: what the loss of a user might raise" in str(error.value)
@@ -46,18 +80,19 @@ def test_the_failure_of_one_ends_all_and_the_error_shows_what_each_wrote():
 
 
 def test_a_time_limit_ends_all():
-    with start("tests.processes.process_probe:wait", 2) as processes:
+    with start("tests.processes.test_launch:wait", 2) as processes:
         with pytest.raises(ProcessesError, match=r"2 of 2 processes had not ended after 0\.1 seconds"):
             processes.wait(0.1)
         assert [process.code for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_an_exception_in_the_block_ends_all():
-    with pytest.raises(KeyboardInterrupt), start("tests.processes.process_probe:wait", 2) as processes:
+    with pytest.raises(KeyboardInterrupt), start("tests.processes.test_launch:wait", 2) as processes:
         raise KeyboardInterrupt
     assert [process.code for process in processes] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux lists its processes as files")
 def test_processes_end_when_the_one_that_started_them_is_killed():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

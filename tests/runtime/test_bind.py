@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.plan.builder import CALLER, Builder, Constant, Name
-from jaxpp.runtime.bind import bind_lines, compile_plan
+from jaxpp.runtime.bind import Shapes, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.execute import execute
-from jaxpp.runtime.place import OneDevice
-from jaxpp.runtime.placement import Placement
-from jaxpp.runtime.processes.local_lines import Shapes
+from jaxpp.runtime.place import OneDevice, Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.program import Program, Ref, Role
 

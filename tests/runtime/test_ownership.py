@@ -1,12 +1,18 @@
-"""What belongs to the caller: arrays that may be overwritten as soon as a call returns, and while it runs."""
+"""What belongs to whom: arrays of the caller, which may be overwritten at any time, and states, of which a pipeline keeps one."""
+
+import gc
+import weakref
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jaxpp
+from jaxpp.compiled import Compiled
+from jaxpp.errors import StateError
 from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
 
 
@@ -77,3 +83,81 @@ def test_other_arrays_of_the_caller_are_copied_too():
     chex.assert_trees_all_equal(again(ones), wanted)
     for tree in (bank.params("a"), bank.params("b"), gathered):
         np.testing.assert_array_equal(tree["w"], np.ones(4))
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def test_pipe_state_is_the_newest_state():
+    pipe = pipeline()
+    with pytest.raises(StateError, match=r"pipe\.state: a pipeline is cut by init"):
+        _ = pipe.state
+    first = pipe.init(PARAMS, X)
+    assert pipe.state is first
+    second, _ = pipe.step(first, X, donate=False)
+    assert pipe.state is second
+    pipe.evaluate(first, X)
+    pipe.verify(first, X)
+    assert pipe.state is second
+    with pytest.raises(ValueError, match="each microbatch needs at least one example"):
+        pipe.step(second, X[:1])
+    third, _ = pipe.step(pipe.state, X)
+    assert pipe.state is third
+    with pytest.raises(StateError, match=r"the state after 1 step\.\n  Fix: go on with state = pipe\.state, the newest"):
+        pipe.step(second, X)
+    assert pipe.state is third
+    del pipe.state
+    with pytest.raises(StateError, match="or the state was deleted"):
+        _ = pipe.state
+    pipe.step(third, X)
+
+
+def test_a_pipeline_keeps_one_state_alive_and_no_other(monkeypatch):
+    pipe = pipeline()
+    state = pipe.init(PARAMS, X)
+    old = weakref.ref(state.params["a"])
+    state, _ = pipe.step(state, X, donate=False)
+    gc.collect()
+    assert old() is None
+    old = weakref.ref(state.params["a"])
+    del state, pipe.state
+    gc.collect()
+    assert old() is None
+    old = weakref.ref(pipe.init(PARAMS, X).params["a"])
+    gc.collect()
+    assert old() is not None
+    seen, make = [], Compiled.first_leaves
+    monkeypatch.setattr(Compiled, "first_leaves", lambda *given: (seen.append(old() is None), make(*given))[1])
+    pipe.init(PARAMS, X)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_state_of_another_pipeline_is_consumed_whole_or_not_at_all(stages):
+    one, other = pipeline(), pipeline(stages=stages, devices=jax.devices()[:stages][::-1])
+    state = one.init(PARAMS, X)
+    other.init(PARAMS, X)
+    wanted = host(pipeline().init(PARAMS, X))
+    new, _ = other.step(state, X)
+    gone = {leaf.is_deleted() for leaf in jax.tree.leaves(state.held)}
+    assert gone == {False}
+    chex.assert_trees_all_equal(host(state), wanted)
+    assert one.state is state and other.state is new
+    twin = pipeline()
+    twin.init(PARAMS, X)
+    twin.step(state, X)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.held) if leaf.shape)  # a step count may be read everywhere
+    with pytest.raises(StateError, match="or by the step of another pipeline"):
+        _ = one.state
+
+
+def test_one_buffer_under_two_names_is_given_up_once():
+    pipe = pipeline(devices=jax.devices()[:1])
+    state = pipe.init({**PARAMS, "a": jnp.eye(6)[:4], "b": jnp.eye(6)}, X)
+    array = jnp.full((6, 6), 0.1)
+    again = jax.device_put(array, jax.devices()[0])
+    mu = {**state.opt_state[0].mu, "b": again}
+    state = state._replace(params={**state.params, "b": array}, opt_state=(state.opt_state[0]._replace(mu=mu), state.opt_state[1]))
+    new, _ = pipe.step(state, X)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new.held))

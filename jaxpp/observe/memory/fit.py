@@ -24,7 +24,7 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
-from jaxpp.runtime.processes.exchange import texts_of_all
+from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat.policy import RECOMPUTE, kept_of
 from jaxpp.stages.stage_table import bytes_in_words

@@ -26,7 +26,7 @@ from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, liveness_of_all, memory_kind, step_liveness
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.runtime.placement import Placement
+from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind

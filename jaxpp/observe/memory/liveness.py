@@ -30,8 +30,7 @@ from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import Place
-from jaxpp.runtime.processes.exchange import texts_of_all
-from jaxpp.runtime.processes.here import as_sharding
+from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
@@ -269,9 +268,7 @@ def line_liveness(
         if line.placed is not None:
             results = _result_bytes(bound, line, line.placed)
         elif line.crossing is not None:
-            aval = line.crossing.aval  # what comes from another process
-            shape = as_sharding(line.crossing.target).shard_shape(aval.shape)
-            results = [count_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))] * len(line.outputs)
+            results = [line.crossing.num_bytes] * len(line.outputs)
         elif line.is_send:
             (source,) = line.inputs
             there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown

@@ -22,8 +22,7 @@ from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.place import Place, devices_of
-from jaxpp.runtime.processes.clocks import Alignment
-from jaxpp.runtime.processes.exchange import texts_of_all
+from jaxpp.runtime.processes.channel import Alignment, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Device, Key

@@ -32,7 +32,7 @@ from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_run
 from jaxpp.observe.profile.watch import Watch
 from jaxpp.observe.profile.work import Steps, Work
 from jaxpp.plan.plan import Instruction, Plan
-from jaxpp.runtime.processes.clocks import align_clocks
+from jaxpp.runtime.processes.channel import align_clocks
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Leaf

@@ -144,15 +144,15 @@ class LocalRows:
     @classmethod
     def of(cls, array: Array, where: str = "batch") -> "LocalRows":
         """The rows of an array that is sharded over its first axis; ``where`` it stands, for the error."""
-        found = {}
+        rows = {}
         for shard in array.addressable_shards:
             first, *rest = (one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True))
             if rest != [(0, size) for size in array.shape[1:]]:
                 rule = "a leaf of a batch that lives in several processes is divided along its first axis, the examples"
                 fix = 'pass jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), rows)'
                 raise BatchError(where, rule, f"{describe(array)} with the sharding {array.sharding}", fix)
-            found[first] = np.asarray(shard.data)
-        return cls(found, array.shape, array.dtype)
+            rows[first] = np.asarray(shard.data)
+        return cls(rows, array.shape, array.dtype)
 
     @property
     def ndim(self) -> int:
@@ -182,8 +182,8 @@ class LocalRows:
         """A part, all of whose rows are here."""
         begin, end, _ = index[0].indices(self.shape[0])
         each = self.shape[1] if self.num_replicas else 1
-        found = self._read(begin * each, end * each)
-        return (found.reshape(-1, *self.shape[1:]) if self.num_replicas else found)[(slice(None), *index[1:])]
+        part = self._read(begin * each, end * each)
+        return (part.reshape(-1, *self.shape[1:]) if self.num_replicas else part)[(slice(None), *index[1:])]
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         parts = []

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxpp.runtime import transfer
+from jaxpp.runtime import not_public, send
+from jaxpp.runtime.send import Send
 
 VALUES = {
     "float32": lambda: jnp.arange(6.0).reshape(2, 3),
@@ -27,7 +28,7 @@ VALUES = {
 @pytest.fixture(params=["direct", "public"])
 def route(request, monkeypatch):
     if request.param == "public":
-        monkeypatch.setattr(transfer, "_direct_copy", lambda home: (None, frozenset()))
+        monkeypatch.setattr(send, "direct_copy", lambda home: (None, frozenset()))
     return request.param
 
 
@@ -43,7 +44,7 @@ def test_a_send_gives_what_device_put_gives_and_leaves_the_source(route, home, n
     value = jax.device_put(VALUES[name](), jax.devices()[0]) if committed else VALUES[name]()
     target = home(jax.devices()[3])
     before = facts(value)
-    (sent,) = transfer.sender(target)(value)
+    (sent,) = Send(target).bind()(value)
     assert facts(sent) == facts(jax.device_put(value, target))
     assert not value.is_deleted()
     assert facts(value) == before
@@ -51,7 +52,7 @@ def test_a_send_gives_what_device_put_gives_and_leaves_the_source(route, home, n
 
 def test_a_sent_array_may_be_donated_without_harm_to_its_source(route):
     value = jax.device_put(jnp.arange(1000.0), jax.devices()[0])
-    (sent,) = transfer.sender(jax.devices()[1])(value)
+    (sent,) = Send(jax.devices()[1]).bind()(value)
     jax.block_until_ready(jax.jit(lambda a: a * 0, donate_argnums=0)(sent))
     np.testing.assert_array_equal(value, np.arange(1000.0))
 
@@ -59,13 +60,24 @@ def test_a_sent_array_may_be_donated_without_harm_to_its_source(route):
 def test_a_value_that_is_sharded_takes_the_public_route(route):
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     value = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model")))
-    (sent,) = transfer.sender(jax.devices()[5])(value)
+    (sent,) = Send(jax.devices()[5]).bind()(value)
     assert facts(sent) == facts(jax.device_put(value, jax.devices()[5]))
 
 
+@pytest.mark.parametrize("name", ["float32", "keys"])
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_way_between_processes_gives_the_same_where_both_ends_are_here(name, taken):
+    source, target = jax.devices()[0], jax.devices()[3]
+    value = jax.device_put(VALUES[name](), source)
+    move = Send(target, source, jax.ShapeDtypeStruct(value.shape, value.dtype), taken)
+    (sent,) = move.bind()(value)
+    assert facts(sent) == facts(jax.device_put(value, target))
+    assert move.num_bytes == value.nbytes
+
+
 def untried(device):
-    """The sources of ``_direct_copy``, without what it remembers."""
-    return transfer._direct_copy.__wrapped__(device)[1]
+    """The sources of ``direct_copy``, without what it remembers."""
+    return not_public.direct_copy.__wrapped__(device)[1]
 
 
 def test_the_direct_copy_is_used_where_jax_has_it():
@@ -76,28 +88,28 @@ def test_a_value_in_host_memory_was_not_tried_and_takes_the_public_route(monkeyp
     host = jax.device_put(jnp.arange(4.0), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
     calls, put = [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda *args, **options: calls.append(args) or put(*args, **options))
-    send = transfer.sender(jax.devices()[1])
+    move = Send(jax.devices()[1]).bind()
     calls.clear()
-    send(put(jnp.arange(4.0), jax.devices()[0]))
+    move(put(jnp.arange(4.0), jax.devices()[0]))
     assert not calls
-    (sent,) = send(host)
+    (sent,) = move(host)
     assert len(calls) == 1
     assert facts(sent) == facts(put(host, jax.devices()[1]))
 
 
 def test_what_programs_made_on_a_device_that_was_tried_is_copied_without_another_look():
     first, second = jax.devices()[:2]
-    copy, _ = transfer._direct_copy(second)
-    assert transfer.sender(second, first) is copy
-    assert transfer.sender(second, second) is not copy, "it was not tried from there"
+    copy, _ = not_public.direct_copy(second)
+    assert Send(second, first).bind() is copy
+    assert Send(second, second).bind() is not copy, "it was not tried from there"
     value = jax.device_put(jnp.arange(4.0), first)
-    (sent,) = transfer.sender(second, first)(value)
+    (sent,) = Send(second, first).bind()(value)
     assert facts(sent) == facts(jax.device_put(value, second))
 
 
 class Wrong(types.SimpleNamespace):
-    DeviceList = transfer.xla_client.DeviceList
-    ArrayCopySemantics = transfer.xla_client.ArrayCopySemantics
+    DeviceList = not_public.xla_client.DeviceList
+    ArrayCopySemantics = not_public.xla_client.ArrayCopySemantics
 
 
 def stays(arrays, devices, shardings, semantics):
@@ -133,5 +145,5 @@ def doing(copy):
     ids=["no module", "no function", "stays", "other values", "takes over", "other signature"],
 )
 def test_a_direct_copy_that_is_missing_or_does_anything_else_is_not_used(client, monkeypatch):
-    monkeypatch.setattr(transfer, "xla_client", client)
+    monkeypatch.setattr(not_public, "xla_client", client)
     assert not untried(jax.devices()[1])

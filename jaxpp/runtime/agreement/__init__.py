@@ -1,1 +1,0 @@
-"""Several Python processes with one pipeline: that they do the same, and what happens if they do not, or if one fails."""

@@ -1,0 +1,144 @@
+"""The only file that uses what is not part of JAX's public interface; each use is looked up with care and has a public fall-back.
+
+- The *key-value store* of ``jax.distributed`` (``jax._src.distributed``): texts that all processes of a run read and write. Without
+  it ``processes.channel`` exchanges texts by sends; it then cannot tell who is missing, and waits without a limit.
+- The *runtime's own copy* (``jaxlib.xla_client``) that ``jax.device_put`` calls too: it takes a fifth of the host time. Each way is
+  tried once, and must give what ``jax.device_put`` gives. Without it ``send`` calls ``jax.device_put``.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxpp.types import Array, Home
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:  # a later version may have another name for it
+        return None
+
+
+distributed, xla_client = _module("jax._src.distributed"), _module("jaxlib.xla_client")
+
+__all__ = ["Store", "copies_memory", "direct_copy", "is_known_alone", "memory_copy", "shared_store"]
+
+_METHODS = ("key_value_set", "key_value_dir_get", "blocking_key_value_get", "key_value_delete")
+
+
+class Store:
+    """Texts under names with slashes, as in a file system, which all processes read and write.
+
+    ``jax.distributed.initialize`` starts it in process 0, as a part of the coordination service.
+
+    Args:
+        client: of the coordination service.
+        process: the number of this process. (``jax.process_index`` would open the devices, and wait for all processes to do so.)
+    """
+
+    def __init__(self, client: Any, process: int):
+        self._client, self.process = client, process
+
+    def put(self, name: str, text: str) -> None:
+        """Write a text, over any that has this name."""
+        self._client.key_value_set(name, text, allow_overwrite=True)
+
+    def folder(self, name: str) -> Mapping[str, str]:
+        """All texts of a folder, by the last part of their names."""
+        return {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(name + "/")}
+
+    def wait(self, name: str, seconds: float) -> str | None:
+        """The text of a name, waited for; None if nobody has written it when the time is over."""
+        try:
+            return self._client.blocking_key_value_get(name, int(1000 * seconds))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def drop(self, name: str) -> None:
+        """Forget a text, if there is one."""
+        with contextlib.suppress(Exception):  # it was forgotten before
+            self._client.key_value_delete(name)
+
+
+def shared_store() -> Store | None:
+    """The store of this run; None in a run of one process, and where this version of JAX has no such client."""
+    state = getattr(distributed, "global_state", None)
+    client, process, count = (getattr(state, name, None) for name in ("client", "process_id", "num_processes"))
+    if process is None or count in (None, 1) or not all(hasattr(client, method) for method in _METHODS):
+        return None
+    return Store(client, process)
+
+
+def is_known_alone() -> bool:
+    """Whether this is a run of one process, as far as that can be said without opening the devices."""
+    return getattr(getattr(distributed, "global_state", None), "num_processes", None) == 1
+
+
+@functools.cache
+def direct_copy(home: Home) -> tuple[Callable[[Array], Sequence[Array]], frozenset[Sharding]]:
+    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
+
+    It is tried from each other device of the same kind. Where it is missing there are no such shardings.
+    """
+    if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
+        return jax.device_put, frozenset()
+    sharding = home if isinstance(home, SingleDeviceSharding) else SingleDeviceSharding(home)
+    (device,) = sharding.device_set
+    shardings = [sharding]
+    try:
+        copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
+        devices, semantics = [xla_client.DeviceList((device,))], [xla_client.ArrayCopySemantics.REUSE_INPUT]
+
+        def copy(value: Array) -> Sequence[Array]:
+            return copy_arrays([value], devices, shardings, semantics)
+
+        values = [jnp.asarray(value) for value in (np.arange(6, dtype=np.int32).reshape(2, 3), 2.0)]
+        tried = [[jax.device_put(v, other) for v in values] for other in device.client.local_devices() if other != device]
+        good = [all(_is_same(copy(probe), jax.device_put(probe, home), probe) for probe in probes) for probes in tried]
+        return copy, frozenset(probes[0].sharding for probes, is_good in zip(tried, good, strict=True) if is_good)
+    except Exception:  # noqa: BLE001  (whatever it is that this version of JAX lacks)
+        return jax.device_put, frozenset()
+
+
+def memory_copy(goals: Sequence[Sharding]) -> Callable[..., Sequence[Array]]:
+    """The copy that ``jax.device_put`` itself makes of arrays to other memory of their device; use it where ``copies_memory``."""
+    copy_arrays, always = xla_client.batched_copy_array_to_devices_with_sharding, xla_client.ArrayCopySemantics.ALWAYS_COPY
+    devices, semantics = [xla_client.DeviceList(tuple(goal.device_set)) for goal in goals], [always] * len(goals)
+    shardings = list(goals)
+
+    def copy(*values: Array) -> Sequence[Array]:
+        return copy_arrays(list(values), devices, shardings, semantics)
+
+    return copy
+
+
+@functools.cache
+def copies_memory(home: SingleDeviceSharding, there: SingleDeviceSharding) -> bool:
+    """Whether ``memory_copy`` brings arrays of a device to other memory beside it and back: tried once."""
+    try:
+        values = jax.device_put([np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(2)], [home] * 2)
+        copies = memory_copy([there] * 2)(*values)
+        back = memory_copy([home] * 2)(*copies)
+        buffers = {array.unsafe_buffer_pointer() for array in (*values, *copies, *back)}
+        moved = all(copy.sharding == there and not value.is_deleted() for copy, value in zip(copies, values, strict=True))
+        same = all(_is_same([array], value, copy) for array, value, copy in zip(back, values, copies, strict=True))
+        return moved and same and len(buffers) == 3 * len(values)
+    except Exception:  # noqa: BLE001  (whatever it is that this version of JAX lacks)
+        return False
+
+
+def _is_same(arrays: Sequence[Array], wanted: Array, source: Array) -> bool:
+    """Whether one array came, as the wanted one in all that a program sees of it, and the source is still there."""
+    (array,) = arrays
+    kinds = [(one.aval, one.sharding, one.committed, one.devices(), type(one)) for one in (array, wanted)]
+    return kinds[0] == kinds[1] and not source.is_deleted() and bool(np.array_equal(array, source))

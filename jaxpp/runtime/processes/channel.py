@@ -1,0 +1,513 @@
+"""The one channel between the processes of a run: an exchange of texts, and all that is made of it.
+
+Problem: a process whose code, settings or shapes differ sends what nobody waits for, and waits for what nobody sends. Idea: all
+processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: exchanges are numbered; at
+each of them every process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of
+the others. ``agreement`` exchanges digests of named texts, and only where they differ the texts, so that every process raises the
+same error. A plan on which all have agreed is not compared again: its calls are counted, and the counts are compared next time.
+
+What is found, and when: a difference, as soon as the last process has come; a process that raised before it came, or whose script
+has ended, at once; a process that has gone on with another call, after a second. A process that does not come may be slow, for it
+compiles or loads data: the others say whom they wait for, and go on waiting.
+
+*While a process waits for a device*, as in ``float(metrics.loss)``, no Python runs in its main thread. So a thread looks into the
+store once a second: it says that the process lives, prints which others have failed, and tells those that wait in vain for this
+one that it will not come.
+
+*The end of a process.* JAX waits at the end of a script until all processes have come to the end of theirs. That is wrong where a
+script has ended with an exception: the others wait for what this process will never send, and this process waits for them. So every
+process leaves a note when its script ends. After an exception it prints which others do not live any more, and ends after five
+seconds, also without them. For the others it is then as if it had been killed: a value that they wait for becomes an error where
+the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away. ``sys.exit`` is no exception.
+
+Without the store texts are exchanged by sends. That finds the same differences, but cannot tell who is missing, and waits without a
+limit. In a run of one process all of this does nothing.
+"""
+
+import atexit
+import base64
+import collections
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpp.errors import JaxppError, ProcessError
+from jaxpp.runtime.not_public import Store, is_known_alone, shared_store
+from jaxpp.runtime.processes.here import processes_of, spread
+from jaxpp.runtime.processes.texts import difference, listed
+from jaxpp.runtime.send import Send
+from jaxpp.types import Array, Device, DType
+
+__all__ = [
+    "Agreement",
+    "Alignment",
+    "agreement",
+    "align_clocks",
+    "first_devices",
+    "raise_alike",
+    "rows_of_all",
+    "texts_of_all",
+    "transfers",
+]
+
+_LOOKS = 1.0  # seconds between two looks of the thread into the store
+_LIVES = 3.0  # seconds in which a process that lives says so again
+_GRACE = 5  # seconds that a process which has failed waits for the others
+_PATIENCE = 5.0  # seconds after which a process says for whom it waits; each further time it has waited twice as long
+_LIMIT = 1800.0  # seconds after which it waits no longer
+_REMEMBERED = 10  # calls that are shown if processes did not do the same calls
+_LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
+_FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
+_RULE = "all processes do the same calls"
+_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"
+
+
+@functools.cache
+def _channel() -> "_Channel":
+    return _Channel(shared_store(), range(jax.process_count()))
+
+
+class _Channel:
+    """The processes of a run, which make the same exchanges and calls in the same order.
+
+    Args:
+        store: which they share, if there is one.
+        processes: in order.
+
+    Attributes:
+        num_exchanges: in which this process has taken part, or does.
+        num_calls: on which this process has agreed.
+        last: the last of these calls, for people.
+        broken_off: which call has sent and received only a part of what the others do, or nothing.
+    """
+
+    def __init__(self, store: Store | None, processes: Sequence[int]):
+        self.store, self.processes, self.num_exchanges, self.num_calls = store, processes, 0, 0
+        self.last = collections.deque[str](maxlen=_REMEMBERED)
+        self.broken_off = ""
+        self._digest, self._reported, self._ends = 0, set[int](), threading.Event()
+        self._thread = threading.Thread(target=self._look, name="jaxpp channel", daemon=True)
+
+    @property
+    def history(self) -> str:
+        """What this process has done: a digest of all its calls, and the last of them."""
+        return "\n".join([*self.last, f"and {self.num_calls} calls in all, with the digest {self._digest}"])
+
+    def check(self, where: str) -> None:
+        """Refuse a call after one that was broken off.
+
+        Raises:
+            ProcessError: there was one.
+        """
+        if self.broken_off:
+            rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
+            fix = "start the script again in all processes, from the last checkpoint"
+            raise ProcessError(where, rule, self.broken_off, fix)
+
+    def count(self, what: str, number: int) -> None:
+        """Count a call on which all have agreed in the exchange of this number."""
+        self.num_calls += 1
+        self._digest = (1_000_003 * self._digest + number) % (1 << 61)
+        self.last.append(what)
+
+    def exchange(self, text: str, where: str, what: str = "", *, compares: bool = False) -> tuple[str, ...]:
+        """The text of each process.
+
+        Args:
+            text: of this process.
+            where: the call, for an error.
+            what: the call with its batch, for people.
+            compares: whether it is an exchange of an agreement.
+
+        Raises:
+            ProcessError: a process failed, has ended, went on with another call, or does not come.
+        """
+        self.num_exchanges += 1
+        if len(self.processes) == 1:
+            return (text,)
+        if self.store is None:
+            return _texts_by_sends(text)
+        if self._thread.ident is None:
+            self._thread.start()
+        packed = base64.b64encode(zlib.compress(text.encode())).decode()
+        self.say(self.num_exchanges, text=packed, calls=self.num_calls, what=what or where, compares=compares)
+        told = self._wait_for_all(where, what or where)
+        self.store.drop(f"{_folder(self.num_exchanges - 1)}/{self.store.process}")  # all have read it, for they came to the next
+        return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
+
+    def say(self, number: int, **said: Any) -> None:
+        """Tell the others something in the exchange of this number."""
+        if self.store is not None:
+            self.store.put(f"{_folder(number)}/{self.store.process}", json.dumps(said))
+
+    def _wait_for_all(self, where: str, what: str) -> Mapping[int, Mapping[str, Any]]:
+        """What all processes have said in the present exchange."""
+        assert self.store, "who waits has a store"
+        folder, me = _folder(self.num_exchanges), self.store.process
+        begun, patience = time.monotonic(), _PATIENCE
+        while True:
+            left = _left(self.store)  # first, for a process may take part in its last exchange and end
+            said = {int(process): json.loads(text) for process, text in self.store.folder(folder).items()}
+            _check_all_well(where, what, said, me, left)
+            away = [process for process in self.processes if process not in said]
+            if not away:
+                return said
+            waited = time.monotonic() - begun
+            if waited > patience:
+                it = f"jaxpp: process {me} has waited in {what} for {waited:.0f} seconds"
+                print(f"{it}, because {listed(away)} did not come to it yet", file=sys.stderr, flush=True)
+                patience *= 2
+            if waited > _LIMIT:
+                got = f"{listed(away)} did not come within {_LIMIT / 60:.0f} minutes"
+                raise ProcessError(where, _RULE, got, "look into the log of that process: it is stuck, or makes other calls")
+            self.store.wait(f"{folder}/{away[0]}", 0.5)
+
+    def _look(self) -> None:
+        """Look into the store once a second, in a thread."""
+        store, number = self.store, 0
+        with contextlib.suppress(Exception):  # the store ends with process 0, and with ``jax.distributed.shutdown``
+            while store is not None and not self._ends.wait(_LOOKS if number else 0):
+                number += 1
+                store.put(f"{_ALIVE}/{store.process}", str(number))
+                self._print_failures(store)
+                self._tell_who_waits_in_vain(store)
+
+    def _print_failures(self, store: Store) -> None:
+        """Print which processes have failed, each once."""
+        for process, how in sorted(_left(store).items()):
+            if process not in self._reported and process != store.process and how.startswith(_FAILED):
+                self._reported.add(process)
+                here = f"process {store.process} cannot go on without it"
+                ends = "and ends too: by an error, or by JAX when no heartbeats come"
+                print(f"jaxpp: process {process} {how}; {here}, {ends}", file=sys.stderr, flush=True)
+
+    def _tell_who_waits_in_vain(self, store: Store) -> None:
+        """If others wait in the next exchange, and this process has gone on without it, say so."""
+        calls, number = self.num_calls, self.num_exchanges + 1  # in this order: the main thread counts on
+        waiting = {int(process): json.loads(text) for process, text in store.folder(_folder(number)).items()}
+        for process, said in waiting.items():
+            if "calls" in said and said["calls"] < calls and store.process not in waiting:
+                self.say(number, passed=self.last[-1])
+                here = f"while process {store.process} has gone on with {self.last[-1]}"
+                print(f"jaxpp: process {process} waits in {said['what']}, {here}; it gives up", file=sys.stderr, flush=True)
+                return
+
+    def stop(self) -> None:
+        """End the thread: it must not be in C++ code when Python ends."""
+        self._ends.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2)
+
+
+def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, str]) -> None:
+    """Look for processes that failed, that are gone, or that went on with another call.
+
+    Raises:
+        ProcessError: there is one.
+    """
+    errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
+    first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
+    gone = {process: how for process, how in left.items() if process not in said}
+    passed = {process: f"went on with {entry['passed']}" for process, entry in said.items() if "passed" in entry}
+    if len({entry["compares"] for entry in said.values() if "compares" in entry}) > 1:
+        passed |= {process: f"is in {entry['what']}" for process, entry in said.items() if "compares" in entry and process != me}
+    if not errors and not gone and not passed:
+        return
+    fix = "give every process the same batches, as many and of the same shapes, and let all make the same calls"
+    if errors or any(how.startswith(_FAILED) for how in gone.values()):
+        fix = "mend that error, whose traceback is in the log of its process"
+    got = [f"process {process} {_FAILED} {error}" for process, error in (first or errors).items()]
+    got += [f"process {process} {how}" for process, how in (gone | passed).items()]
+    if passed:
+        got.append(f"process {me} is in {what}")
+    raise ProcessError(where, _RULE, got, fix)
+
+
+def _folder(number: int) -> str:
+    """Where the store has what was said in an exchange."""
+    return f"jaxpp/exchanges/{number}"
+
+
+def _silent(store: Store, gone: Iterable[int]) -> Sequence[int]:
+    """The processes that do not say any more that they live, though they are not ``gone``."""
+    said = store.folder(_ALIVE)
+    asked = set(map(int, said)) - {store.process, *gone}
+    limit = time.monotonic() + _LIVES
+    while asked and time.monotonic() < limit:
+        time.sleep(0.1)
+        asked -= {int(process) for process, number in store.folder(_ALIVE).items() if number != said.get(process)}
+    return sorted(asked)
+
+
+def _left(store: Store) -> Mapping[int, str]:
+    """The processes whose scripts have ended, and how."""
+    return {int(process): how for process, how in store.folder(_LEFT).items()}
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+@atexit.register  # so it runs before what JAX registered earlier, which waits for the other processes
+def _leave() -> None:
+    """Tell the others that this process ends; after an exception, do not wait for them for long."""
+    error = getattr(sys, "last_value", None)  # Python has printed its traceback
+    with contextlib.suppress(Exception):  # the store ends with process 0
+        store = shared_store()
+        if store is not None:
+            _tell_the_end(store, error)
+    if _channel.cache_info().currsize:
+        _channel().stop()
+    if error is not None and jax.distributed.is_initialized() and not is_known_alone():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(os.devnull, "w") as nowhere:  # a thread cannot be started any more; this timer is none of Python's
+            faulthandler.dump_traceback_later(_GRACE, exit=True, file=os.fdopen(os.dup(nowhere.fileno()), "w"))
+
+
+def _tell_the_end(store: Store, error: BaseException | None) -> None:
+    """Leave a note; after an exception, look who is left."""
+    me = store.process
+    store.put(f"{_LEFT}/{me}", "has come to the end of its script" if error is None else f"{_FAILED} {_in_one_line(error)}")
+    if error is not None:
+        ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
+        print(f"jaxpp: process {me} failed; {ends}", file=sys.stderr, flush=True)
+        if lost := _silent(store, _left(store)):
+            what = f"{listed(lost)} does not answer: killed (out of memory?), or its host is lost; resume from the last checkpoint"
+            print(f"jaxpp: {what}", file=sys.stderr, flush=True)
+
+
+class Agreement:
+    """A call on which the processes of a run agree; called with a function of named texts.
+
+    Args:
+        where: the call, as the user wrote it.
+        channel: to the other processes; None where one process agrees with itself.
+    """
+
+    def __init__(self, where: str, channel: _Channel | None):
+        self._where, self._channel, self._what = where, channel, where
+        self._number, self._over = 0, channel is None
+
+    def __call__(self, parts: Callable[[], Mapping[str, str]]) -> None:
+        """Compare texts; what is tried again after it has succeeded is not compared again.
+
+        Raises:
+            ProcessError: they differ; or another process failed, has ended, or does not come.
+        """
+        if self._over or self._channel is None:
+            return
+        channel = self._channel
+        texts = {"earlier calls": channel.history, "call": self._where, **parts()}
+        self._what, self._number = _in_words(self._where, texts.get("batch", "")), channel.num_exchanges + 1
+        tell = functools.partial(channel.exchange, where=self._where, what=self._what, compares=True)
+        digests = {part: hashlib.sha256(text.encode()).hexdigest() for part, text in texts.items()}
+        told = [json.loads(text) for text in tell(json.dumps(digests))]
+        self._over = True
+        differ = [part for part in dict.fromkeys(itertools.chain(*told)) if len({one.get(part) for one in told}) > 1]
+        if differ:
+            mine = {part: texts.get(part, "")[:_LARGEST] for part in differ}
+            theirs = [json.loads(text) for text in tell(json.dumps(mine))]
+            raise difference(self._where, {part: {k: text[part] for k, text in enumerate(theirs)} for part in differ})
+        self.again()
+
+    def again(self) -> None:
+        """Count another call on which all have agreed.
+
+        Raises:
+            ProcessError: this process has broken off an earlier one.
+        """
+        if self._channel is not None:
+            self._channel.check(self._where)
+            self._channel.count(self._what, self._number)
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that this process raised before it had agreed."""
+        if self._over or self._channel is None:
+            return
+        self._over = True
+        if not self._number:  # it has not begun: this is what it has to say in the exchange that it owes the others
+            self._channel.num_exchanges += 1
+            self._number = self._channel.num_exchanges
+        self._channel.say(self._number, failed=_in_one_line(error))
+
+
+@contextmanager
+def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
+    """A block in which all processes of the run agree on what they do with these devices.
+
+    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices. A
+    process that has none of them takes part, for every process calls every transfer.
+
+    Args:
+        where: the call, as the user wrote it.
+        devices: of the pipeline.
+
+    Raises:
+        ProcessError: the texts differ; or another process raised, has ended, or does not come.
+    """
+    channel = _channel() if len(processes_of(devices)) > 1 else None
+    if channel is not None:
+        channel.check(where)
+    meeting = Agreement(where, channel)
+    try:
+        yield meeting
+    except BaseException as error:
+        meeting.give_up(error)
+        raise
+
+
+def _in_words(where: str, batch: str) -> str:
+    """A call and its batch, for people."""
+    leaves = [*batch.splitlines()[:4], *(["..."] if batch.count("\n") > 3 else [])]
+    return f"{where} with a batch of {', '.join(leaves)}" if leaves else where
+
+
+@contextmanager
+def transfers(where: str) -> Iterator[None]:
+    """A block in which this process sends and receives; after one that was broken off it makes no later call with the others.
+
+    JAX finds a transfer by its number, and each process counts its own. A process that has left out some would take what it
+    receives later for what it has missed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _channel().broken_off = f"{where} was broken off here by {_in_one_line(error)}"
+        raise
+
+
+def texts_of_all(text: str) -> tuple[str, ...]:
+    """The text of each process; every process calls this, in the same order."""
+    return _channel().exchange(text, "an exchange between processes")
+
+
+def rows_of_all(values: np.ndarray) -> np.ndarray:
+    """What each process passes, a row each, of equal shapes and types; every process calls this, in the same order."""
+    texts = texts_of_all(base64.b64encode(values.tobytes()).decode())
+    return np.stack([np.frombuffer(base64.b64decode(text), values.dtype).reshape(values.shape) for text in texts])
+
+
+def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -> None:
+    """Make a check, and raise in every process if it fails in one; every process calls this.
+
+    Args:
+        where: the call, as the user wrote it.
+        check: does not wait for other processes.
+        kind: the errors by which it says what it has found.
+
+    Raises:
+        JaxppError: of that kind, what the first process found that found something.
+        ProcessError: another process raised another exception.
+        Exception: what the check raised here.
+    """
+    error, said = None, {}
+    try:
+        check()
+    except Exception as raised:  # noqa: BLE001  (the others must not wait for this process)
+        error, said = raised, {"parts": raised.parts} if isinstance(raised, kind) else {"failed": _in_one_line(raised)}
+    told = [json.loads(text) for text in texts_of_all(json.dumps(said))]
+    first = next((process for process, other in enumerate(told) if "parts" in other), None)
+    if error is not None and (not isinstance(error, kind) or first == jax.process_index()):
+        raise error
+    for process, other in enumerate(told):
+        if "parts" in other:
+            raise kind(*other["parts"])
+        if "failed" in other:
+            rule, fix = "all processes check the same", "mend that error, whose traceback is in the log of its process"
+            raise ProcessError(where, rule, f"process {process} {_FAILED} {other['failed']}", fix)
+
+
+@functools.cache
+def first_devices() -> dict[int, Device]:
+    """The first device of each process."""
+    firsts: dict[int, Device] = {}
+    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+        firsts.setdefault(device.process_index, device)
+    return firsts
+
+
+def _sent(values: np.ndarray, source: int, target: int) -> np.ndarray | None:
+    """What the process ``source`` passes, in the process ``target``, which waits for it; None in the others, which call this too.
+
+    Of the values of the others only shape and type are used; the type is one that JAX knows without 64 bits.
+    """
+    me, move = jax.process_index(), _between(values.shape, values.dtype, source, target)
+    arrived = move(spread(np.array(values), first_devices()[source])) if me == source else move()
+    return np.asarray(arrived[0]) if me == target else None
+
+
+@functools.cache
+def _between(shape: tuple[int, ...], dtype: DType, source: int, target: int) -> Callable[..., Sequence[Array]]:
+    devices = first_devices()
+    return Send(devices[target], devices[source], jax.ShapeDtypeStruct(shape, dtype)).bind()
+
+
+def _texts_by_sends(text: str) -> tuple[str, ...]:
+    """The text of each process, without a store."""
+    data, me, count = np.frombuffer(zlib.compress(text.encode()), np.uint8), jax.process_index(), jax.process_count()
+
+    def rows(values: np.ndarray) -> list[np.ndarray]:
+        arrived = {me: values}
+        for source, target in itertools.permutations(range(count), 2):
+            if (row := _sent(values, source, target)) is not None:
+                arrived[source] = row
+        return [arrived[process] for process in range(count)]
+
+    sizes = [int(row[0]) for row in rows(np.array([len(data)], np.int32))]
+    padded = rows(np.pad(data, (0, max(sizes) - len(data))))
+    return tuple(zlib.decompress(row[:size].tobytes()).decode() for row, size in zip(padded, sizes, strict=True))
+
+
+_ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
+
+
+class Alignment(NamedTuple):
+    """How the clock of this process stands to that of process 0.
+
+    Attributes:
+        offset: seconds to add to ``time.perf_counter()``.
+        error: seconds by which the sum may be wrong: half of the quickest way there and back; 0 in process 0.
+    """
+
+    offset: float = 0.0
+    error: float = 0.0
+
+
+def align_clocks() -> Alignment:
+    """Align the clock of this process with that of process 0; every process calls it, and nothing is asked in a run of one.
+
+    Process k asks process 0 what time it is, and notes when it asked and when the answer came. Process 0 looked at its clock
+    somewhere in between, so each answer says that the offset of the two clocks lies within the round trip. Of many trips the
+    quickest way there bounds the offset from one side, and the quickest way back from the other.
+
+    References:
+        F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989).
+    """
+    least, most = -math.inf, math.inf
+    for process in range(1, jax.process_count()):
+        for _ in range(_ROUNDS):
+            asked = time.perf_counter()
+            _sent(np.zeros(2, np.uint32), process, 0)
+            words = np.array([time.perf_counter()]).view(np.uint32)  # which JAX sends as they are, with or without 64 bits
+            answer = _sent(words, 0, process)
+            if answer is not None:
+                seconds = float(np.ascontiguousarray(answer).view(np.float64)[0])
+                least, most = max(least, seconds - time.perf_counter()), min(most, seconds - asked)
+    return Alignment((least + most) / 2, (most - least) / 2) if jax.process_index() else Alignment()

@@ -1,0 +1,353 @@
+"""Trees whose leaves live in several processes: gathered by all of them, and saved by Orbax as one checkpoint.
+
+``gather`` brings each leaf from the process that holds it to the first device of every other one, leaf by leaf, so that what is on
+its way is never more than one leaf. Among ``n`` processes, a leaf is sent ``n - 1`` times, and all of them then hold the whole
+tree: this is for trees that fit on one device.
+
+*Stacked leaves.* JAX shards an axis into equal parts only, so the slices of a leaf that is cut unequally are no global array; in
+one process they are put together on the host when somebody looks, but here nobody has all of them. So the user's tree has a
+stand-in (``stand_in_for``), an array with the shape and the type of the whole leaf and without local shards, as for any leaf that
+lives elsewhere. What saves and gathers states asks ``slices_of`` for the slices.
+
+*Checkpoints.* Orbax expects that every process has a part of every array, and refuses leaves that live in other processes. With
+``array_handler`` whoever has an array writes it. Orbax lets each process write into a store of its own and merges the stores when
+all are done. So the folder gets its final name after the last process, and any number of processes can restore it.
+"""
+
+import importlib
+import itertools
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxpp.errors import ArgumentError, StateError
+from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_all, transfers
+from jaxpp.runtime.processes.here import elsewhere, is_here
+from jaxpp.runtime.send import Send
+from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loops.stacked import Slices, joined, whole_shape
+from jaxpp.types import Array, Aval, Device, Leaf, Tree
+
+__all__ = ["are_across", "array_handler", "gather", "slices_of", "stand_in_for"]
+
+_SLICES: dict[int, tuple[weakref.ref[Array], Slices]] = {}  # the slices of each stand-in that is alive, by its address
+_AWAY, _PART, _WHOLE = range(3)  # how much of a leaf a process holds
+_OTHERS = "devices of another process"  # the mesh axis that ``_seen_by_all`` adds
+
+
+def gather(tree: Tree, device: Device | None = None) -> Tree:
+    """Bring a tree whose leaves live on several devices to one device, so that eager code can mix them.
+
+    Args:
+        tree: any tree of arrays, such as ``state.params``.
+        device: where to; the first device by default. In several processes it is a device of the process that asks, and by default
+            its first: every process calls ``gather`` with the same tree, and all of them get the whole tree, leaf by leaf.
+
+    Returns:
+        the same tree with every leaf a copy on ``device``; the originals stay.
+
+    Raises:
+        ArgumentError: in several processes, the device belongs to another one.
+        ProcessError: they passed different trees, or one of them failed or does not come.
+
+    Example:
+        >>> import optax
+        >>> norm = optax.tree.norm(gather({"w": jax.numpy.ones(4)}))
+        >>> float(norm)
+        2.0
+    """
+    check_alive("jaxpp.gather", tree)
+    if jax.process_count() > 1:
+        return _gather_across(tree, device)
+    device = jax.devices()[0] if device is None else device
+    return jax.tree.map(lambda leaf: put(leaf, device), tree)
+
+
+def _gather_across(tree: Tree, device: Device | None) -> Tree:
+    """The tree with every leaf a copy on a device of this process; every process calls it, with the same tree."""
+    targets = first_devices()
+    me = jax.process_index()
+    goal: Any = targets[me] if device is None else device
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    with agreement("jaxpp.gather", jax.devices()) as agree:
+        if goal.process_index != me:
+            got = f"{goal} of process {goal.process_index}, in process {me}"
+            raise ArgumentError(
+                "jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out"
+            )
+        agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {_described(leaf)}" for path, leaf in paths)})
+    nodes = [slices_of(leaf) or leaf for _, leaf in paths]
+    leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
+    held, copies = _held(leaves), []
+    with transfers("jaxpp.gather"):
+        for (_, leaf), everywhere in zip(leaves, held, strict=True):
+            whole = leaf if everywhere else _brought(leaf, targets.keys())
+            copies.append(jax.block_until_ready(put(whole, goal)))
+    filled = jax.tree.structure(nodes).unflatten(copies)
+    return structure.unflatten(joined(filled, lambda node: jnp.concatenate(node.parts)))
+
+
+def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
+    """A leaf of some processes in those that read it; every process calls this.
+
+    Returns:
+        an array on the first device of this process, or, if the leaf comes in parts, one put together on the host; None if this
+        process does not read it.
+    """
+    places: dict[tuple[tuple[int, int], ...], list[Device]] = {}
+    indices = leaf.sharding.devices_indices_map(leaf.shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        box = tuple(one.indices(size)[:2] for one, size in zip(indices[device], leaf.shape, strict=True))
+        places.setdefault(box, []).append(device)
+    here = {shard.device: shard.data for shard in leaf.addressable_shards}
+    aval = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    parts = {box: _brought_part(aval, devices, here, readers) for box, devices in places.items()}
+    if jax.process_index() not in readers:
+        return None
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for box, part in parts.items():
+        whole[tuple(slice(begin, end) for begin, end in box)] = np.asarray(part)
+    return whole
+
+
+def _brought_part(aval: Aval, devices: Sequence[Device], here: Mapping[Device, Array], readers: Collection[int]) -> Array | None:
+    """A part that some devices hold: sent by the first of their processes to every reader that has none."""
+    targets, me, first = first_devices(), jax.process_index(), devices[0].process_index
+    holders = {device.process_index for device in devices}
+    part = None
+    if me in holders and (me == first or me in readers):
+        part = put(next(here[device] for device in devices if device in here), targets[me])
+    for process in sorted(set(readers) - holders):
+        came = Send(targets[process], targets[first], aval).bind()(*([part] if me == first else []))
+        if me == process:
+            (part,) = came
+    return part
+
+
+def _described(leaf: Leaf) -> str:
+    return describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
+    """Whether all processes have each leaf already, and need not ask the others."""
+    if not paths:
+        return []
+    amounts = rows_of_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
+    wrong = []
+    for (path, leaf), column in zip(paths, amounts.T, strict=True):
+        whole = np.flatnonzero(column == _WHOLE)
+        if (0 < len(whole) < len(column) and (len(whole) > 1 or (column == _PART).any())) or not column.any():
+            where = jax.tree_util.keystr(path) or "the leaf"
+            wrong.append(f"{where}, {_described(leaf)}: whole in {len(whole)} of {len(column)} processes")
+    if wrong:
+        rule, fix = (
+            "a leaf is whole in one process, or in all, or one global array",
+            "gather it with the leaves of a state, or leave it out",
+        )
+        raise ArgumentError("jaxpp.gather(tree)", rule, wrong, fix)
+    return [bool((column == _WHOLE).all()) for column in amounts.T]
+
+
+def _amount(leaf: Leaf) -> int:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return _WHOLE
+    return _PART if leaf.addressable_shards else _AWAY
+
+
+def are_across(tree: Tree) -> bool:
+    """Whether the arrays of a tree live in more than one process."""
+    if jax.process_count() == 1:
+        return False
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
+    return len({device.process_index for leaf in arrays for device in leaf.sharding.device_set}) > 1
+
+
+def stand_in_for(node: Slices) -> Array:
+    """An array without local shards that stands for a leaf held as slices, in whichever processes these are."""
+    away = next(device for device in jax.devices() if device.process_index != jax.process_index())
+    array = elsewhere(whole_shape(node), away)
+    key = id(array)
+    _SLICES[key] = weakref.ref(array, lambda _: _SLICES.pop(key, None)), node
+    return array
+
+
+def slices_of(leaf: Leaf) -> Slices | None:
+    """The slices of a stand-in; None for any other leaf.
+
+    Raises:
+        StateError: a later step has consumed them.
+    """
+    entry: Any = _SLICES.get(id(leaf))
+    if entry is None or entry[0]() is not leaf:
+        return None
+    node = entry[1]
+    if gone := sum(part.is_deleted() for part in node.parts if isinstance(part, jax.Array)):
+        rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
+        got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
+        fix = "go on with pipe.state, the newest, and save that; or call step(..., donate=False) to keep the old state"
+        raise StateError("state", rule, got, fix)
+    return node
+
+
+def array_handler() -> Any:
+    """What lets Orbax save and restore a state of several processes; in one process, Orbax's own handler of arrays.
+
+    Register it once, before the first checkpointer or manager is made. All the other lines stay as they are in one process. Every
+    process calls them, and names the same folder, which all processes can reach::
+
+        ocp.type_handlers.register_type_handler(jax.Array, jaxpp.array_handler(), override=True)
+
+        with ocp.CheckpointManager(folder) as manager:
+            manager.save(state.step, args=ocp.args.StandardSave(state))
+
+    Each process writes the leaves that it holds, into one checkpoint. It is complete when all have written theirs; until then its
+    folder has another name. Any number of processes restore it to ``pipe.abstract_state(...)``, and each reads its own leaves only.
+
+    Returns:
+        a type handler of Orbax's, for ``ocp.type_handlers.register_type_handler``.
+
+    Raises:
+        StateError: Orbax is not installed.
+
+    Example:
+        >>> import jax, orbax.checkpoint as ocp
+        >>> from jaxpp import array_handler
+        >>> ocp.type_handlers.register_type_handler(jax.Array, array_handler(), override=True)
+    """
+    try:
+        ocp = importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        fix = 'pip install "jaxpp[checkpoint]"'
+        raise StateError("jaxpp.array_handler()", "states are saved by Orbax, which is not installed", str(error), fix) from error
+    registered = ocp.type_handlers.get_type_handler(jax.Array)
+    if jax.process_count() == 1 or isinstance(registered, _ByHolders):
+        return registered
+    ocp.type_handlers.TypeHandler.register(_ByHolders)
+    return _ByHolders(ocp.type_handlers, registered)
+
+
+class _ByHolders:
+    """Orbax's ``TypeHandler`` for arrays, each of which is written and read by the processes that hold it.
+
+    Args:
+        handlers: the module ``orbax.checkpoint.type_handlers``.
+        registered: the handler that is registered for arrays: it reads what is here.
+    """
+
+    def __init__(self, handlers: Any, registered: Any):
+        self._registered, self._save_args = registered, handlers.SaveArgs
+        # Whoever has an array writes its shape too (no primary host), and no other process has anything of what it writes.
+        options = {"primary_host": None, "use_replica_parallel": False, "enable_write_sharding_file": False}
+        self._writer = handlers.ArrayHandler(**options)
+        self._array_metadata_store = None  # Orbax asks: it would hold notes of arrays in which all processes take part
+
+    def typestr(self) -> str:
+        """What a checkpoint calls an array."""
+        return self._registered.typestr()
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        """Shapes and types of arrays, from their files."""
+        return await self._registered.metadata(infos)
+
+    async def serialize(self, values: Sequence[Array], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        """Begin to write what is here."""
+        if keys := [f"{info.name}: {describe(value)}" for value, info in zip(values, infos, strict=True) if _is_key(value)]:
+            fix = "keep the numbers that a key is made of in the state, jax.random.key_data(key)"
+            raise StateError("a checkpoint", "several processes save arrays of numbers", keys, fix)
+        args = [self._save_args()] * len(values) if args is None else args
+        values = _collected(values)
+        mine = [
+            (_seen_by_all(value), info, arg)
+            for value, info, arg in zip(values, infos, args, strict=True)
+            if value.addressable_shards
+        ]
+        return await self._writer.serialize(*map(list, zip(*mine, strict=True))) if mine else []
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Array]:
+        """Read what is to be here, and stand-ins for the rest, whose shapes and types are read."""
+        args = [None] * len(infos) if args is None else args
+        away = [k for k, arg in enumerate(args) if _is_away(arg)]
+        here = [k for k, arg in enumerate(args) if not _is_away(arg)]
+        stored = await self._registered.metadata([infos[k] for k in away]) if away else []
+        arrays = await self._registered.deserialize([infos[k] for k in here], [args[k] for k in here]) if here else []
+        stand_ins = [_stand_in(infos[k], args[k], aval) for k, aval in zip(away, stored, strict=True)]
+        by_number = dict(zip([*away, *here], [*stand_ins, *arrays], strict=True))
+        return [by_number[k] for k in range(len(infos))]
+
+    def finalize(self, directory: Any) -> None:
+        """Orbax merges the stores of all processes by itself."""
+        self._registered.finalize(directory)
+
+
+def _is_key(value: Array) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def _collected(values: Sequence[Array]) -> list[Array]:
+    """The values; those held as slices in several processes are whole in the host memory of one process, each in the next one's."""
+    collected, keepers = [], itertools.cycle(range(jax.process_count()))
+    for value in values:
+        node = slices_of(value)
+        collected.append(value if node is None else _collected_at(next(keepers), value, node))
+    return collected
+
+
+def _collected_at(keeper: int, stand_in: Array, node: Slices) -> Array:
+    """The whole leaf in the host memory of one process; in the others the stand-in. Every process calls this."""
+    parts = [_brought(part, {keeper}) for part in node.parts]
+    if jax.process_index() != keeper:
+        return stand_in
+    home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
+    return put(np.concatenate([np.asarray(part) for part in parts]), home)
+
+
+def _is_away(arg: Any) -> bool:
+    """Whether what is to be restored has no place here."""
+    sharding = getattr(arg, "sharding", None)
+    return isinstance(sharding, Sharding) and not is_here(sharding)
+
+
+def _stand_in(info: Any, arg: Any, stored: Any) -> Array:
+    """An array that other processes read; its stored shape is checked here too, so that all of them find the mistake."""
+    shape = tuple(arg.global_shape or stored.shape)
+    if arg.strict and shape != tuple(stored.shape):
+        rule = "a leaf is restored to the shape that was saved"
+        got = f"Requested shape: {shape} is not compatible with the stored shape: {tuple(stored.shape)}"
+        raise StateError(f"checkpoint[{info.name!r}]", rule, got, "restore with the model that was saved")
+    return elsewhere(jax.ShapeDtypeStruct(shape, arg.dtype or stored.dtype), arg.sharding)
+
+
+def _seen_by_all(value: Array) -> Array:
+    """The same array, sharing its buffers, as Orbax takes it: one of which other processes seem to have a copy.
+
+    Orbax writes the first copy only, and that is the one here, so nobody needs to make the other.
+    """
+    if not value.is_fully_addressable:
+        return value
+    sharding = value.sharding
+    if isinstance(sharding, NamedSharding) and not value.is_fully_replicated:
+        used = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+        names = sharding.mesh.axis_names
+        devices = np.asarray(sharding.mesh.devices)[tuple(slice(None) if name in used else 0 for name in names)]
+        names, spec = tuple(name for name in names if name in used), sharding.spec
+    else:
+        devices, names, spec = np.array(next(iter(sharding.device_set))), (), PartitionSpec()
+    me = jax.process_index()
+    others = np.array([device for device in jax.devices() if device.process_index != me][: devices.size])
+    if others.size < devices.size:
+        rule = "Orbax takes an array on several devices if the other processes have as many"
+        got = f"{describe(value)} on {devices.size} devices of process {me}; all others have {others.size}"
+        raise StateError("a checkpoint", rule, got, "give every process the same number of devices")
+    mesh = Mesh(np.stack([devices, others.reshape(devices.shape)]), (_OTHERS, *names))
+    shards = {shard.device: shard.data for shard in value.addressable_shards}
+    whole = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(value.shape, whole, [shards[device] for device in devices.flat])

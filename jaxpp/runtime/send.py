@@ -1,0 +1,227 @@
+"""Sends: everything that moves values inside a step.
+
+A ``Send`` brings one value from where it is to where it goes. It has three parts, and each has one place here:
+
+- *encode*: what leaves is made of the value (``Codec``). Typed keys cross processes as the numbers that they are made of; whoever
+  wants to compress what crosses adds a codec.
+- *move*: ``jax.device_put``, or, where it is known to do the same, the runtime's own copy, which takes a fifth of the host time
+  (``not_public``). A retry would stand here.
+- *decode*: the value is made of what arrived.
+
+``Send.bind`` decides all of this once, when a plan is made, and returns the quickest function that does it: between two devices of
+one process that is the runtime's copy itself. ``memory_copies`` moves residuals to host memory and back.
+
+*Between processes* both sides call the send, in the same order, for all processes have the same lines. The one that has the value
+drops what it gets back, an array without local shards; all others pass a stand-in for it. JAX numbers the transfers of each process
+as they are called, and sender and receiver find each other by this number. Where a place spans processes, each shard goes by
+itself, from the devices that have it to those that want it; most stay inside a process.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime.not_public import copies_memory, direct_copy, memory_copy
+from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_here, is_whole_here, processes_of, spread
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.jaxpr import describe
+from jaxpp.types import Array, Aval, Device, Home, Leaf
+
+__all__ = ["HOST_MEMORY", "Codec", "Send", "memory_copies"]
+
+HOST_MEMORY = "pinned_host"
+"""The kind of host memory that devices copy from and to at full speed, without blocking."""
+
+Move = Callable[..., Sequence[Array]]
+"""Called with the value where it is here, and with nothing where it is not; returns it where it is to be, and else nothing."""
+
+
+class Codec(NamedTuple):
+    """How a value travels.
+
+    Attributes:
+        wire: shape and dtype of what travels.
+        encode: makes that of the value, where the value is.
+        decode: makes the value of that, where it goes.
+    """
+
+    wire: Aval
+    encode: Callable[[Array], Array]
+    decode: Callable[[Array], Array]
+
+
+@dataclass(frozen=True)
+class Send:
+    """A value that goes from one home to another, and stays where it is too.
+
+    Attributes:
+        target: where it goes.
+        source: where every value that will be sent lives, if that is known; values that a caller gave are looked at one by one.
+        aval: shape and dtype, with all axes; needed between processes, as is the source.
+        taken: whether a later program may take over the value's buffer. That marks the buffer as gone at once, but what is on its
+            way to another process is read later, when that process asks for it: so a copy is sent.
+    """
+
+    target: Home
+    source: Home | None = None
+    aval: Aval | None = None
+    taken: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that arrive on each device, where the shape is known."""
+        if self.aval is None:
+            return 0
+        return count_bytes(jax.ShapeDtypeStruct(as_sharding(self.target).shard_shape(self.aval.shape), self.aval.dtype))
+
+    def bind(self) -> Move:
+        """The quickest function that makes this send.
+
+        Raises:
+            ArgumentError: the value would have to be divided in another way, across processes.
+        """
+        if self.source is None or self.aval is None:
+            return self._within_process()
+        codec = self._codec(self.aval)
+        if codec is None:
+            return self._across(self.aval, self.source)
+        move = Send(self.target, self.source, codec.wire)._across(codec.wire, self.source)
+
+        def send(*value: Array) -> Sequence[Array]:
+            return [codec.decode(data) for data in move(*map(codec.encode, value))]
+
+        return send
+
+    def bind_for_caller(self) -> Move:
+        """The same for a value of the caller, of which each of several processes has what its own stages read."""
+        send, home = self._within_process() if is_whole_here(self.target) else None, self.target
+
+        def give(value: Leaf) -> Sequence[Array]:
+            return (spread(value, home),) if send is None or isinstance(value, LocalRows) else send(value)
+
+        return give
+
+    def _codec(self, aval: Aval) -> Codec | None:
+        """How the value crosses between processes; None as it is."""
+        if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            return None
+        implementation = str(jax.random.key_impl(jnp.empty((), aval.dtype)))
+        wire = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return Codec(wire, jax.random.key_data, functools.partial(jax.random.wrap_key_data, impl=implementation))
+
+    def _within_process(self) -> Move:
+        """The runtime's copy where it was tried, and ``jax.device_put`` for every value that it is not made for."""
+        home, source = self.target, self.source
+        put, copy, sources, plain = jax.device_put, *direct_copy(home), _array_type()
+        if source is not None and as_sharding(source) in sources:
+            return copy
+
+        def send(value: Array) -> tuple[Array]:
+            return (put(value, home),)
+
+        def send_directly(value: Array) -> Sequence[Array]:
+            if type(value) is plain and value.committed and value.sharding in sources:
+                return copy(value)
+            return (put(value, home),)
+
+        return send_directly if sources else send
+
+    def _across(self, aval: Aval, source: Home) -> Move:
+        """``jax.device_put`` in all processes, of the value or of what stands for it."""
+        here, there, target, taken = is_here(source), is_here(self.target), self.target, self.taken
+        if max(len(processes_of(devices_in(home))) for home in (source, target)) > 1:
+            return self._shard_by_shard(aval, as_sharding(source), as_sharding(target))
+        stand_in = None if here else elsewhere(aval, source)
+
+        def send(*value: Array) -> Sequence[Array]:
+            (leaving,) = value or (stand_in,)
+            arrived = jax.device_put(jnp.array(leaving, copy=True) if taken and here else leaving, target)
+            return (arrived,) if there else ()
+
+        return send
+
+    def _shard_by_shard(self, aval: Aval, source: Sharding, target: Sharding) -> Move:
+        """Each device of the target gets its shard from one of the source that has the same, of its own process if one has."""
+        me, there = jax.process_index(), is_here(target)
+        shape = source.shard_shape(aval.shape)
+        pairs = [(a, b) for a, b in _pairs(aval, source, target) if a.process_index != b.process_index or a.process_index == me]
+        stand_in = {a: elsewhere(jax.ShapeDtypeStruct(shape, aval.dtype), a) for a, _ in pairs if a.process_index != me}
+        leaving = {a for a, b in pairs if self.taken and a.process_index == me != b.process_index}
+
+        def send(*value: Array) -> Sequence[Array]:
+            shards = {shard.device: shard.data for array in value for shard in array.addressable_shards} | stand_in
+            shards |= {device: jnp.array(shards[device], copy=True) for device in leaving}
+            moved = [(b, jax.device_put(shards[a], SingleDeviceSharding(b))) for a, b in pairs]
+            mine = [array for b, array in moved if b.process_index == me]
+            return (jax.make_array_from_single_device_arrays(aval.shape, target, mine),) if there else ()
+
+        return send
+
+
+@functools.cache
+def _array_type() -> type:
+    """The class of arrays on devices; keys are of another."""
+    return type(jnp.zeros(()))
+
+
+def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device, Device]]:
+    """From which device to which each shard goes."""
+    has, wants = (_indices(sharding, aval.shape) for sharding in (source, target))
+    pairs = []
+    for device, index in wants.items():
+        sources = [other for other, its in has.items() if its == index]
+        if not sources:
+            rule = "a value that goes to another process arrives divided as it was"
+            got = f"{describe(aval)} on {source}, to go to {target}"
+            fix = "make a mesh in which every rank is in one process, or pass shardings= that divide it alike on all ranks"
+            raise ArgumentError("Pipeline(mesh=...)", rule, got, fix)
+        near = [other for other in sources if other.process_index == device.process_index]
+        pairs.append(((near or sources)[0], device))
+    return pairs
+
+
+def _indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[tuple[int, ...], ...]]:
+    """What each device has, in the order of the devices."""
+    indices = sharding.devices_indices_map(shape)
+    return {
+        device: tuple(part.indices(size) for part, size in zip(indices[device], shape, strict=True))
+        for device in sorted(indices, key=lambda device: device.id)
+    }
+
+
+def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
+    """What copies values to the pinned host memory beside their devices, or back; it waits for nothing and shares no buffer.
+
+    It means ``jax.device_put``. On one device the runtime's own copy is called where it does the same, which takes a tenth of the
+    host time. Where a value spans processes, each copies its own shards.
+
+    Args:
+        homes: the sharding of each value on the devices, where programs of a plan, or sends, made it.
+        to_host: whether the values are on the devices and go to host memory; else they come back.
+    """
+    put = jax.device_put
+    goals = [home.with_memory_kind(HOST_MEMORY) for home in homes] if to_host else list(homes)
+    if all(isinstance(home, SingleDeviceSharding) and copies_memory(home, home.with_memory_kind(HOST_MEMORY)) for home in homes):
+        return memory_copy(goals)
+
+    def copy(*values: Array) -> Sequence[Array]:
+        return put(list(values), goals, may_alias=False)
+
+    def copy_shards(*values: Array) -> Sequence[Array]:
+        return [_copied_shards(value, goal) for value, goal in zip(values, goals, strict=True)]
+
+    return copy if all(map(is_whole_here, homes)) else copy_shards
+
+
+def _copied_shards(value: Array, goal: Sharding) -> Array:
+    """The shards here of a value in other memory of the same devices."""
+    kind = {} if goal.memory_kind is None else {"memory_kind": goal.memory_kind}
+    shards = [(shard.data, SingleDeviceSharding(shard.device, **kind)) for shard in value.addressable_shards]
+    copies = jax.device_put([data for data, _ in shards], [home for _, home in shards], may_alias=False)
+    return jax.make_array_from_single_device_arrays(value.shape, goal, copies)
