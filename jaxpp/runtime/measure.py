@@ -17,7 +17,7 @@ from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.processes.channel import agreement, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.runtime.processes.texts import listing
-from jaxpp.runtime.send import Send
+from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
