@@ -146,7 +146,7 @@ def test_d3_after_random_tasks_every_set_equals_the_all_resident_oracle_bit_for_
     for t in sets:
         chex.assert_trees_all_equal((bank.params(t), bank.opt_state(t)), resident[t])
     assert bank.host_store.traffic.prefetch_hits > 3
-    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.host_store.stored(t)} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.host_store.held(t).arrays} == {"pinned_host"}
 
 
 def test_d4_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetched_copy(compiles):
@@ -299,18 +299,18 @@ def test_sets_come_and_go_and_a_set_goes_through_a_file_and_back(bank):
 def test_shapes_are_those_of_the_leaves_in_the_store_in_order(bank):
     shapes = bank.shapes("wide")
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, (theta(2, 16), jax.eval_shape(ADAMW.init, theta(2, 16))))
-    leaves = [(leaf.shape, leaf.dtype) for leaf in bank.host_store.read("wide")]
+    leaves = [(leaf.shape, leaf.dtype) for leaf in bank.host_store.held("wide").leaves]
     assert leaves == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)]
     assert isinstance(bank.params("wide")["w"], np.ndarray)
     assert bank.optimizer is ADAMW
 
 
 def test_reading_a_set_or_assigning_its_own_arrays_writes_nothing(bank):
-    host = bank.host_store.stored("cat")
+    host = bank.host_store.held("cat").arrays
     with bank.use("cat") as task:
         jax.block_until_ready(loss_fn(shared(ADAMW)[0], task.params, BATCHES[0]))
         task.params = dict(task.params)
-    assert bank.host_store.stored("cat") is host
+    assert bank.host_store.held("cat").arrays is host
     assert bank.host_store.traffic.bytes_to_host == 0
     with bank.use("cat") as task:
         task.params["b"] = task.params["b"] + 1  # in place
@@ -464,7 +464,7 @@ def test_with_one_slot_there_is_none_to_prefetch_into():
     assert bank.host_store.traffic == (2, 1, 1, *bank.host_store.traffic[3:])
 
 
-@pytest.mark.parametrize("call", ["params", "opt_state", "shapes", "layout", "remove", "prefetch", "use"])
+@pytest.mark.parametrize("call", ["params", "opt_state", "shapes", "remove", "prefetch", "use"])
 def test_an_unknown_name_is_refused_with_those_near_it(bank, call):
     with pytest.raises(BankError, match=r"bank\.\w+\('dgo'\): a name(.|\n)*'dgo'; the bank has cat, dog, wide(.|\n)*is it dog\?"):
         contextlib.ExitStack().enter_context(bank.use("dgo")) if call == "use" else getattr(bank, call)("dgo")

@@ -114,7 +114,7 @@ def test_what_is_read_used_without_assignment_or_packed_anew_is_not_written_agai
         task.params = jax.tree.map(lambda leaf: leaf / 0 + 1 // 0, task.params)
     bank.params("cat"), bank.opt_state("dog")
     store, devices = bank.host_store, jax.devices()
-    elsewhere = [jax.sharding.SingleDeviceSharding(devices[k % 2]) for k in range(len(store.shapes("cat")))]
+    elsewhere = [jax.sharding.SingleDeviceSharding(devices[k % 2]) for k in range(len(store.held("cat").packing.shapes))]
     groups = store.held("cat").packing.groups
     store.keep("cat", store.fetch("cat", elsewhere, "a pipeline"), "a pipeline")
     assert store.held("cat").packing.groups != groups
@@ -739,6 +739,7 @@ def test_a_pipeline_goes_on_with_a_bank_that_was_taken_back(tmp_path):
 def test_a_set_that_a_step_could_not_give_back_is_said_before_anything_is_saved(tmp_path, monkeypatch):
     bank = jaxpp.Bank({f"t{k}": a_set(k) for k in range(2)}, ADAM)
     pipe, state, batch = opened(bank)
+    pipe.evaluate(state, batch, jax.random.key(0), task="t1")
 
     def no_room(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room on the host")

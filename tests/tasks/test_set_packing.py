@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxpp.runtime.transfer import HOST_MEMORY, to_device, to_host
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.tasks.set_packing import LARGEST_PACKED, SetPacking
+from jaxpp.tasks.host_store import LARGEST_PACKED, SetPacking
 
 DEVICES = jax.devices()
 ONE, TWO = SingleDeviceSharding(DEVICES[0]), SingleDeviceSharding(DEVICES[1])

@@ -282,7 +282,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST_MEMORY}
+            assert {leaf.sharding.memory_kind for leaf in bank.host_store.held(name).arrays} == {HOST_MEMORY}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.held)} == {jax.devices()[0].default_memory().kind}
 
 
@@ -290,11 +290,13 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
 def test_a_set_travels_as_one_vector_a_stage_and_replica_and_comes_back_as_one_a_stage(options, loads, monkeypatch):
     bank = jaxpp.Bank(sets(3), OWN)
     pipe, state = opened(bank, **options)
+    for name in bank:  # at first the sets are packed for the pipeline, on the host
+        state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
     moved = {"to_host": [], "to_device": []}
     for way, found in moved.items():
         move = getattr(host_store, way)
         monkeypatch.setattr(host_store, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
-    for name in ("t1", "t2", "t0", "t1"):
+    for name in ("t0", "t1", "t2", "t0"):
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
     assert moved == {"to_host": [2] * 4, "to_device": [2] * 4 * loads}
 
