@@ -348,7 +348,8 @@ def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str
         return sets, forms
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         fix = "pass what bank.save returned, as json or Orbax's JsonRestore give it back"
-        raise BankError(where, "a manifest says where the sets of a bank are", shown(manifest), fix) from error
+        got = "trees that are nested too deeply" if isinstance(error, RecursionError) else shown(manifest)
+        raise BankError(where, "a manifest says where the sets of a bank are", got, fix) from error
 
 
 def _check(is_right: bool) -> None:

@@ -17,6 +17,7 @@ program that did so at the prefetch would stand before the step that the transfe
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import add
@@ -62,8 +63,6 @@ class SetPacking:
     integers, one vector for each width: a backend may carry narrow floats through float32, which changes signalling NaNs.
 
     Attributes:
-        shapes: as given.
-        homes: as given.
         groups: the numbers of the leaves in each array that travels; a leaf alone in its group is not packed.
         places: the device sharding of each array that travels.
     """
@@ -163,14 +162,9 @@ class HostCopy(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a store has moved since it was made.
+    """What a store has moved since it was made: sets loaded, sets fetched that were on the device already, and bytes.
 
-    Attributes:
-        loads: sets brought to a device.
-        hits: sets fetched whose copy was on the device already.
-        prefetch_hits: the hits on a copy that a prefetch had brought and nobody had fetched before.
-        bytes_to_device: of the loads.
-        bytes_to_host: of the write-backs.
+    A prefetch hit is a hit on a copy that a prefetch had brought and nobody had fetched before.
     """
 
     loads: int = 0
@@ -180,24 +174,22 @@ class Traffic(NamedTuple):
     bytes_to_host: int = 0
 
 
-class _DeviceCache:
+@dataclass
+class _Row:
     """The sets on the devices of one replica: those that are lent, and copies that wait, the least recently used first.
 
     A copy that was prefetched waits as it travelled: packed.
     """
 
-    def __init__(self) -> None:
-        self.copies: dict[Hashable, tuple[Array, ...]] = {}
-        self.lent: set[Hashable] = set()
-        self.prefetched: dict[Hashable, SetPacking] = {}
+    copies: dict[Hashable, tuple[Array, ...]] = field(default_factory=dict)
+    lent: set[Hashable] = field(default_factory=set)
+    prefetched: dict[Hashable, SetPacking] = field(default_factory=dict)
 
     def drop(self, name: Hashable) -> tuple[Array, ...] | None:
-        """Let go of a copy, and return it."""
         self.prefetched.pop(name, None)
         return self.copies.pop(name, None)
 
     def release(self, name: Hashable) -> None:
-        """Forget that a set is lent, and let go of its copy."""
         self.lent.discard(name)
         self.drop(name)
 
@@ -224,21 +216,16 @@ class HostStore:
 
     Args:
         slots: how many sets each row may hold on its device, at least 1; the second is for what is prefetched.
-
-    Attributes:
-        slots: as given.
-        traffic: what was moved so far.
     """
 
     def __init__(self, slots: int = 2):
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
             fix = "pass slots=2: one set to compute with, one that is prefetched"
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
-        self.slots = slots
-        self.traffic = Traffic()
+        self.slots, self.traffic = slots, Traffic()
         self._hosts: dict[Hashable, HostCopy] = {}
         self._packings: dict[tuple[jax.ShapeDtypeStruct, ...], SetPacking] = {}
-        self._rows: defaultdict[Hashable, _DeviceCache] = defaultdict(_DeviceCache)
+        self._rows: defaultdict[Hashable, _Row] = defaultdict(_Row)
         self._writes: deque[_WriteBack] = deque()
         self._late: list[BankError] = []
 
@@ -328,9 +315,6 @@ class HostStore:
         """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing.
 
         If the small leaves of the set shared homes otherwise when it was written, it is first packed anew, on the host.
-
-        Raises:
-            BankError: there is no such set, it is lent already, all slots are, or the device has no room.
         """
         self._settle()
         self._known(name)
@@ -368,12 +352,9 @@ class HostStore:
         """Give a set back, changed: begin its write-back, and keep it on the device.
 
         The host copy is the old values or the new values, never some of both: it changes in one assignment, once all copies are
-        under way. The old copy is kept until the new copy has _arrived, and put back if that fails. Copies on other rows are out of
+        under way. The old copy is kept until the new copy has arrived, and put back if that fails. Copies on other rows are out of
         date, and dropped. The leaves may be donated at once. Each row keeps its own of the copies ``resident``, or else ``leaves``.
-
-        Raises:
-            BankError: there is no such set, it is in use on another row as well, or this write-back failed: then nothing was
-                changed. (If an earlier write-back failed, the next call says so.)
+        If this write-back fails, nothing was changed; if an earlier one failed, the next call says so.
         """
         old = self._known(name)
         assert len(leaves) == len(old.packing.shapes)

@@ -128,14 +128,9 @@ class ReplicaSets:
     """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
 
     Attributes:
-        engine: as given.
         whole: where the leaves of a set live.
         rows: the replicas that run on devices of this process.
         homes: for each replica the sharding of each leaf of its set that this process holds.
-
-    Raises:
-        CutError: a loop over the layers of a set would be cut.
-        BankError: the devices of one replica of a stage belong to several processes, or not all stages have the same replicas here.
     """
 
     def __init__(self, engine: Engine, layout: SetLayout):
@@ -149,7 +144,10 @@ class ReplicaSets:
         self.whole = SetHomes(tuple(map(_over_replicas, self._all[0], (placement[name.stage].devices for name in names))))
         self.rows = tuple(r for r in replicas if any(map(is_here, self._all[r])))
         self.homes = tuple(tuple(homes[k] for k in self.whole.here) for homes in self._all)
-        self._check_rows()
+        if not all(is_whole_here(home) for r in self.rows for home in self.homes[r]):
+            got = f"of process {jax.process_index()}: {len(self.rows)} replicas, and {len(self.whole.here)} leaves of a set"
+            rule = "each stage of a replica is in one process, and a process has the same replicas of all its stages"
+            raise BankError("Pipeline(bank=...)", rule, got, "put the axis model of the mesh inside the hosts")
         own = zip(names, engine.placed.shapes.own, strict=True)
         self._avals = [placement[name.stage].aval(name.ref, aval) for name, aval in own]
         self._away = {k: elsewhere(aval, aval.sharding) for k, aval in enumerate(self._avals) if k not in self.whole.here}
@@ -159,10 +157,7 @@ class ReplicaSets:
         self._crossers: dict[Hashable, Callable[..., Sequence[Array]]] = {}
 
     def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
-        """The sets that the replicas here run as arrays with the replicas as their first axis, sharing their buffers.
-
-        For the leaves that live in other processes there are stand-ins.
-        """
+        """The sets of the replicas here as arrays with the replicas as their first axis, and stand-ins for leaves elsewhere."""
         if len(self.homes) == 1:
             mine = [array for row in rows for array in row]
         else:
@@ -170,8 +165,8 @@ class ReplicaSets:
             for at, k in enumerate(self.whole.here):
                 shards = [shard for row in led for shard in _in_order(row[at])]
                 mine.append(jax.make_array_from_single_device_arrays(self._avals[k].shape, self._avals[k].sharding, shards))
-        found = self._away | dict(zip(self.whole.here, mine, strict=True))
-        return [found[k] for k in range(len(self._avals))]
+        whole = self._away | dict(zip(self.whole.here, mine, strict=True))
+        return [whole[k] for k in range(len(self._avals))]
 
     def of_rows(self, leaves: Sequence[Array]) -> dict[int, _Row]:
         """The leaves of the set of each replica here."""
@@ -190,23 +185,18 @@ class ReplicaSets:
         return {r: self._reshape(r, row, lead=False) for r, row in rows.items()}
 
     def exchanged(self, names: Sequence[Hashable], rows: Mapping[int, _Row]) -> dict[Hashable, _Row]:
-        """The set of each task as this process writes it back: of the first replica here that ran the task, or sent by another.
-
-        Args:
-            names: of the set that each replica ran.
-            rows: of the replicas here, the leaves of their sets.
-        """
-        found: dict[Hashable, _Row] = {}
+        """The set of each task as this process writes it back: of the first replica here that ran the task, or sent by another."""
+        changed: dict[Hashable, _Row] = {}
         for name in dict.fromkeys(names):
             ran = [r for r, other in enumerate(names) if other == name]
             mine = next((rows[r] for r in ran if r in rows), ())
-            came = [array for leaf in self._spread for array in self._sent(leaf, ran, mine)]
-            found[name] = mine or came
-        return found
+            received = [array for leaf in self._spread for array in self._sent(leaf, ran, mine)]
+            changed[name] = mine or received
+        return changed
 
     def _sent(self, leaf: int, ran: Sequence[int], row: _Row) -> Sequence[Array]:
         """A leaf, sent to the processes that hold it and did not run its task; it is returned where it comes to."""
-        homes, me, came = [home[leaf] for home in self._all], jax.process_index(), ()
+        homes, received = [home[leaf] for home in self._all], ()
         source = homes[ran[0]]
         have, first = {_process(homes[r]) for r in ran}, {_process(home): home for home in reversed(homes)}
         for process in sorted(first.keys() - have):
@@ -214,24 +204,16 @@ class ReplicaSets:
             if key not in self._crossers:
                 aval = self.engine.placed.shapes.own[leaf]
                 self._crossers[key] = crosser(aval, source, first[process], taken=True)
-            given = [row[self.whole.here.index(leaf)]] if _process(source) == me else []
-            came = self._crossers[key](*given) or came
-        return came
-
-    def _check_rows(self) -> None:
-        """Refuse a mesh in which a process would hold parts of a replica's stage, or replicas of one stage and not of another."""
-        held = [home for r in self.rows for home in self.homes[r]]
-        if not all(map(is_whole_here, held)):
-            got = f"of process {jax.process_index()}: {len(self.rows)} replicas, and {len(self.whole.here)} leaves of a set"
-            rule = "each stage of a replica is in one process, and a process has the same replicas of all its stages"
-            raise BankError("Pipeline(bank=...)", rule, got, "put the axis model of the mesh inside the hosts")
+            values = [row[self.whole.here.index(leaf)]] if _process(source) == jax.process_index() else []
+            received = self._crossers[key](*values) or received
+        return received
 
     def _reshape(self, replica: int, row: _Row, *, lead: bool) -> _Row:
         """A set with an axis of one replica before the others, or without; donated to one program for each stage of its leaves."""
         by_mesh: dict[Mesh, list[int]] = {}
         for k, home in enumerate(self._sharded[replica]):
             by_mesh.setdefault(_mesh(home), []).append(k)
-        made: dict[int, Array] = {}
+        leaves: dict[int, Array] = {}
         for mesh, mine in by_mesh.items():
             key = mesh, lead
             if key not in self._reshaped:
@@ -239,8 +221,8 @@ class ReplicaSets:
                 outs = [NamedSharding(mesh, PartitionSpec(DATA, *spec) if lead else spec) for spec in specs]
                 run = (lambda *xs: [x[None] for x in xs]) if lead else (lambda *xs: [x[0] for x in xs])
                 self._reshaped[key] = jax.jit(run, out_shardings=outs, donate_argnums=tuple(range(len(mine))))
-            made.update(zip(mine, self._reshaped[key](*(row[k] for k in mine)), strict=True))
-        return [made[k] for k in range(len(row))]
+            leaves.update(zip(mine, self._reshaped[key](*(row[k] for k in mine)), strict=True))
+        return [leaves[k] for k in range(len(row))]
 
 
 class BankRunner(Runner):
@@ -251,7 +233,7 @@ class BankRunner(Runner):
         self.bank = bank
         layout = sets_of(bank).layout(bank.tasks[0], "bank")
         self._first = self._divided(engine, layout)
-        self._known: dict[SetLayout, ReplicaSets] = {layout: self._first}
+        self._replica_sets = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
         self._num_replicas = len(self._first.homes)
@@ -297,11 +279,11 @@ class BankRunner(Runner):
         count, some = self._num_replicas, next(iter(self.bank.tasks), "name")
         if task is None:
             fix = f"pass task={some!r}, for example"
-            raise BankError("task", "a step of a pipeline with a bank is of one task, or of one a replica", "none", fix)
+            raise BankError("task", "a step of a pipeline with a bank runs one task, or one for each replica", "none", fix)
         names = list(task) if isinstance(task, list) else [task] * count
         if len(names) != count:
             fix = f"pass a name, or a list of {count}"
-            raise BankError("task", "a list of tasks has one a replica", f"{len(names)} tasks for {count} replicas", fix)
+            raise BankError("task", "a list of tasks has one for each replica", f"{len(names)} tasks for {count} replicas", fix)
         if len({sets_of(self.bank).layout(name, f"task={task!r}") for name in names}) > 1:
             params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
             got = [f"{name!r}: {', '.join(map(describe, leaves[:4]))}" for name, leaves in params.items()]
@@ -312,24 +294,24 @@ class BankRunner(Runner):
     def _sets(self, name: Hashable) -> ReplicaSets:
         """The engine for sets of the shape of this one."""
         layout = sets_of(self.bank).layout(name, f"task={name!r}")
-        if layout not in self._known:
+        if layout not in self._replica_sets:
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
             engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
-            found = self._divided(engine, layout)
+            sets = self._divided(engine, layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"
                 fix = "pass cuts=[...] to the Pipeline, so that it is cut where you say"
                 raise CutError(f"task {name!r}", rule, "with this set the loss is cut elsewhere", fix)
-            self._known[layout] = found
-        return self._known[layout]
+            self._replica_sets[layout] = sets
+        return self._replica_sets[layout]
 
     def _divided(self, engine: Engine, layout: SetLayout) -> ReplicaSets:
         """The sets of this layout, of which this process of several holds the leaves of its own stages from now on."""
-        found = ReplicaSets(engine, layout)
+        sets = ReplicaSets(engine, layout)
         if jax.process_count() > 1:
-            sets_of(self.bank).divide(layout, found.whole)
-        return found
+            sets_of(self.bank).divide(layout, sets.whole)
+        return sets
 
     def _row(self, replica: int) -> Hashable:
         return self._token, replica

@@ -22,13 +22,7 @@ __all__ = ["BankSets", "SetHomes", "SetLayout", "check_params", "few_names", "is
 
 
 class SetLayout(NamedTuple):
-    """The structure of a set's trees, and the shapes of its leaves: the parameters, then the optimizer state.
-
-    Attributes:
-        params: structure of the parameters.
-        opt_state: structure of the optimizer state.
-        shapes: shape and dtype of each leaf.
-    """
+    """The structure of a set's two trees, and shape and dtype of its leaves: the parameters, then the optimizer state."""
 
     params: Tree
     opt_state: Tree
@@ -59,8 +53,7 @@ class SetLayout(NamedTuple):
 class SetHomes:
     """Where sets of one layout live in a run of several processes: each of them holds only what its own stages use.
 
-    Attributes:
-        shardings: of each leaf, over the devices of its stage; a leaf is the same on all replicas.
+    The sharding of each leaf is over the devices of its stage; a leaf is the same on all replicas.
     """
 
     shardings: tuple[Sharding, ...]
@@ -96,11 +89,7 @@ class BankSets:
         self.homes: dict[SetLayout, SetHomes] = {}
 
     def layout(self, name: Hashable, where: str) -> SetLayout:
-        """The layout of a set; ``where`` is the user's call, for the error.
-
-        Raises:
-            BankError: there is no such set; the error names sets of similar names.
-        """
+        """The layout of a set; ``where`` is the user's call, for the error, which names sets of similar names."""
         if not isinstance(name, Hashable):
             raise BankError(where, "a name is a text, a number or a tuple of these", type(name).__name__, "pass the set's name")
         if name not in self.layouts:
@@ -123,11 +112,7 @@ class BankSets:
         return layout
 
     def divide(self, layout: SetLayout, homes: SetHomes) -> None:
-        """From now on, hold of the sets of this layout only the leaves that live in this process of several.
-
-        Raises:
-            BankError: another pipeline has them in other processes.
-        """
+        """From now on, hold of the sets of this layout only the leaves that live in this process of several."""
         before = self.homes.get(layout)
         if before is not None and before.processes != homes.processes:
             got = f"processes {before.processes} by the first pipeline, {homes.processes} by this one"

@@ -385,9 +385,20 @@ class Model:
         self.waiting = [other for other in self.waiting if other != name]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_agrees_with_a_plain_dict(data):
+    check_sequence(data)
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_many_sequences_of_operations_agree_with_a_plain_dict(data):
+    check_sequence(data)
+
+
+def check_sequence(data):
     model = Model(data.draw(st.integers(1, 3)))
     for _ in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from("abcd"))

@@ -48,7 +48,7 @@ def sets(draw):
     return leaves, homes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(sets())
 def test_every_set_comes_and_goes_with_all_its_bits_at_its_homes(case):
     leaves, homes = case
