@@ -118,7 +118,7 @@ class Bank:
         self._files = BankFiles(self._sets, optimizer.init, self._home)
         self._init = jax.jit(optimizer.init, out_shardings=self._home)
         self._task: ActiveTask | None = None
-        with _each("sets", sets) as bar:
+        with _with_bar("sets", sets) as bar:
             for name, params in bar:
                 self.add(name, params)
 
@@ -146,7 +146,7 @@ class Bank:
         """
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
-        with _each("keys", keys) as bar:
+        with _with_bar("keys", keys) as bar:
             for name, key in bar:
                 bank.add(name, init(put(key, bank._home)))
         return bank
@@ -208,8 +208,8 @@ class Bank:
         check_alive(where, (params, opt_state))
         if opt_state is not None:
             expected = jax.eval_shape(self.optimizer.init, params)
-            made = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
-            if wrong := made.differences((), opt_state):
+            layout = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
+            if wrong := layout.differences((), opt_state):
                 rule = "an optimizer state is one that the optimizer made for the parameters"
                 raise BankError(where, rule, wrong, "leave it out")
         leaves, tree = jax.tree.flatten(params)
@@ -436,8 +436,8 @@ class Bank:
 
 
 def sets_of(bank: Bank) -> BankSets:
-    """What the layouts of a bank's sets are, for pipelines."""
-    return bank._sets  # which users have no need of
+    """The layouts and homes of a bank's sets, which pipelines need and users do not."""
+    return bank._sets
 
 
 def _strong(leaf: Array) -> Array:
@@ -450,9 +450,9 @@ def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
-def _each(what: str, given: Mapping[Any, Tree]) -> tqdm:
+def _with_bar(what: str, by_name: Mapping[Any, Tree]) -> tqdm:
     """The items of a mapping of tasks, with a progress bar if they take longer than two seconds."""
-    if not isinstance(given, Mapping):
+    if not isinstance(by_name, Mapping):
         fix = f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
-        raise BankError(f"{what}=...", "tasks have names", type(given).__name__, fix)
-    return progress(list(given.items()), desc="parameter sets", unit="set", after=2)
+        raise BankError(f"{what}=...", "tasks have names", type(by_name).__name__, fix)
+    return progress(list(by_name.items()), desc="parameter sets", unit="set", after=2)

@@ -373,7 +373,7 @@ def _leaves(form: Json) -> list[_Saved]:
 
 def _differences(form: Json, layout: SetLayout) -> list[str]:
     """How the leaves of a set in a bank differ from those that were saved: a line for each difference."""
-    saved, here = ({leaf.path: describe(leaf) for leaf in _leaves(each)} for each in (form, _form(layout)))
+    saved, here = ({leaf.path: describe(leaf) for leaf in _leaves(one)} for one in (form, _form(layout)))
     return [
         f"{path} is {saved.get(path, 'missing')} in the manifest, {here.get(path, 'missing')} in the bank"
         for path in dict.fromkeys((*saved, *here))

@@ -102,8 +102,8 @@ class Runner:
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """With the optimizer state of the parameters that the state holds."""
-        made, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
-        return leaves._replace(opt=made[:shared], own_opt=made[shared:])
+        moments, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
+        return leaves._replace(opt=moments[:shared], own_opt=moments[shared:])
 
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -265,9 +265,9 @@ class BankRunner(Runner):
         """With the optimizer state of Theta."""
         names, engine = [self.bank.tasks[0]] * self._num_replicas, self._first.engine
         with self._lend(names) as own:
-            made = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
+            moments = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
             self._keep(names, own)
-        return leaves._replace(opt=made[: len(engine.placed.names.opt)])
+        return leaves._replace(opt=moments[: len(engine.placed.names.opt)])
 
     def other_bytes(self, task: TaskNames) -> int:
         """Bytes of the parameters of all sets but the first of these."""
