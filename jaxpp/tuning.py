@@ -26,7 +26,7 @@ from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.processes.channel import rows_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.panel import Figure, has_matplotlib
+from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch

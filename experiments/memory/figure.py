@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxpp.schedule.draw.canvas import INK, Panel, legend, new_figure
+
 from experiments.memory.measure import PARTS
 from jaxpp.observe.profile.figure import COLOURS
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import legend
-from jaxpp.schedule.draw.panel import Panel, new_figure
 
 __all__ = ["Bars", "bars_figure"]
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import legend
-from jaxpp.schedule.draw.panel import Panel, new_figure
+from jaxpp.schedule.draw.canvas import INK, Panel, legend, new_figure
 
 __all__ = ["COLOURS", "Bar", "axes_figure"]
 

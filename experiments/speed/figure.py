@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpp.schedule.draw.canvas import INK, Panel, draw_key, new_figure
+
 from experiments.speed.steps import StepRow
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import draw_key
-from jaxpp.schedule.draw.panel import Panel, new_figure
 
 __all__ = ["speed_figure"]
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpp.schedule.draw.canvas import INK, Panel, legend, new_figure
+
 from experiments.tune.measure import Row
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import legend
-from jaxpp.schedule.draw.panel import Panel, new_figure
 
 __all__ = ["tune_figure"]
 

@@ -17,9 +17,8 @@ from types import MappingProxyType
 from jaxpp.errors.tracebacks import entries
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.clock import UNIT, ActionRow, Number, Times, Timing, bars, replay
-from jaxpp.schedule.deadlock import check_runs
 from jaxpp.schedule.draw.text import Drawing, Drawn
-from jaxpp.schedule.validate import check_complete, check_groups, check_owners, count, infer_owners, read_rows
+from jaxpp.schedule.validate import check_complete, check_groups, check_owners, check_runs, count, infer_owners, read_rows
 
 __all__ = ["Schedule"]
 

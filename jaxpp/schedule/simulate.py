@@ -20,10 +20,22 @@ from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Bar, Copies, Number, Times, Timing, bars, handed_over, makespan
+from jaxpp.schedule.clock import (
+    Bar,
+    Copies,
+    Idle,
+    Number,
+    RingIdle,
+    Times,
+    Timing,
+    bars,
+    bubble_fraction,
+    handed_over,
+    idle_causes,
+    makespan,
+)
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied
-from jaxpp.schedule.idle import Idle, RingIdle, bubble_fraction, idle_causes
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.shared_clock import replay_shared

@@ -2,7 +2,7 @@
 
 Biases, norm scales and their gradients, masks and statistics are often a few kilobytes each. Where a program would return many of
 them at every microbatch, it returns one vector instead, and the reader takes it apart; the arithmetic is the same. Sets of
-parameters that wait on the host travel as such vectors too, whose bits are kept as integers: ``jaxpp.tasks.set_packing``.
+parameters that wait on the host travel as such vectors too, whose bits are kept as integers: ``jaxpp.tasks.host_store``.
 """
 
 import itertools

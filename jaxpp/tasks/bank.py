@@ -11,14 +11,13 @@ a step and the next set while that step computes, and writes the result back beh
 Sets that are not used are not touched: no zero gradient, no weight decay, no momentum, no step count, not a byte.
 """
 
-import difflib
+import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
@@ -29,17 +28,16 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
-from jaxpp.tasks.bank_files import BankFiles
-from jaxpp.tasks.bank_table import bank_cells, bank_remarks, few_names, short_remarks
+from jaxpp.tasks.bank_files import BankFiles, Json
 from jaxpp.tasks.host_store import HostStore
-from jaxpp.tasks.set_homes import SetHomes
-from jaxpp.tasks.set_layout import SetLayout, check_params
+from jaxpp.tasks.sets import BankSets, SetLayout, check_params, few_names
 from jaxpp.tasks.subtree import bind_subtree, take
 from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
 
-__all__ = ["ActiveTask", "Bank"]
+__all__ = ["ActiveTask", "Bank", "sets_of"]
 
 
 class ActiveTask:
@@ -62,7 +60,7 @@ class ActiveTask:
 
 
 @entries
-class Bank(BankFiles):
+class Bank:
     """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
 
     All steps with sets of equal shapes are one compiled program: what ``use`` gives has the same shapes and the same placement
@@ -88,7 +86,7 @@ class Bank(BankFiles):
             the device has no pinned host memory.
 
     Example:
-        >>> import optax
+        >>> import numpy as np, optax
         >>> optimizer = optax.sgd(0.5)
         >>> bank = Bank({"cat": {"w": np.ones(2, "f")}, "dog": {"w": np.zeros(2, "f")}}, optimizer)
         >>> with bank.use("dog") as task:
@@ -115,10 +113,12 @@ class Bank(BankFiles):
             raise BankError("Bank(device=...)", "a bank is used on a device of its own process", got, fix)
         if not callable(getattr(optimizer, "init", None)):
             raise BankError("Bank(sets, optimizer)", "it takes an optax optimizer", repr(optimizer), "pass optax.adamw(1e-3), say")
-        super().__init__(optimizer, HostStore(slots), SingleDeviceSharding(self.device))
+        self.optimizer, self.host_store, self._home = optimizer, HostStore(slots), SingleDeviceSharding(self.device)
+        self._sets = BankSets(self.host_store)
+        self._files = BankFiles(self._sets, optimizer.init, self._home)
         self._init = jax.jit(optimizer.init, out_shardings=self._home)
         self._task: ActiveTask | None = None
-        with _each("sets", sets) as bar:
+        with _with_bar("sets", sets) as bar:
             for name, params in bar:
                 self.add(name, params)
 
@@ -146,7 +146,7 @@ class Bank(BankFiles):
         """
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
-        with _each("keys", keys) as bar:
+        with _with_bar("keys", keys) as bar:
             for name, key in bar:
                 bank.add(name, init(put(key, bank._home)))
         return bank
@@ -157,13 +157,13 @@ class Bank(BankFiles):
     @property
     def tasks(self) -> tuple[Hashable, ...]:
         """The names of the sets."""
-        return tuple(self._layouts)
+        return tuple(self._sets.layouts)
 
     def __len__(self) -> int:
-        return len(self._layouts)
+        return len(self._sets.layouts)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._layouts
+        return name in self._sets.layouts
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self.tasks)
@@ -175,7 +175,8 @@ class Bank(BankFiles):
 
     def shapes(self, name: Hashable) -> tuple[Tree, Tree]:
         """Shape and dtype of each leaf of a set's parameters and of its optimizer state."""
-        return self.layout(name).fill(self.layout(name).shapes)
+        layout = self._sets.layout(name, f"bank.shapes({name!r})")
+        return layout.fill(layout.shapes)
 
     def params(self, name: Hashable) -> Params:
         """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back.
@@ -201,14 +202,14 @@ class Bank(BankFiles):
             BankError: the name is taken, or the trees are not what a set is made of.
         """
         where = f"bank.add({name!r}, ...)"
-        if name in self._layouts:
+        if name in self._sets.layouts:
             raise BankError(where, "the names of sets differ", f"a second {name!r}", f"bank.remove({name!r}) first, or rename it")
         check_params(where, params)
         check_alive(where, (params, opt_state))
         if opt_state is not None:
             expected = jax.eval_shape(self.optimizer.init, params)
-            made = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
-            if wrong := made.differences((), opt_state):
+            layout = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))
+            if wrong := layout.differences((), opt_state):
                 rule = "an optimizer state is one that the optimizer made for the parameters"
                 raise BankError(where, rule, wrong, "leave it out")
         leaves, tree = jax.tree.flatten(params)
@@ -219,9 +220,9 @@ class Bank(BankFiles):
         moments, opt_tree = jax.tree.flatten(self._init(tree.unflatten(leaves)) if opt_state is None else opt_state)
         leaves = [_strong(leaf) for leaf in (*leaves, *moments)]
         layout = SetLayout(tree, opt_tree, shapes_of(leaves))
-        held = self._held(layout, leaves)
+        held = self._sets.here(layout, leaves)
         self.host_store.put(name, held, (self._home,) * len(held))
-        self._layouts[name] = layout
+        self._sets.layouts[name] = layout
 
     def remove(self, name: Hashable) -> None:
         """Forget a set.
@@ -229,9 +230,9 @@ class Bank(BankFiles):
         Raises:
             BankError: there is no such set, or it is in use.
         """
-        self.layout(name, f"bank.remove({name!r})")
+        self._sets.layout(name, f"bank.remove({name!r})")
         self.host_store.remove(name)
-        del self._layouts[name]
+        del self._sets.layouts[name]
 
     def prefetch(self, name: Hashable) -> None:
         """Begin to bring a set to the device while another computes; waits for nothing.
@@ -239,7 +240,7 @@ class Bank(BankFiles):
         Raises:
             BankError: there is no such set, there is no slot beside the set in use (``slots=1``), or the device has no room.
         """
-        layout = self._whole_layout(name, f"bank.prefetch({name!r})", "pipe.prefetch(name)")
+        layout = self._sets.whole_layout(name, f"bank.prefetch({name!r})", "pipe.prefetch(name)")
         self.host_store.prefetch(name, (self._home,) * len(layout.shapes))
 
     @managed
@@ -257,7 +258,7 @@ class Bank(BankFiles):
                 does not have the trees and shapes of the set, or its arrays were given up (donated); the set stays as it was.
         """
         where = f"bank.use({name!r})"
-        layout = self._whole_layout(name, where, "pipe.step(..., task=name)")
+        layout = self._sets.whole_layout(name, where, "pipe.step(..., task=name)")
         if self._task is not None:
             got, fix = f"{self._task.name!r} is in use", "leave its block first; prefetch brings the next"
             raise BankError(where, "one set is in use at a time", got, fix)
@@ -284,69 +285,126 @@ class Bank(BankFiles):
         """
         self.host_store.wait()
 
+    def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
+        """Write the sets that changed since they were saved in this directory, or restored from it, each to a folder of its own.
+
+        What it returns says where each set is, those that did not change included. Save it with the state, in the same step of an
+        ``orbax.checkpoint.CheckpointManager``, so that the two always belong together::
+
+            items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
+            manager.save(step, args=ocp.args.Composite(**items))
+
+        In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
+        processes can restore them.
+
+        It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
+        block that uses it. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ...,
+        "opt_state": ...}`` that Orbax opens without jaxpp.
+
+        Args:
+            directory: where the folders of the sets are; made if it does not exist. Give the steps of the manager another one.
+
+        Returns:
+            the manifest: dicts, lists, texts and numbers, which JSON keeps as they are. It does not name the directory, which may
+            be moved.
+
+        Raises:
+            BankError: Orbax is not installed; a name is not a text, a number, a boolean, None or a tuple of these; the directory
+                cannot be written to; a write-back failed. The bank is as before, and so are all earlier manifests and their
+                folders; the next call writes what is missing.
+
+        Example:
+            >>> import tempfile
+            >>> import numpy as np
+            >>> from jaxpp import Bank
+            >>> bank, folder = Bank({"cat": {"w": np.ones(2, "f")}}, optax.sgd(0.5)), tempfile.mkdtemp()
+            >>> manifest = bank.save(folder)
+            >>> again = Bank({}, optax.sgd(0.5))
+            >>> again.restore(folder, manifest)
+            >>> again.params("cat")["w"]
+            array([1., 1.], dtype=float32)
+        """
+        return self._files.save(directory)
+
+    def restore(self, directory: str | os.PathLike[str], manifest: Json) -> None:
+        """Give every set the parameters and the optimizer state that a manifest names, bit for bit: all sets, or none.
+
+        Sets that the bank does not have are added if their parameters are dicts, lists and tuples of arrays, or if a set of the
+        bank has the same tree. A bank made without sets, ``Bank({}, optimizer)``, therefore gets all of them, and holds each only
+        once: everything is read before the first set changes, so sets that the bank has are in memory twice meanwhile.
+
+        Restored sets count as saved in this directory. Pipelines with this bank go on with the restored sets.
+
+        Args:
+            directory: where the folders of the sets are, as given to ``save``.
+            manifest: what ``save`` returned.
+
+        Raises:
+            BankError: Orbax is not installed; a folder is missing or cannot be read; leaves differ from those of the bank's set, or
+                from what its optimizer makes; the bank has a set that the manifest does not name; a set is in use; a write-back
+                failed. The bank is as before.
+        """
+        self._files.restore(directory, manifest)
+
+    def prune(self, directory: str | os.PathLike[str], manifests: Iterable[Json]) -> tuple[str, ...]:
+        """Delete the folders of sets that none of these manifests names; what else is in the directory stays.
+
+        Also kept are the folders that this bank saved last or restored, because later manifests will name them. What an interrupted
+        save has left behind is deleted. It can be interrupted at any time, and called again.
+
+        Args:
+            directory: where the folders of the sets are. If several runs save there, pass the manifests of all of them.
+            manifests: of the checkpoints that still count.
+
+        Returns:
+            the names of the folders that are gone.
+
+        Raises:
+            BankError: Orbax is not installed; one of these is not a manifest; a folder cannot be deleted.
+        """
+        return self._files.prune(directory, manifests)
+
     def __str__(self) -> str:
-        return "\n".join([*table_lines(bank_cells(self.host_store)), "", *fold_lines(self._remarks())])
+        return "\n".join([*table_lines(self._cells()), "", *fold_lines(self._remarks())])
 
     def __repr__(self) -> str:
-        return f"Bank({', '.join([*short_remarks(self.host_store, self.device), *self._saved_remark()])})"
+        sizes = self.host_store.sizes
+        words = [bytes_in_words(size) for size in sorted(set(sizes.values()))]
+        sets = f"{len(sizes)} sets" + (f" of {' to '.join(dict.fromkeys((words[0], words[-1])))} each" if words else "")
+        return f"Bank({', '.join([sets, f'{bytes_in_words(self.nbytes)} on the host', self._slots(), *self._files.remarks()])})"
 
     def _repr_html_(self) -> str:
-        return html_table(bank_cells(self.host_store)) + html_remarks(self._remarks())
+        return html_table(self._cells()) + html_remarks(self._remarks())
+
+    def _cells(self) -> list[list[str]]:
+        """The table: a line for all sets of one size, below the headings."""
+        store = self.host_store
+        here = {name for row in store.rows for name in (*store.resident(row), *store.in_use(row))}  # a row for each replica
+        groups: dict[int, list[Hashable]] = {}
+        for name, size in store.sizes.items():
+            groups.setdefault(size, []).append(name)
+        rows = [["tasks", "sets", "bytes a set", "on the host", "on the device"]]
+        for size, names in groups.items():
+            resident = few_names([name for name in names if name in here])
+            rows.append([few_names(names), str(len(names)), *map(bytes_in_words, (size, size * len(names))), resident or "none"])
+        return rows
 
     def _remarks(self) -> list[str]:
-        return [*bank_remarks(self.host_store, self.device), *self._saved_remark()]
+        """What stands below the table: the sizes, what was moved, and what changed since the last save."""
+        traffic = self.host_store.traffic
+        moved = f"{bytes_in_words(traffic.bytes_to_device)} to the device, {bytes_in_words(traffic.bytes_to_host)} to the host"
+        hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {moved}"
+        sets = f"{len(self)} sets, {bytes_in_words(self.nbytes)} on the host, {self._slots()}"
+        return [sets, hits, *self._files.remarks()]
 
-    def layout(self, name: Hashable, where: str | None = None) -> SetLayout:
-        """The trees of a set, and the shapes of its leaves; ``where`` is the user's own call, for the error.
-
-        Raises:
-            BankError: there is no such set; the error names sets of similar names.
-        """
-        where = f"bank.layout({name!r})" if where is None else where
-        if not isinstance(name, Hashable):
-            raise BankError(where, "a name is a text, a number or a tuple of these", type(name).__name__, "pass the set's name")
-        if name not in self._layouts:
-            if isinstance(name, tuple) and name and all(part in self._layouts for part in name if isinstance(part, Hashable)):
-                rule, got = "a tuple is the name of one set; one set a replica is a list", repr(name)
-                raise BankError(where, rule, got, f"pass {list(name)!r}")
-            near = difflib.get_close_matches(str(name), map(str, self._layouts))
-            got, fix = f"{name!r}; the bank has {few_names(self.tasks) or 'no sets'}", f"bank.add({name!r}, params)"
-            fix = f"is it {' or '.join(near)}? If it is new, {fix}" if near else f"{fix} first"
-            raise BankError(where, "a name is that of a set in the bank", got, fix)
-        return self._layouts[name]
-
-    def divide(self, layout: SetLayout, homes: SetHomes) -> None:
-        """From now on, hold of the sets of this layout only the leaves that live in this process of several.
-
-        Raises:
-            BankError: another pipeline has them in other processes.
-        """
-        known = self._homes.get(layout)
-        if known is not None and known.processes != homes.processes:
-            got = f"processes {known.processes} by the first pipeline, {homes.processes} by this one"
-            fix = "give each pipeline a bank of its own, or the same stages and devices"
-            raise BankError("Pipeline(bank=...)", "each leaf of a set stays in the processes whose stages use it", got, fix)
-        if known is None and len(homes.here) < len(homes.shardings):
-            for name, other in self._layouts.items():
-                if other == layout:
-                    self.host_store.keep_only(name, homes.here)
-        self._homes[layout] = homes
-
-    def _whole_layout(self, name: Hashable, where: str, fix: str) -> SetLayout:
-        """The layout of a set that is whole in this process."""
-        layout = self.layout(name, where)
-        homes = self._homes.get(layout)
-        if homes is not None and len(homes.here) < len(homes.shardings):
-            rule = "once a pipeline of several processes uses a bank, each of them holds the leaves of its own stages only"
-            raise BankError(where, rule, f"{len(homes.here)} of {len(homes.shardings)} leaves are here", f"use it by {fix}")
-        return layout
+    def _slots(self) -> str:
+        """How many slots there are, and on which devices: those of a pipeline once it has used a set, else the bank's own."""
+        slots, devices = self.host_store.slots, self.host_store.devices or [self.device]
+        return f"{slots} slot{'s' if slots > 1 else ''} on {'each of ' if len(devices) > 1 else ''}{few_names(devices)}"
 
     def _read(self, name: Hashable, where: str) -> tuple[Params, Tree]:
-        layout = self.layout(name, where)
-        leaves = self.host_store.read(name)
-        if layout in self._homes:
-            return layout.fill(self._homes[layout].all(leaves, layout.shapes))
-        return layout.fill([x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in leaves])
+        layout = self._sets.layout(name, where)
+        return layout.fill(self._sets.everywhere(layout, self.host_store.held(name).leaves))
 
     def _give_back(self, task: ActiveTask, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:
         """Write a task back, if it was changed."""
@@ -377,6 +435,11 @@ class Bank(BankFiles):
         return placed
 
 
+def sets_of(bank: Bank) -> BankSets:
+    """The layouts and homes of a bank's sets, which pipelines need and users do not."""
+    return bank._sets
+
+
 def _strong(leaf: Array) -> Array:
     """Without JAX's weak type, which is not part of a set's shapes and would make a step compile again."""
     return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
@@ -387,9 +450,9 @@ def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
-def _each(what: str, given: Mapping[Any, Tree]) -> tqdm:
+def _with_bar(what: str, by_name: Mapping[Any, Tree]) -> tqdm:
     """The items of a mapping of tasks, with a progress bar if they take longer than two seconds."""
-    if not isinstance(given, Mapping):
+    if not isinstance(by_name, Mapping):
         fix = f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
-        raise BankError(f"{what}=...", "tasks have names", type(given).__name__, fix)
-    return progress(list(given.items()), desc="parameter sets", unit="set", after=2)
+        raise BankError(f"{what}=...", "tasks have names", type(by_name).__name__, fix)
+    return progress(list(by_name.items()), desc="parameter sets", unit="set", after=2)

@@ -1,47 +1,65 @@
-"""The sets of a bank as files: each set a checkpoint of Orbax's, written again only after it has changed.
+"""The sets of a bank as files: each version of a set is a checkpoint of Orbax's, written once.
 
-Problem: a bank of many sets is large, and a step changes one. Idea: a version of a set is written once, into a folder of its own
-that nothing overwrites, and a *manifest* says which folder holds each set. The next save writes the sets that changed, and its
-manifest names the earlier folders of all others. ::
+Problem: a bank of many sets is large, and a step changes one. Idea: a version of a set is written into a folder of its own that
+nothing overwrites, and a *manifest* says which folder holds each set. The next save writes the sets that changed, and its manifest
+names the earlier folders of all others. ::
 
     save     set-cat-1a..  set-dog-5c..                    {cat: 1a, dog: 5c}
     save                                 set-dog-e0..      {cat: 1a, dog: e0}
     prune    (keeps what a manifest that still counts names)
 
-The manifest is saved with the state of the pipeline, in one step of a ``CheckpointManager``. Whatever interrupts a save leaves at
-most folders that no manifest names.
+Orbax writes and reads the arrays, gives a folder its final name once it is complete, and puts together what several processes
+write. What it does not do is done here. A step of a ``CheckpointManager`` holds all of its items and is deleted by its age, so the
+manifest says which sets did not change, and ``prune`` which folders nobody names. Orbax keeps texts as names, and takes a tuple
+for a list and the key 3 for "3", so the manifest keeps names and trees, as values that JSON gives back unchanged::
+
+    {"jaxpp_bank": 1,
+     "sets": [[name, folder, number of its form], ...],
+     "forms": [{"params": the nodes, or null, "leaves": [[path, dtype, shape], ...]}, ...]}
 """
 
 import contextlib
 import importlib
+import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp.errors import BankError, shown
-from jaxpp.errors.tracebacks import entries
 from jaxpp.runtime.interrupts import Hold
-from jaxpp.runtime.processes.channel import agreement
+from jaxpp.runtime.processes.channel import agreement, texts_of_all
+from jaxpp.runtime.processes.trees import array_handler
 from jaxpp.runtime.progress import progress
-from jaxpp.tasks.host_store import HostStore
-from jaxpp.tasks.manifest import Json, SavedSet, SetForm, encoded_name, layout_of, read_manifest, write_manifest
-from jaxpp.tasks.set_homes import SetHomes
-from jaxpp.tasks.set_layout import SetLayout
-from jaxpp.tasks.set_packing import HostCopy
-from jaxpp.tasks.shared_files import fresh_tokens, open_writer
-from jaxpp.types import Leaf, Tree
+from jaxpp.stages.jaxpr import describe
+from jaxpp.tasks.host_store import HostCopy
+from jaxpp.tasks.sets import BankSets, SetLayout, is_key
+from jaxpp.types import Params, Tree
 
-__all__ = ["BankFiles"]
+__all__ = ["BankFiles", "Json"]
 
-_FOLDER = re.compile(r"(set-[\w-]*-[0-9a-f]{16})(\.orbax-checkpoint-tmp.*)?", re.ASCII)
+Json = Any
+"""What JSON gives back unchanged: dicts with texts as keys, lists, texts, numbers, booleans, None."""
+
+_FORMAT = 1
+_FOLDER = re.compile(r"(set-[\w-]*-[0-9a-f]{16,})(\.orbax-checkpoint-tmp.*)?", re.ASCII)
 """A set's folder, and what Orbax calls it while it is being written."""
+_Directory = str | os.PathLike[str]
+
+
+class _Saved(NamedTuple):
+    """A leaf as a manifest has it."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class _Version(NamedTuple):
@@ -51,170 +69,109 @@ class _Version(NamedTuple):
     version: object
 
 
-class _Directory(NamedTuple):
-    """What a bank knows of a directory: the folder of each set, and those named last, whose checkpoint may not be complete yet."""
+@dataclass
+class _Account:
+    """What a bank has written to a directory or read from it: the newest folder of each set, and those of the last manifest.
 
-    sets: dict[Hashable, _Version]
-    named: set[str]
+    The two differ after a save that failed.
+    """
 
-    def named_anew(self, names: Iterable[Hashable]) -> dict[Hashable, str]:
-        """The folder of each of these sets, which are now all that a manifest names."""
-        found = {name: self.sets[name] for name in names}
-        self.sets.clear()
-        self.sets.update(found)
-        self.named.clear()
-        self.named.update(item.folder for item in found.values())
-        return {name: item.folder for name, item in found.items()}
+    sets: dict[Hashable, _Version] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
+
+    def close(self, names: Iterable[Hashable]) -> dict[Hashable, str]:
+        """The folders of these sets, which are all that the newest manifest names."""
+        self.sets = {name: self.sets[name] for name in names}
+        folders = {name: item.folder for name, item in self.sets.items()}
+        self.named = frozenset(folders.values())
+        return folders
 
 
-@entries
 class BankFiles:
-    """Saves the sets of a bank and restores them; ``Bank`` is the rest.
+    """Saves the sets of a bank, restores them, and deletes files; ``Bank`` says what each of the three promises.
 
     Args:
-        optimizer: as of the bank.
-        host_store: the sets, as flat leaves.
+        sets: of the bank.
+        init: makes the optimizer state of a set.
         home: where sets are used.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, host_store: HostStore, home: SingleDeviceSharding):
-        self.optimizer, self.host_store, self._home = optimizer, host_store, home
-        self._layouts: dict[Hashable, SetLayout] = {}
-        self._homes: dict[SetLayout, SetHomes] = {}  # where sets live, in several processes, once a pipeline has said so
-        self._saved: dict[str, _Directory] = {}  # the last one used is last
+    def __init__(self, sets: BankSets, init: Callable[[Params], Tree], home: SingleDeviceSharding):
+        self._sets, self._init, self._home = sets, init, home
+        self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
+        self._last: _Account | None = None
 
-    def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
-        """Write the sets that changed since they were saved in this directory, or restored from it, each to a folder of its own.
-
-        What it returns says where each set is, those that did not change included. Save it with the state, in the same step of an
-        ``orbax.checkpoint.CheckpointManager``, so that the two always belong together::
-
-            items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
-            manager.save(step, args=ocp.args.Composite(**items))
-
-        In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
-        processes can restore them.
-
-        It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
-        block that uses it. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ...,
-        "opt_state": ...}`` that Orbax opens without jaxpp.
-
-        Args:
-            directory: where the folders of the sets are; made if it does not exist. Give the steps of the manager another one.
-
-        Returns:
-            the manifest: dicts, lists, texts and numbers, which JSON keeps as they are. It does not name the directory, which may
-            be moved.
-
-        Raises:
-            BankError: Orbax is not installed; a name is not a text, a number, a boolean, None or a tuple of these; the directory
-                cannot be written to; a write-back failed. The bank is as before, and so are all earlier manifests and their
-                folders; the next call writes what is missing.
-
-        Example:
-            >>> import tempfile
-            >>> from jaxpp import Bank
-            >>> bank, folder = Bank({"cat": {"w": np.ones(2, "f")}}, optax.sgd(0.5)), tempfile.mkdtemp()
-            >>> manifest = bank.save(folder)
-            >>> again = Bank({}, optax.sgd(0.5))
-            >>> again.restore(folder, manifest)
-            >>> again.params("cat")["w"]
-            array([1., 1.], dtype=float32)
-        """
+    def save(self, directory: _Directory) -> dict[str, Json]:
+        """Write the sets that changed, each to a folder of its own, and return the manifest."""
         where = f"bank.save({str(directory)!r})"
         ocp, path = _open(where, directory)
-        self._check_names(where)
-        self.host_store.wait()
-        copies = {name: self.host_store.held(name) for name in self._layouts}
-        folders = self._folders(where, path, make=True)
-        there = self._directory(path)
-        changed = [name for name, copy in copies.items() if not _is_saved(there.sets.get(name), copy.version, folders)]
+        if wrong := [f"{shown(name)}, a {type(name).__name__}" for name in self._sets.layouts if not _is_json(name)]:
+            rule = "the name of a set that is saved is a text, a number, a boolean, None or a tuple of these"
+            fix = "name the set otherwise: bank.add(str(name), bank.params(name), bank.opt_state(name))"
+            raise BankError(where, rule, wrong, fix)
+        self._sets.store.wait()
+        layouts, copies = dict(self._sets.layouts), {name: self._sets.store.held(name) for name in self._sets.layouts}
+        account, folders = self._accounts[str(path)], _folders(where, path, make=True)
+        saved = {name for name, item in account.sets.items() if item.folder in folders}
+        changed = [name for name in copies if name not in saved or account.sets[name].version is not copies[name].version]
         for name in changed:
-            _check_paths(where, name, self._layouts[name])
+            _check_paths(where, name, layouts[name])
         with agreement(where, jax.devices()) as agree:
-            lines = {"sets": copies, "sets that changed": changed, "homes": [homes.processes for homes in self._homes.values()]}
-            agree(lambda: {part: "\n".join(map(repr, each)) for part, each in lines.items()})
-        tokens = fresh_tokens(len(changed))
-        writer, arguments = open_writer(ocp)
-        with contextlib.closing(writer) as orbax, progress(changed, desc="sets saved", unit="set", after=2) as bar:
+            homes = [homes.processes for homes in self._sets.homes.values()]
+            lines = {"sets": copies, "sets that changed": changed, "homes": homes}
+            agree(lambda: {part: "\n".join(map(repr, items)) for part, items in lines.items()})
+        token = texts_of_all(secrets.token_hex(6))[0]
+        with contextlib.closing(_writer(ocp)) as writer, progress(changed, desc="sets saved", unit="set", after=2) as bar:
             for count, name in enumerate(bar):
-                folder = _folder_name(name, tokens[count])
+                leaves = self._sets.everywhere(layouts[name], copies[name].leaves)
+                tree = _saved_tree(layouts[name], [leaf if leaf.size else None for leaf in leaves])
+                folder = f"set-{re.sub(r'[^A-Za-z0-9]+', '-', str(name))[:40].strip('-')}-{token}{count:04x}"
                 done = f"{count} of the {len(changed)} sets that changed are saved, {name!r} is not"
-                tree = self._tree_of(name, copies[name].leaves)
-                _write_set(where, orbax, path / folder, arguments(tree), done)
-                there.sets[name] = _Version(folder, copies[name].version)
-        return write_manifest(there.named_anew(copies), self._layouts)
+                _write(where, writer, path / folder, ocp.args.PyTreeSave(tree), done)
+                account.sets[name] = _Version(folder, copies[name].version)
+        self._last = account
+        return _write_manifest(account.close(copies), layouts)
 
-    def restore(self, directory: str | os.PathLike[str], manifest: Json) -> None:
-        """Give every set the parameters and the optimizer state that a manifest names, bit for bit: all sets, or none.
-
-        Sets that the bank does not have are added if their parameters are dicts, lists and tuples of arrays, or if a set of the
-        bank has the same tree. A bank made without sets, ``Bank({}, optimizer)``, therefore gets all of them, and holds each only
-        once: everything is read before the first set changes, so sets that the bank has are in memory twice meanwhile.
-
-        Restored sets count as saved in this directory. Pipelines with this bank go on with the restored sets.
-
-        Args:
-            directory: where the folders of the sets are, as given to ``save``.
-            manifest: what ``save`` returned.
-
-        Raises:
-            BankError: Orbax is not installed; a folder is missing or cannot be read; leaves differ from those of the bank's set, or
-                from what its optimizer makes; the bank has a set that the manifest does not name; a set is in use; a write-back
-                failed. The bank is as before.
-        """
+    def restore(self, directory: _Directory, manifest: Json) -> None:
+        """Give every set the values that a manifest names: all sets, or none."""
         where = f"bank.restore({str(directory)!r}, ...)"
         ocp, path = _open(where, directory)
-        sets = read_manifest(where, manifest)
-        self.host_store.wait()
-        if extra := [repr(name) for name in self._layouts if name not in sets]:
+        (sets, forms), store = _read_manifest(where, manifest), self._sets.store
+        store.wait()
+        if extra := [repr(name) for name in self._sets.layouts if name not in sets]:
             rule = "a bank is restored whole, so the manifest names all its sets"
             fix = "bank.remove(name) first; bank.add(name, params) afterwards, if the set is a new one"
             raise BankError(where, rule, f"sets that the manifest does not name: {', '.join(extra[:4])}", fix)
-        for name in self._layouts:
-            self.host_store.check_idle(name, "be restored")
-        layouts = self._layouts_of(where, sets)
-        folders = self._folders(where, path)
-        if missing := [f"{name!r}: {item.folder} is not there" for name, item in sets.items() if item.folder not in folders]:
+        for name in self._sets.layouts:
+            store.check_idle(name, "be restored")
+        layouts, there = self._layouts(where, sets, forms), _folders(where, path)
+        if missing := [f"{name!r}: {folder} is not there" for name, (folder, _) in sets.items() if folder not in there]:
             fix = "pass the directory that the sets were saved in; a folder that bank.prune has deleted is gone"
             raise BankError(where, "the folders that a manifest names are in the directory", missing, fix)
         copies = {}
         reader = contextlib.closing(ocp.PyTreeCheckpointer())
         with reader as orbax, progress(sets.items(), desc="sets read", unit="set", after=2) as bar:
-            for name, item in bar:
-                copies[name] = self._read_set(where, ocp, orbax, name, path / item.folder, layouts[name])
+            for name, (folder, _) in bar:
+                copies[name] = self._read(where, ocp, orbax, name, path / folder, layouts[name])
         with Hold() as hold:
             hold.begin()
-            self.host_store.replace(copies)
-            self._layouts |= layouts
-            self._directory(path).sets.update({name: _Version(item.folder, copies[name].version) for name, item in sets.items()})
-            self._directory(path).named_anew(sets)
+            store.replace(copies)
+            self._sets.layouts |= layouts
+            self._last = self._accounts[str(path)]
+            self._last.sets |= {name: _Version(folder, copies[name].version) for name, (folder, _) in sets.items()}
+            self._last.close(sets)
 
-    def prune(self, directory: str | os.PathLike[str], manifests: Iterable[Json]) -> tuple[str, ...]:
-        """Delete the folders of sets that none of these manifests names; what else is in the directory stays.
-
-        Also kept are the folders that this bank saved last or restored, because later manifests will name them. What an interrupted
-        save has left behind is deleted. It can be interrupted at any time, and called again.
-
-        Args:
-            directory: where the folders of the sets are. If several runs save there, pass the manifests of all of them.
-            manifests: of the checkpoints that still count.
-
-        Returns:
-            the names of the folders that are gone.
-
-        Raises:
-            BankError: Orbax is not installed; one of these is not a manifest; a folder cannot be deleted.
-        """
+    def prune(self, directory: _Directory, manifests: Iterable[Json]) -> tuple[str, ...]:
+        """Delete the folders of sets that nobody names, and return their names."""
         where = f"bank.prune({str(directory)!r}, manifests)"
         _, path = _open(where, directory)
         if isinstance(manifests, Mapping):
             raise BankError(where, "manifests are given as a list", "one manifest", "pass [manifest]")
-        kept = {item.folder for manifest in manifests for item in read_manifest(where, manifest).values()}
-        there = self._saved.get(str(path), _Directory({}, set()))
-        kept |= {*there.named, *(item.folder for item in there.sets.values())}
-        found = map(_FOLDER.fullmatch, sorted(self._folders(where, path)))
-        gone = tuple(folder[0] for folder in found if folder and folder[1] not in kept)
+        account = self._accounts[str(path)]
+        kept = {folder for manifest in manifests for folder, _ in _read_manifest(where, manifest)[0].values()}
+        kept |= {*account.named, *(item.folder for item in account.sets.values())}
+        matches = map(_FOLDER.fullmatch, sorted(_folders(where, path)))
+        gone = tuple(match[0] for match in matches if match and match[1] not in kept)
         with agreement(where, jax.devices()) as agree:  # all have looked before the first deletes
             agree(lambda: {"folders": "\n".join(gone)})
         for folder in gone if jax.process_index() == 0 else ():
@@ -225,78 +182,29 @@ class BankFiles:
                 raise BankError(where, "folders that no manifest names are deleted", _in_words(error), fix) from error
         return gone
 
-    def _held(self, layout: SetLayout, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-        """The leaves of a set that this process holds."""
-        return self._homes[layout].of(leaves) if layout in self._homes else leaves
-
-    def _directory(self, path: Any) -> _Directory:
-        """What is known of a directory."""
-        found = self._saved[str(path)] = self._saved.pop(str(path), _Directory({}, set()))
-        return found
-
-    def _saved_remark(self) -> list[str]:
+    def remarks(self) -> list[str]:
         """How much changed since the last save or restore; nothing if there was none."""
-        found = [there.sets for there in self._saved.values() if there.named]
-        if not found:
+        if self._last is None or not self._last.named:
             return []
-        saved, versions = found[-1], self.host_store.versions
-        changed = sum(name not in saved or saved[name].version is not version for name, version in versions.items())
+        saved = {name: item.version for name, item in self._last.sets.items()}
+        changed = sum(saved.get(name) is not version for name, version in self._sets.store.versions.items())
         words = f"{changed} sets" if changed != 1 else "1 set"
         return [f"{words} changed since the last save" if changed else "all saved"]
 
-    def _check_names(self, where: str) -> None:
-        wrong = []
-        for name in self._layouts:
-            try:
-                encoded_name(name)
-            except TypeError:
-                wrong.append(f"{shown(name)}, a {type(name).__name__}")
-        if wrong:
-            rule = "the name of a set that is saved is a text, a number, a boolean, None or a tuple of these"
-            raise BankError(
-                where, rule, wrong, "name the set otherwise: bank.add(str(name), bank.params(name), bank.opt_state(name))"
-            )
-
-    def _folders(self, where: str, path: Any, *, make: bool = False) -> set[str]:
-        """The names in a directory."""
-        try:
-            if make:
-                path.mkdir(parents=True, exist_ok=True)
-            return {child.name for child in path.iterdir()} if path.exists() else set()
-        except OSError as error:
-            rule, fix = "sets are in a directory of their own", "pass a directory that this process may read and write"
-            raise BankError(where, rule, _in_words(error), fix) from error
-
-    def _tree_of(self, name: Hashable, leaves: Sequence[Leaf]) -> dict[str, Tree]:
-        """A set as Orbax saves it."""
-        layout = self._layouts[name]
-        if layout in self._homes:
-            return _as_saved(layout, [leaf if leaf.size else None for leaf in self._homes[layout].all(leaves, layout.shapes)])
-        found = [leaf if _is_key(leaf) else np.asarray(leaf) if leaf.size else None for leaf in leaves]
-        return _as_saved(layout, found)
-
-    def _layouts_of(self, where: str, sets: Mapping[Hashable, SavedSet]) -> dict[Hashable, SetLayout]:
+    def _layouts(self, where: str, sets: Mapping[Hashable, tuple[str, int]], forms: Sequence[Json]) -> dict[Hashable, SetLayout]:
         """The layout of each set: the bank's own, or that of a set with the same tree, or a new one as the form says."""
-        double = {leaf.dtype for item in sets.values() for leaf in item.form.leaves} & {"float64", "complex128", "int64", "uint64"}
+        double = {leaf.dtype for form in forms for leaf in _leaves(form)} & {"float64", "complex128", "int64", "uint64"}
         if double and jax.dtypes.result_type(float) != np.float64:
             fix = 'jax.config.update("jax_enable_x64", True) first, as in the run that saved the bank'
             raise BankError(where, "64-bit numbers are restored as such", f"{', '.join(sorted(double))}, and x64 is off", fix)
-        likes = [(SetForm.of(layout), layout) for layout in dict.fromkeys(self._layouts.values())]
-        made: dict[int, SetLayout | None] = {}
-        compared: dict[tuple[int, SetLayout], list[str]] = {}
-        layouts, wrong, unknown = {}, [], []
-        for name, (_, form) in sets.items():
-            if name not in self._layouts and id(form) not in made:
-                like = next((layout for other, layout in likes if other == form), None)
-                made[id(form)] = like or layout_of(form, self.optimizer.init)
-            layout = self._layouts[name] if name in self._layouts else made[id(form)]
-            if layout is None:
-                unknown.append(repr(name))
-                continue
-            if (id(form), layout) not in compared:
-                compared[id(form), layout] = form.differences(layout)
-            wrong += [f"{name!r}: {line}" for line in compared[id(form), layout]]
-            layouts[name] = layout
+        own, layouts, wrong, unknown = self._sets.layouts, {}, [], []
+        for k, form in enumerate(forms):
+            names = [name for name, (_, number) in sets.items() if number == k]
+            added = self._layout_of(where, form) if any(name not in own for name in names) else None
+            layouts |= {name: own.get(name, added) for name in names}
+            lines = {layout: _differences(form, layout) for layout in {layouts[name] for name in names} if layout is not None}
+            wrong += [f"{name!r}: {line}" for name in names for line in lines.get(layouts[name], ())]
+            unknown += [repr(name) for name in names if layouts[name] is None]
         if wrong:
             fix = "restore into a bank whose sets have the shapes, and the optimizer, of the bank that was saved"
             raise BankError(where, "a set is restored with the leaves that it was saved with", wrong, fix)
@@ -304,34 +212,50 @@ class BankFiles:
             rule = "a set that the bank does not have is added if its parameters are dicts, lists and tuples"
             fix = "bank.add(name, params) with any values first; restore replaces them"
             raise BankError(where, rule, ", ".join(unknown[:4]), fix)
-        return layouts
+        return {name: layouts[name] for name in sets}
 
-    def _read_set(self, where: str, ocp: Any, reader: Any, name: Hashable, path: Any, layout: SetLayout) -> HostCopy:
+    def _layout_of(self, where: str, form: Json) -> SetLayout | None:
+        """The layout of a set that the bank does not have; None if the nodes of its tree are not known."""
+        for layout in dict.fromkeys(self._sets.layouts.values()):
+            if _form(layout) == form:
+                return layout
+        if form["params"] is None:
+            return None
+        tree = jax.tree.structure(_tree(form["params"]))
+        avals = [jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)) for leaf in _leaves(form)[: tree.num_leaves]]
+        try:
+            moments, opt_tree = jax.tree.flatten(jax.eval_shape(self._init, tree.unflatten(avals)))
+        except Exception as error:  # whatever an optimizer may raise for the parameters of another
+            rule, fix = "the bank's optimizer takes the parameters that were saved", "make the bank with the optimizer that it had"
+            raise BankError(where, rule, _in_words(error), fix) from error
+        return SetLayout(tree, opt_tree, (*avals, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in moments)))
+
+    def _read(self, where: str, ocp: Any, reader: Any, name: Hashable, path: Any, layout: SetLayout) -> HostCopy:
         """A set as its folder has it, in host memory."""
-        avals = [aval if aval.size else None for aval in layout.shapes]
+        here = set(self._sets.here(layout, range(len(layout.shapes))))  # a leaf that lives in another process is not read
+        stored = [aval if aval.size else None for aval in layout.shapes]
         as_key, as_numpy = ocp.ArrayRestoreArgs(sharding=self._home), ocp.RestoreArgs(restore_type=np.ndarray)
-        types = [aval if aval is None else as_key if _is_key(aval) else as_numpy for aval in avals]
-        here = set(self._held(layout, range(len(avals))))  # of a leaf that lives in another process nothing is read
-        avals = [aval if aval is None or k in here else ocp.PLACEHOLDER for k, aval in enumerate(avals)]
-        args = ocp.args.PyTreeRestore(item=_as_saved(layout, avals), restore_args=_as_saved(layout, types))
+        types = [aval if aval is None else as_key if is_key(aval) else as_numpy for aval in stored]
+        item = [aval if aval is None or k in here else ocp.PLACEHOLDER for k, aval in enumerate(stored)]
+        args = ocp.args.PyTreeRestore(item=_saved_tree(layout, item), restore_args=_saved_tree(layout, types))
         rule = "a set's folder is as it was saved"
         fix = "restore an earlier manifest; if the folder is a copy, copy it again"
         try:
-            restored = reader.restore(path, args=args)
+            tree = reader.restore(path, args=args)
         except Exception as error:  # whatever Orbax and the disk may raise
             raise BankError(where, rule, f"{name!r}, in {path}: {_in_words(error)}", fix) from error
-        found = iter(jax.tree.leaves((restored["params"], restored["opt_state"])))
-        leaves = [next(found) if aval.size else np.zeros(aval.shape, aval.dtype) for aval in layout.shapes]
-        held = self._held(layout, leaves)
-        homes = self.host_store.held(name).packing.homes if name in self._layouts else (self._home,) * len(held)
-        copy = self.host_store.copied(held, homes)
+        values = iter(jax.tree.leaves((tree["params"], tree["opt_state"])))
+        leaves = [next(values) if aval.size else np.zeros(aval.shape, aval.dtype) for aval in layout.shapes]
+        held, store = self._sets.here(layout, leaves), self._sets.store
+        homes = store.held(name).packing.homes if name in self._sets.layouts else (self._home,) * len(held)
+        copy = store.copied(held, homes)
         shapes = dict(enumerate(layout.shapes)) | dict(zip(sorted(here), copy.packing.shapes, strict=True))
         if wrong := layout.differences(*layout.fill([shapes[k] for k in range(len(leaves))])):
             raise BankError(where, rule, [f"{name!r}: {line}" for line in wrong], fix)
         return copy
 
 
-def _open(where: str, directory: str | os.PathLike[str]) -> tuple[Any, Any]:
+def _open(where: str, directory: _Directory) -> tuple[Any, Any]:
     """Orbax, and the directory as a path of its kind, which may be in a cloud."""
     try:
         ocp, epath = importlib.import_module("orbax.checkpoint"), importlib.import_module("etils.epath")
@@ -344,12 +268,34 @@ def _open(where: str, directory: str | os.PathLike[str]) -> tuple[Any, Any]:
     return ocp, epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def _write_set(where: str, writer: Any, path: Any, args: Any, done: str) -> None:
-    """Save a set in a folder of its own; if that fails, nothing is left of the folder."""
+def _folders(where: str, path: Any, *, make: bool = False) -> set[str]:
+    """The names in a directory."""
+    try:
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        return {child.name for child in path.iterdir()} if path.exists() else set()
+    except OSError as error:
+        rule, fix = "sets are in a directory of their own", "pass a directory that this process may read and write"
+        raise BankError(where, rule, _in_words(error), fix) from error
+
+
+def _writer(ocp: Any) -> Any:
+    """Orbax's checkpointer for sets; of several processes each writes what it holds."""
+    if jax.process_count() == 1:
+        return ocp.PyTreeCheckpointer()
+    numpy = np.ndarray, ocp.type_handlers.NumpyHandler()
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler()), numpy)
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+
+
+def _write(where: str, writer: Any, path: Any, args: Any, done: str) -> None:
+    """Save a set in a folder of its own; if that fails, nothing is left of the folder, as far as the disk lets us delete it."""
     try:
         writer.save(path, args=args)
     except BaseException as error:
-        _remove_half(path)
+        with contextlib.suppress(OSError):
+            for half in [child for child in path.parent.iterdir() if child.name.startswith(path.name)]:
+                half.rmtree()
         if not isinstance(error, Exception):
             raise
         rule = "what was saved before stays whole if a save fails, and the next save writes only what is missing"
@@ -357,23 +303,15 @@ def _write_set(where: str, writer: Any, path: Any, args: Any, done: str) -> None
         raise BankError(where, rule, [_in_words(error), done], fix) from error
 
 
-def _as_saved(layout: SetLayout, leaves: Sequence[Any]) -> dict[str, Tree]:
+def _saved_tree(layout: SetLayout, leaves: Sequence[Any]) -> dict[str, Tree]:
     """The tree of a set as Orbax saves it. Orbax refuses arrays without elements: there is None for them."""
     return dict(zip(("params", "opt_state"), layout.fill(leaves), strict=True))
-
-
-def _is_saved(known: _Version | None, version: object, folders: set[str]) -> bool:
-    return known is not None and known.version is version and known.folder in folders
-
-
-def _is_key(leaf: Leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _check_paths(where: str, name: Hashable, layout: SetLayout) -> None:
     """Refuse paths that Orbax does not tell apart, as it joins the keys on the way with dots: of two leaves it would keep one."""
     seen: dict[str, str] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(_as_saved(layout, layout.shapes)):
+    for path, _ in jax.tree_util.tree_leaves_with_path(_saved_tree(layout, layout.shapes)):
         joined, mine = jax.tree_util.keystr(path, simple=True, separator="."), jax.tree_util.keystr(path)
         if joined in seen:
             rule = "Orbax joins the keys of a leaf with dots, so no two leaves may be the same then"
@@ -381,17 +319,109 @@ def _check_paths(where: str, name: Hashable, layout: SetLayout) -> None:
         seen[joined] = mine
 
 
-def _folder_name(name: Hashable, token: str) -> str:
-    """A folder that does not exist yet: it says whose it is."""
-    return f"set-{re.sub(r'[^A-Za-z0-9]+', '-', str(name))[:40].strip('-')}-{token}"
+def _write_manifest(folders: Mapping[Hashable, str], layouts: Mapping[Hashable, SetLayout]) -> dict[str, Json]:
+    numbers: dict[SetLayout, int] = {}
+    sets = [[_encoded(name), folder, numbers.setdefault(layouts[name], len(numbers))] for name, folder in folders.items()]
+    return {"jaxpp_bank": _FORMAT, "sets": sets, "forms": list(map(_form, numbers))}
 
 
-def _remove_half(path: Any) -> None:
-    """Delete what a save that failed has left of a folder, as far as the disk lets us."""
-    with contextlib.suppress(OSError):
-        for child in path.parent.iterdir():
-            if child.name.startswith(path.name):
-                child.rmtree()
+def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str, int]], list[Json]]:
+    """The folder of each set with the number of its form, and the forms.
+
+    Raises:
+        BankError: it is no manifest, it is damaged, or it is of a later version of jaxpp.
+    """
+    version = manifest.get("jaxpp_bank") if isinstance(manifest, Mapping) else None
+    if version not in (None, _FORMAT):
+        got, fix = f"version {version!r}; this jaxpp reads version {_FORMAT}", "use a later jaxpp, such as the one that saved it"
+        raise BankError(where, "a manifest is of a version that jaxpp knows", got, fix)
+    try:
+        sets, forms = {_decoded(name): (folder, number) for name, folder, number in manifest["sets"]}, list(manifest["forms"])
+        for folder, number in sets.values():
+            _check(isinstance(folder, str) and number in range(len(forms)))
+        for form in forms:
+            jax.tree.structure(_tree(form["params"]))
+            for leaf in _leaves(form):
+                _check(isinstance(leaf.path, str) and all(isinstance(size, int) and size >= 0 for size in leaf.shape))
+                _check(leaf.dtype.startswith("key<") or np.dtype(leaf.dtype).itemsize > 0)
+        return sets, forms
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        fix = "pass what bank.save returned, as json or Orbax's JsonRestore give it back"
+        got = "trees that are nested too deeply" if isinstance(error, RecursionError) else shown(manifest)
+        raise BankError(where, "a manifest says where the sets of a bank are", got, fix) from error
+
+
+def _check(is_right: bool) -> None:
+    if not is_right:
+        raise ValueError("a part of the manifest is damaged")
+
+
+def _form(layout: SetLayout) -> Json:
+    """What the sets of a layout look like, for a manifest."""
+    trees, nodes = _saved_tree(layout, layout.shapes), None
+    with contextlib.suppress(TypeError):
+        nodes = _nodes(trees["params"])
+    pairs = [(key, pair) for key, tree in trees.items() for pair in jax.tree_util.tree_leaves_with_path(tree)]
+    leaves = [[key + jax.tree_util.keystr(path), str(aval.dtype), list(aval.shape)] for key, (path, aval) in pairs]
+    return {"params": nodes, "leaves": leaves}
+
+
+def _leaves(form: Json) -> list[_Saved]:
+    return [_Saved(path, dtype, tuple(shape)) for path, dtype, shape in form["leaves"]]
+
+
+def _differences(form: Json, layout: SetLayout) -> list[str]:
+    """How the leaves of a set in a bank differ from those that were saved: a line for each difference."""
+    saved, here = ({leaf.path: describe(leaf) for leaf in _leaves(one)} for one in (form, _form(layout)))
+    return [
+        f"{path} is {saved.get(path, 'missing')} in the manifest, {here.get(path, 'missing')} in the bank"
+        for path in dict.fromkeys((*saved, *here))
+        if saved.get(path) != here.get(path)
+    ]
+
+
+def _nodes(node: Tree) -> Json:
+    """The dicts, lists and tuples of a tree of shapes; raises a TypeError if there are nodes of another kind."""
+    if node is None or isinstance(node, jax.ShapeDtypeStruct):
+        return "none" if node is None else "leaf"
+    if type(node) is dict:
+        return ["dict", [[_encoded(key), _nodes(child)] for key, child in node.items()]]
+    if type(node) not in (list, tuple):
+        raise TypeError(type(node).__name__)
+    return [type(node).__name__, list(map(_nodes, node))]
+
+
+def _tree(nodes: Json) -> Tree:
+    """A tree with these nodes; its leaves are placeholders."""
+    if nodes in (None, "leaf", "none"):
+        return None if nodes == "none" else 0
+    kind, children = nodes
+    if kind == "dict":
+        return {_decoded(key): _tree(child) for key, child in children}
+    return {"list": list, "tuple": tuple}[kind](map(_tree, children))
+
+
+def _encoded(name: Hashable) -> Json:
+    """A name as JSON: a tuple is a list; raises a TypeError for what JSON does not have."""
+    if isinstance(name, np.generic):
+        name = name.item()  # which is equal to it, and has its hash
+    if type(name) is tuple:
+        return list(map(_encoded, name))
+    if type(name) not in (str, int, float, bool, type(None)) or (type(name) is float and not math.isfinite(name)):
+        raise TypeError(shown(name))
+    return name
+
+
+def _decoded(name: Json) -> Hashable:
+    return tuple(map(_decoded, name)) if isinstance(name, list | tuple) else name
+
+
+def _is_json(name: Hashable) -> bool:
+    try:
+        _encoded(name)
+    except TypeError:
+        return False
+    return True
 
 
 def _in_words(error: Exception) -> str:

@@ -9,32 +9,203 @@ Nothing here waits for the device, except reading the host copies and the bound 
 way (the third waits for the first, two steps behind what is computing), so the host holds at most so many sets twice. The memory
 of a set that has left its slot is free once its write-back has arrived; if the device has no room before, the load waits for that.
 
-The store knows no trees and no optimizer: a set is leaves in an order that its owner knows. Small leaves travel and wait together,
-in vectors (``SetPacking``), and are taken apart where the set is fetched: a program that did so at the prefetch would stand before
-the step that the transfer should hide behind.
+The store knows no trees and no optimizer: a set is leaves in an order that its owner knows. To begin a transfer costs host time,
+some 0.03 ms for each array and direction, which for the adapters of a task and their moments is more than the step computes. So
+the small leaves that share a home travel and wait in vectors (``SetPacking``). They are taken apart where the set is fetched: a
+program that did so at the prefetch would stand before the step that the transfer should hide behind.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import add
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.errors import JaxRuntimeError
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BankError
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.tasks.cache import DeviceCache, Traffic, WriteBack, arrived, set_in_use, write_failed
-from jaxpp.tasks.set_packing import HostCopy, SetPacking
-from jaxpp.types import Array, Device, Leaf
+from jaxpp.stages.packing import Pack, packs_of
+from jaxpp.stages.program import Ref, Role
+from jaxpp.types import Array, Device, DType, Leaf
 
-__all__ = ["HostStore"]
+__all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
+
+LARGEST_PACKED = 1 << 16
+"""Bytes up to which an array is packed. To pack is to copy once more: 42 arrays of 64 KiB came and went as fast either way on the
+machine where this was measured, arrays of 4 KiB three times as fast in a vector."""
 
 _WRITES = 2
 """How many write-backs a row may have under way."""
+
+
+class _Bundle(NamedTuple):
+    """The small leaves of one home, and the programs that pack them and take them apart."""
+
+    packs: tuple[Pack, ...]
+    members: tuple[int, ...]
+    join: Callable[..., list[Array]]
+    split: Callable[..., list[Array]]
+
+
+class SetPacking:
+    """How all sets whose leaves have these shapes and device shardings (homes) travel: vectors first, then the leaves left alone.
+
+    The vectors are those of ``jaxpp.stages.packing``, for each home, with the same vectors on the host. They hold unsigned
+    integers, one vector for each width: a backend may carry narrow floats through float32, which changes signalling NaNs.
+
+    Attributes:
+        groups: the numbers of the leaves in each array that travels; a leaf alone in its group is not packed.
+        places: the device sharding of each array that travels.
+    """
+
+    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Sharding]):
+        self.shapes, self.homes = tuple(shapes), tuple(homes)
+        self._siblings: dict[tuple[Sharding, ...], SetPacking] = {self.homes: self}
+        by_home: dict[Sharding, list[int]] = {}
+        for k, (aval, home) in enumerate(zip(self.shapes, self.homes, strict=True)):
+            whole = _whole(home)
+            if whole is not None and _word(aval.dtype) is not None:
+                by_home.setdefault(whole, []).append(k)
+        bundles = [(home, self._bundle(home, members)) for home, members in by_home.items()]
+        self._bundles = [bundle for _, bundle in bundles if bundle.packs]
+        self._packs = [pack for bundle in self._bundles for pack in bundle.packs]
+        self._alone = sorted(set(range(len(self.shapes))).difference(*(bundle.members for bundle in self._bundles)))
+        self.groups = (*(tuple(ref.index for ref in pack.members) for pack in self._packs), *((k,) for k in self._alone))
+        self.places = (*(home for home, bundle in bundles for _ in bundle.packs), *(self.homes[k] for k in self._alone))
+
+    def at(self, homes: Sequence[Sharding]) -> "SetPacking":
+        """The packing of these shapes at other homes; the same object for the same homes."""
+        homes = tuple(homes)
+        if homes not in self._siblings:
+            self._siblings[homes] = other = SetPacking(self.shapes, homes)
+            other._siblings = self._siblings
+        return self._siblings[homes]
+
+    def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
+        """The arrays that travel, made of device arrays at their homes; waits for nothing. The leaves may be donated at once."""
+        vectors = [vector for bundle in self._bundles for vector in bundle.join(*(leaves[k] for k in bundle.members))]
+        return (*vectors, *(leaves[k] for k in self._alone))
+
+    def unpack(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """The leaves of arrays that have travelled to the device, each at its home with a buffer of its own; waits for nothing."""
+        leaves, rest = {}, iter(arrays)
+        for bundle in self._bundles:
+            leaves |= zip(bundle.members, bundle.split(*islice(rest, len(bundle.packs))), strict=True)
+        leaves |= zip(self._alone, rest, strict=True)
+        return tuple(leaves[k] for k in range(len(self.shapes)))
+
+    def on_host(self, leaves: Sequence[Leaf], version: object = None) -> "HostCopy":
+        """The host copy of leaves that are on the host; waits until it is there. Without a version, its values are new."""
+        vectors = [
+            np.concatenate([np.ravel(np.asarray(leaves[ref.index])).view(pack.dtype) for ref in pack.members])
+            for pack in self._packs
+        ]
+        there = jax.block_until_ready(to_host(vectors, self.places[: len(vectors)]))
+        return HostCopy(self, (*there, *(leaves[k] for k in self._alone)), object() if version is None else version)
+
+    def views(self, arrays: Sequence[Array]) -> tuple[Leaf, ...]:
+        """The leaves of arrays on the host: the small leaves as views of the vectors, which cannot be written to."""
+        leaves: dict[int, Leaf] = dict(zip(self._alone, arrays[len(self._packs) :], strict=True))
+        for pack, vector in zip(self._packs, arrays, strict=False):
+            words = np.asarray(vector)
+            for ref, (start, end) in zip(pack.members, pack.bounds, strict=True):
+                aval = self.shapes[ref.index]
+                leaves[ref.index] = words[start:end].view(aval.dtype).reshape(aval.shape)
+        return tuple(leaves[k] for k in range(len(self.shapes)))
+
+    def _bundle(self, home: Sharding, members: Sequence[int]) -> _Bundle:
+        avals = [jax.ShapeDtypeStruct(self.shapes[k].shape, _word(self.shapes[k].dtype)) for k in members]
+        packs = packs_of([Ref(Role.VALUE, k) for k in members], avals, Ref(Role.VALUE), LARGEST_PACKED)
+        mine = tuple(ref.index for pack in packs for ref in pack.members)
+        expected = [self.shapes[k] for k in mine]
+
+        def join(*leaves: Array) -> list[Array]:
+            assert [(x.shape, x.dtype) for x in leaves] == [(aval.shape, aval.dtype) for aval in expected]
+            values = {Ref(Role.VALUE, k): _as_bits(leaf, _word(leaf.dtype)) for k, leaf in zip(mine, leaves, strict=True)}
+            return [pack.join(values) for pack in packs]
+
+        def split(*vectors: Array) -> list[Array]:
+            parts = [part for pack, vector in zip(packs, vectors, strict=True) for part in pack.split(vector).values()]
+            return [_as_bits(part, aval.dtype) for part, aval in zip(parts, expected, strict=True)]
+
+        return _Bundle(packs, mine, jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=[self.homes[k] for k in mine]))
+
+
+class HostCopy(NamedTuple):
+    """A host copy of a set: how it is packed, and the arrays that travel, in pinned memory.
+
+    The version is an object that stands for the values: copies of one version, packed in whatever way, have the same values.
+    """
+
+    packing: SetPacking
+    arrays: tuple[Array, ...]
+    version: object
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the set."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """An array for each leaf; the small leaves are views of the vectors, NumPy arrays that cannot be written to."""
+        return self.packing.views(self.arrays)
+
+
+class Traffic(NamedTuple):
+    """What a store has moved since it was made: sets loaded, sets fetched that were on the device already, and bytes.
+
+    A prefetch hit is a hit on a copy that a prefetch had brought and nobody had fetched before.
+    """
+
+    loads: int = 0
+    hits: int = 0
+    prefetch_hits: int = 0
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+
+
+@dataclass
+class _Row:
+    """The sets on the devices of one replica: those that are lent, and copies that wait, the least recently used first.
+
+    A copy that was prefetched waits as it travelled: packed.
+    """
+
+    copies: dict[Hashable, tuple[Array, ...]] = field(default_factory=dict)
+    lent: set[Hashable] = field(default_factory=set)
+    prefetched: dict[Hashable, SetPacking] = field(default_factory=dict)
+
+    def drop(self, name: Hashable) -> tuple[Array, ...] | None:
+        self.prefetched.pop(name, None)
+        return self.copies.pop(name, None)
+
+    def release(self, name: Hashable) -> None:
+        self.lent.discard(name)
+        self.drop(name)
+
+    def make_room(self, slots: int) -> bool:
+        """Let go of the least recently used copies until a slot is free; whether one is."""
+        while self.copies and len(self.copies) + len(self.lent) >= slots:
+            self.drop(next(iter(self.copies)))
+        return len(self.lent) < slots
+
+
+class _WriteBack(NamedTuple):
+    """A write-back under way, with the host copy that it replaces."""
+
+    name: Hashable
+    old: HostCopy
+    new: HostCopy
 
 
 class HostStore:
@@ -45,22 +216,17 @@ class HostStore:
 
     Args:
         slots: how many sets each row may hold on its device, at least 1; the second is for what is prefetched.
-
-    Attributes:
-        slots: as given.
-        traffic: what was moved so far.
     """
 
     def __init__(self, slots: int = 2):
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
             fix = "pass slots=2: one set to compute with, one that is prefetched"
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
-        self.slots = slots
-        self.traffic = Traffic()
+        self.slots, self.traffic = slots, Traffic()
         self._hosts: dict[Hashable, HostCopy] = {}
         self._packings: dict[tuple[jax.ShapeDtypeStruct, ...], SetPacking] = {}
-        self._rows: defaultdict[Hashable, DeviceCache] = defaultdict(DeviceCache)
-        self._writes: deque[WriteBack] = deque()
+        self._rows: defaultdict[Hashable, _Row] = defaultdict(_Row)
+        self._writes: deque[_WriteBack] = deque()
         self._late: list[BankError] = []
 
     @property
@@ -92,10 +258,6 @@ class HostStore:
         """The sets lent on a row."""
         return tuple(self._rows[row].lent) if row in self._rows else ()
 
-    def shapes(self, name: Hashable) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each leaf of a set."""
-        return self._known(name).packing.shapes
-
     def held(self, name: Hashable) -> HostCopy:
         """The host copy of a set, which never changes (a change replaces it); waits for the set's write-back.
 
@@ -106,24 +268,10 @@ class HostStore:
             self._finish()
         return self._hosts[name]
 
-    def stored(self, name: Hashable) -> tuple[Array, ...]:
-        """The arrays in pinned memory that are the host copy of a set: vectors of small leaves, then the others; waits for them."""
-        return self.held(name).arrays
-
-    def read(self, name: Hashable) -> tuple[Leaf, ...]:
-        """The host copy of a set, an array for each leaf (small leaves are read-only views); waits for them."""
-        return self.held(name).leaves
-
-    def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> None:
-        """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host.
-
-        Each leaf is kept beside its device sharding in ``homes``. Without ``homes``, device arrays stay beside their own devices,
-        and NumPy arrays beside the first device.
-        """
+    def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> None:
+        """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host."""
         self._settle()
         self.check_idle(name, "be replaced")
-        here = SingleDeviceSharding(jax.local_devices()[0])
-        homes = [getattr(leaf, "sharding", here) for leaf in leaves] if homes is None else homes
         self.replace({name: self.copied(leaves, homes)})
 
     def copied(self, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> HostCopy:
@@ -167,15 +315,12 @@ class HostStore:
         """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing.
 
         If the small leaves of the set shared homes otherwise when it was written, it is first packed anew, on the host.
-
-        Raises:
-            BankError: there is no such set, it is lent already, all slots are, or the device has no room.
         """
         self._settle()
         self._known(name)
         cache = self._rows[row]
         if name in cache.lent:
-            raise set_in_use(name, "a set is in use once at a time")
+            raise _set_in_use(name, "a set is in use once at a time")
         packing = cache.prefetched.get(name)
         leaves = cache.drop(name)
         if leaves is None:
@@ -209,22 +354,19 @@ class HostStore:
         The host copy is the old values or the new values, never some of both: it changes in one assignment, once all copies are
         under way. The old copy is kept until the new copy has arrived, and put back if that fails. Copies on other rows are out of
         date, and dropped. The leaves may be donated at once. Each row keeps its own of the copies ``resident``, or else ``leaves``.
-
-        Raises:
-            BankError: there is no such set, it is in use on another row as well, or this write-back failed: then nothing was
-                changed. (If an earlier write-back failed, the next call says so.)
+        If this write-back fails, nothing was changed; if an earlier one failed, the next call says so.
         """
         old = self._known(name)
         assert len(leaves) == len(old.packing.shapes)
         if any(name in cache.lent for row, cache in self._rows.items() if row not in rows):
-            raise set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
+            raise _set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
         try:
             packing = old.packing.at([leaf.sharding for leaf in leaves])
             new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))), object())
         except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
-            raise write_failed(name, error) from error
-        self._writes.append(WriteBack(name, old, new))
+            raise _write_failed(name, error) from error
+        self._writes.append(_WriteBack(name, old, new))
         self._hosts[name] = new
         self._count(Traffic(bytes_to_host=new.nbytes))
         self._drop(name)
@@ -259,10 +401,10 @@ class HostStore:
     def check_idle(self, name: Hashable, what: str) -> None:
         """Refuse what cannot be done with a set that is in use on any row."""
         if any(name in cache.lent for cache in self._rows.values()):
-            raise set_in_use(name, f"a set in use cannot {what}")
+            raise _set_in_use(name, f"a set in use cannot {what}")
 
     def wait(self) -> None:
-        """Return once all write-backs have arrived; after a BankError for one, its set has the values that it had before."""
+        """Return once all write-backs have _arrived; after a BankError for one, its set has the values that it had before."""
         self._settle(0)
 
     def _count(self, more: Traffic) -> None:
@@ -320,10 +462,10 @@ class HostStore:
         return work()
 
     def _settle(self, most: float = float("inf")) -> None:
-        """Let go of the old copies whose successors have arrived; wait if more than ``most`` are under way."""
+        """Let go of the old copies whose successors have _arrived; wait if more than ``most`` are under way."""
         if self._late:
             raise self._late.pop(0)
-        while self._writes and (len(self._writes) > most or all(map(arrived, self._writes[0].new.arrays))):
+        while self._writes and (len(self._writes) > most or all(map(_arrived, self._writes[0].new.arrays))):
             self._finish()
 
     def _finish(self) -> None:
@@ -341,8 +483,53 @@ class HostStore:
                     cache.drop(write.name)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
             if now or followed:  # else the set was removed or replaced meanwhile
-                raise write_failed(write.name, error) from error
+                raise _write_failed(write.name, error) from error
 
 
 def _is_full(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _arrived(leaf: Leaf) -> bool:
+    """Whether a copy is there; arrays of PRNG keys cannot say, and come with the others."""
+    return getattr(leaf, "is_ready", lambda: True)()
+
+
+def _set_in_use(name: Hashable, rule: str, where: str = "") -> BankError:
+    """The error for what cannot be done with a set in use."""
+    return BankError(f"set {name!r}", rule, f"{name!r} is in use{where}", "leave the block that uses it first")
+
+
+def _write_failed(name: Hashable, error: Exception) -> BankError:
+    """The error for a write-back that failed."""
+    got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+    fix = "free host memory if there was none, else look at the step that computed it (the cause is above); then use the set again"
+    return BankError(f"set {name!r}", "a write-back that fails leaves the set as it was before", got, fix)
+
+
+def _whole(home: Sharding) -> Sharding | None:
+    """The sharding of a vector of leaves that live here; None if they are divided over devices, or that is not known."""
+    if isinstance(home, SingleDeviceSharding):
+        return home
+    if isinstance(home, NamedSharding) and home.is_fully_replicated:
+        return NamedSharding(home.mesh, PartitionSpec(), memory_kind=home.memory_kind)
+    return None
+
+
+def _word(dtype: DType) -> DType:
+    """The unsigned integer as wide as a dtype; None for keys, complex numbers and what is not whole bytes."""
+    if dtype == jnp.bool_:
+        return np.dtype("uint8")
+    if jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    elif jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+    else:
+        return None
+    return np.dtype(f"uint{bits}") if bits >= 8 else None
+
+
+def _as_bits(array: Array, dtype: DType) -> Array:
+    """The bits of an array as another dtype of the same width; a boolean is a byte."""
+    convert = jax.lax.convert_element_type if np.dtype(bool) in (array.dtype, dtype) else jax.lax.bitcast_convert_type
+    return convert(array, dtype)

@@ -4,15 +4,21 @@ A pipeline with a ``Bank`` trains Theta and one theta[t] for each replica. Its s
 a set join the leaves of the state, each on the device of the stage that uses it, and after the step they go back to the bank. Sets
 of other shapes are cut at the same places and compiled once for each shape.
 
+In several processes each process has the leaves of its own stages (``SetHomes``), for the replicas that run on its devices. If
+replicas of a stage live in several processes, each of these holds the leaves: what a step has changed in one of them is sent to
+the others.
+
 The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
 """
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Outcome
@@ -21,19 +27,24 @@ from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.leaves import Leaves
+from jaxpp.runtime.place import DATA
+from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
+from jaxpp.runtime.replica_groups import shards_of
+from jaxpp.runtime.send import Send
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint, join_losses
-from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.replica_sets import ReplicaSets
-from jaxpp.tasks.set_layout import SetLayout
-from jaxpp.types import Array, Batch, Key, LossFn, TaskNames, Tree
+from jaxpp.tasks.bank import Bank, sets_of
+from jaxpp.tasks.sets import SetHomes, SetLayout
+from jaxpp.types import Array, Batch, Device, Home, Key, LossFn, TaskNames, Tree
 
 __all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
+_Row = Sequence[Array]
+"""The leaves of one replica's set that this process holds."""
 
 
 def check_bank(bank: object) -> None:
@@ -91,8 +102,8 @@ class Runner:
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """With the optimizer state of the parameters that the state holds."""
-        made, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
-        return leaves._replace(opt=made[:shared], own_opt=made[shared:])
+        moments, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
+        return leaves._replace(opt=moments[:shared], own_opt=moments[shared:])
 
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -113,15 +124,116 @@ class Runner:
         return 0
 
 
+class ReplicaSets:
+    """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
+
+    Attributes:
+        whole: where the leaves of a set live.
+        rows: the replicas that run on devices of this process.
+        homes: for each replica the sharding of each leaf of its set that this process holds.
+    """
+
+    def __init__(self, engine: Engine, layout: SetLayout):
+        if engine.layout.num_own != layout.params.num_leaves:
+            rule, got = "a loop over the layers of a task's own parameters is not cut", "a boundary inside such a loop"
+            raise CutError("theta[t]", rule, got, "pass cuts=[...] outside of it, or fewer stages")
+        self.engine = engine
+        names, placement = engine.placed.names.own, engine.placement
+        replicas = range(placement.num_replicas)
+        self._all = tuple(tuple(placement[name.stage].replica(r).sharding(name.ref) for name in names) for r in replicas)
+        self.whole = SetHomes(tuple(map(_over_replicas, self._all[0], (placement[name.stage].devices for name in names))))
+        self.rows = tuple(r for r in replicas if any(map(is_here, self._all[r])))
+        self.homes = tuple(tuple(homes[k] for k in self.whole.here) for homes in self._all)
+        if not all(is_whole_here(home) for r in self.rows for home in self.homes[r]):
+            got = f"of process {jax.process_index()}: {len(self.rows)} replicas, and {len(self.whole.here)} leaves of a set"
+            rule = "each stage of a replica is in one process, and a process has the same replicas of all its stages"
+            raise BankError("Pipeline(bank=...)", rule, got, "put the axis model of the mesh inside the hosts")
+        own = zip(names, engine.placed.shapes.own, strict=True)
+        self._avals = [placement[name.stage].aval(name.ref, aval) for name, aval in own]
+        self._away = {k: elsewhere(aval, aval.sharding) for k, aval in enumerate(self._avals) if k not in self.whole.here}
+        self._spread = [k for k, processes in enumerate(self.whole.processes) if len(processes) > 1]
+        self._sharded = cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)  # for several replicas, which have sub-meshes
+        self._reshaped: dict[Hashable, jax.stages.Wrapped] = {}
+        self._crossers: dict[Hashable, Callable[..., Sequence[Array]]] = {}
+
+    def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
+        """The sets of the replicas here as arrays with the replicas as their first axis, and stand-ins for leaves elsewhere."""
+        if len(self.homes) == 1:
+            mine = [array for row in rows for array in row]
+        else:
+            led, mine = [self._reshape(r, row, lead=True) for r, row in zip(self.rows, rows, strict=True)], []
+            for at, k in enumerate(self.whole.here):
+                shards = [shard for row in led for shard in _in_order(row[at])]
+                mine.append(jax.make_array_from_single_device_arrays(self._avals[k].shape, self._avals[k].sharding, shards))
+        whole = self._away | dict(zip(self.whole.here, mine, strict=True))
+        return [whole[k] for k in range(len(self._avals))]
+
+    def of_rows(self, leaves: Sequence[Array]) -> dict[int, _Row]:
+        """The leaves of the set of each replica here."""
+        mine = [leaves[k] for k in self.whole.here]
+        if len(self.homes) == 1:
+            return dict.fromkeys(self.rows, mine)
+        parts = [shards_of(leaf) for leaf in mine]  # all of them before any is given up
+        rows = {}
+        for r in self.rows:
+            row = []
+            for leaf, shards, home in zip(mine, parts, self._sharded[r], strict=True):
+                led = NamedSharding(home.mesh, PartitionSpec(DATA, *home.spec))
+                own = [shards[device] for device in _mesh(home).devices.flat]
+                row.append(jax.make_array_from_single_device_arrays((1, *leaf.shape[1:]), led, own))
+            rows[r] = row
+        return {r: self._reshape(r, row, lead=False) for r, row in rows.items()}
+
+    def exchanged(self, names: Sequence[Hashable], rows: Mapping[int, _Row]) -> dict[Hashable, _Row]:
+        """The set of each task as this process writes it back: of the first replica here that ran the task, or sent by another."""
+        changed: dict[Hashable, _Row] = {}
+        for name in dict.fromkeys(names):
+            ran = [r for r, other in enumerate(names) if other == name]
+            mine = next((rows[r] for r in ran if r in rows), ())
+            received = [array for leaf in self._spread for array in self._sent(leaf, ran, mine)]
+            changed[name] = mine or received
+        return changed
+
+    def _sent(self, leaf: int, ran: Sequence[int], row: _Row) -> Sequence[Array]:
+        """A leaf, sent to the processes that hold it and did not run its task; it is returned where it comes to."""
+        homes, received = [home[leaf] for home in self._all], ()
+        source = homes[ran[0]]
+        have, first = {_process(homes[r]) for r in ran}, {_process(home): home for home in reversed(homes)}
+        for process in sorted(first.keys() - have):
+            key = leaf, source, first[process]
+            if key not in self._crossers:
+                aval = self.engine.placed.shapes.own[leaf]
+                self._crossers[key] = Send(first[process], source, aval, taken=True).bind()
+            values = [row[self.whole.here.index(leaf)]] if _process(source) == jax.process_index() else []
+            received = self._crossers[key](*values) or received
+        return received
+
+    def _reshape(self, replica: int, row: _Row, *, lead: bool) -> _Row:
+        """A set with an axis of one replica before the others, or without; donated to one program for each stage of its leaves."""
+        by_mesh: dict[Mesh, list[int]] = {}
+        for k, home in enumerate(self._sharded[replica]):
+            by_mesh.setdefault(_mesh(home), []).append(k)
+        leaves: dict[int, Array] = {}
+        for mesh, mine in by_mesh.items():
+            key = mesh, lead
+            if key not in self._reshaped:
+                specs = [self._sharded[replica][k].spec for k in mine]
+                outs = [NamedSharding(mesh, PartitionSpec(DATA, *spec) if lead else spec) for spec in specs]
+                run = (lambda *xs: [x[None] for x in xs]) if lead else (lambda *xs: [x[0] for x in xs])
+                self._reshaped[key] = jax.jit(run, out_shardings=outs, donate_argnums=tuple(range(len(mine))))
+            leaves.update(zip(mine, self._reshaped[key](*(row[k] for k in mine)), strict=True))
+        return [leaves[k] for k in range(len(row))]
+
+
 class BankRunner(Runner):
     """Runs steps of Theta and of sets of a bank; the engine was opened for the first set, with these variables, batch and key."""
 
     def __init__(self, bank: Bank, engine: Engine, variables: tuple[Tree, ...], batch: Batch, key: Key | None):
         super().__init__(engine)
         self.bank = bank
-        layout = bank.layout(bank.tasks[0])
+        layout = sets_of(bank).layout(bank.tasks[0], "bank")
         self._first = self._divided(engine, layout)
-        self._known: dict[SetLayout, ReplicaSets] = {layout: self._first}
+        self._replica_sets = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
         self._num_replicas = len(self._first.homes)
@@ -153,9 +265,9 @@ class BankRunner(Runner):
         """With the optimizer state of Theta."""
         names, engine = [self.bank.tasks[0]] * self._num_replicas, self._first.engine
         with self._lend(names) as own:
-            made = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
+            moments = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
             self._keep(names, own)
-        return leaves._replace(opt=made[: len(engine.placed.names.opt)])
+        return leaves._replace(opt=moments[: len(engine.placed.names.opt)])
 
     def other_bytes(self, task: TaskNames) -> int:
         """Bytes of the parameters of all sets but the first of these."""
@@ -167,12 +279,12 @@ class BankRunner(Runner):
         count, some = self._num_replicas, next(iter(self.bank.tasks), "name")
         if task is None:
             fix = f"pass task={some!r}, for example"
-            raise BankError("task", "a step of a pipeline with a bank is of one task, or of one a replica", "none", fix)
+            raise BankError("task", "a step of a pipeline with a bank runs one task, or one for each replica", "none", fix)
         names = list(task) if isinstance(task, list) else [task] * count
         if len(names) != count:
             fix = f"pass a name, or a list of {count}"
-            raise BankError("task", "a list of tasks has one a replica", f"{len(names)} tasks for {count} replicas", fix)
-        if len({self.bank.layout(name, f"task={task!r}") for name in names}) > 1:
+            raise BankError("task", "a list of tasks has one for each replica", f"{len(names)} tasks for {count} replicas", fix)
+        if len({sets_of(self.bank).layout(name, f"task={task!r}") for name in names}) > 1:
             params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
             got = [f"{name!r}: {', '.join(map(describe, leaves[:4]))}" for name, leaves in params.items()]
             rule = "replicas run one program, so their tasks' sets have the same shapes"
@@ -181,25 +293,25 @@ class BankRunner(Runner):
 
     def _sets(self, name: Hashable) -> ReplicaSets:
         """The engine for sets of the shape of this one."""
-        layout = self.bank.layout(name)
-        if layout not in self._known:
+        layout = sets_of(self.bank).layout(name, f"task={name!r}")
+        if layout not in self._replica_sets:
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
             engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
-            found = self._divided(engine, layout)
+            sets = self._divided(engine, layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"
                 fix = "pass cuts=[...] to the Pipeline, so that it is cut where you say"
                 raise CutError(f"task {name!r}", rule, "with this set the loss is cut elsewhere", fix)
-            self._known[layout] = found
-        return self._known[layout]
+            self._replica_sets[layout] = sets
+        return self._replica_sets[layout]
 
     def _divided(self, engine: Engine, layout: SetLayout) -> ReplicaSets:
         """The sets of this layout, of which this process of several holds the leaves of its own stages from now on."""
-        found = ReplicaSets(engine, layout)
+        sets = ReplicaSets(engine, layout)
         if jax.process_count() > 1:
-            self.bank.divide(layout, found.whole)
-        return found
+            sets_of(self.bank).divide(layout, sets.whole)
+        return sets
 
     def _row(self, replica: int) -> Hashable:
         return self._token, replica
@@ -260,3 +372,24 @@ class BankRunner(Runner):
             outcome = engine.run("update", whole, batch, key, **options)
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)
+
+
+def _over_replicas(home: Sharding, devices: Sequence[Device]) -> Sharding:
+    """The sharding of a leaf that all replicas have, of that of one replica."""
+    if not isinstance(home, NamedSharding) or len(home.device_set) == len(devices):
+        return home
+    return NamedSharding(Mesh(np.array(devices).reshape(-1, len(home.device_set)), home.mesh.axis_names), home.spec)
+
+
+def _process(home: Home) -> int:
+    """The process of a home in one process."""
+    return next(iter(devices_in(home))).process_index
+
+
+def _mesh(home: Home) -> Mesh:
+    return cast("NamedSharding", home).mesh  # pyright: ignore[reportReturnType]
+
+
+def _in_order(array: Array) -> list[Array]:
+    shards: dict[Device, Array] = shards_of(array)
+    return [shards[device] for device in _mesh(array.sharding).devices.flat]

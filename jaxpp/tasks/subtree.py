@@ -37,18 +37,15 @@ def take(params: Params, path: Path) -> tuple[Params, Params]:
         >>> take({"body": 1, "block_1": {"adapter": 2, "dense": 3}, "head": 4}, ["block_1/adapter", "head"])
         ({'body': 1, 'block_1': {'dense': 3}}, {'block_1/adapter': 2, 'head': 4})
     """
-    if not isinstance(path, str):
-        subtrees = {}
-        for each in _paths(path):
-            params, subtrees[each] = take(params, each)
-        return params, subtrees
-    found: list[Params] = []
+    subtrees: dict[str, Params] = {}
+    for name in _paths(path):
 
-    def cut(node: Tree, key: Hashable) -> Tree:
-        found.append(node[key])
-        return type(node)({name: child for name, child in node.items() if name != key})
+        def cut(node: Tree, key: Hashable, name: str = name) -> Tree:
+            subtrees[name] = node[key]
+            return type(node)({other: child for other, child in node.items() if other != key})
 
-    return _at(params, path, cut, there=True), found[0]
+        params = _at(params, name, cut, there=True)
+    return params, subtrees[path] if isinstance(path, str) else subtrees
 
 
 def insert(params: Params, task_params: Params, path: Path) -> Params:
@@ -66,11 +63,10 @@ def insert(params: Params, task_params: Params, path: Path) -> Params:
         >>> insert({"body": 1, "block_1": {"dense": 3}}, 2, "block_1/adapter")
         {'body': 1, 'block_1': {'dense': 3, 'adapter': 2}}
     """
-    if not isinstance(path, str):
-        for each in _paths(path):
-            params = insert(params, task_params[each], each)
-        return params
-    return _at(params, path, lambda node, key: type(node)({**node, key: task_params}), there=False)
+    subtrees = {path: task_params} if isinstance(path, str) else task_params
+    for name in _paths(path):
+        params = _at(params, name, lambda node, key, name=name: type(node)({**node, key: subtrees[name]}), there=False)
+    return params
 
 
 def bind_subtree(loss_fn: LossFn, path: Path) -> LossFn:
@@ -91,8 +87,8 @@ def bind_subtree(loss_fn: LossFn, path: Path) -> LossFn:
         >>> loss_fn({"body": 2.0}, 1.0, 3.0)
         7.0
     """
-    for each in [path] if isinstance(path, str) else _paths(path):
-        _keys(each)
+    for name in _paths(path):
+        _keys(name)
 
     @functools.wraps(loss_fn)
     def bound(params: Params, task_params: Params, *rest: Tree, **named: Tree) -> Tree:
@@ -107,11 +103,13 @@ def bind_subtree(loss_fn: LossFn, path: Path) -> LossFn:
     return bound
 
 
-def _paths(paths: Sequence[str]) -> Sequence[str]:
-    if not isinstance(paths, Sequence) or not paths:
+def _paths(path: Path) -> Sequence[str]:
+    if isinstance(path, str):
+        return [path]
+    if not isinstance(path, Sequence) or not path:
         fix = 'write it like "head", or ["block_0/adapter", "block_1/adapter"]'
-        raise BankError(f"path={paths!r}", "a path is a text, or several are a list of at least one", repr(paths), fix)
-    return paths
+        raise BankError(f"path={path!r}", "a path is a text, or several are a list of at least one", repr(path), fix)
+    return path
 
 
 def _keys(path: str) -> list[str]:

@@ -9,9 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpp.schedule.draw.colours import INK, group_colour
-from jaxpp.schedule.draw.key import LINE, Entry, draw_key, key_lines
-from jaxpp.schedule.draw.panel import Figure, new_figure, text_inches
+from jaxpp.schedule.draw.canvas import INK, LINE, Entry, Figure, draw_key, group_colour, key_lines, new_figure, text_inches
 from jaxpp.schedule.registry import SCHEDULES
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.reasons import time_in_words

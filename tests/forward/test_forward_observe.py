@@ -14,7 +14,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError, ParamsError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
-from jaxpp.observe.profile.causes import ForwardCauses, RingCauses
+from jaxpp.observe.profile.profile import ForwardCauses, RingCauses
 from tests.conftest import mlp_case
 from tests.decoders import loop, plain, prompts_of
 

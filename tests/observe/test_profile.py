@@ -15,8 +15,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
-from jaxpp.observe.profile.causes import Causes
-from jaxpp.observe.profile.profile import Profile
+from jaxpp.observe.profile.profile import Causes, Profile
 from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule import Kind, dependencies, make, simulate
 from jaxpp.schedule.residual_counts import lifetimes, peak

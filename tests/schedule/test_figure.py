@@ -10,12 +10,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from jaxpp.schedule.draw.canvas import has_matplotlib
 from matplotlib import transforms
 from PIL import Image
 
 from jaxpp.schedule import SCHEDULES, Action, Kind, make, simulate
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.panel import has_matplotlib
 from jaxpp.schedule.draw.pebbles import Lane, lanes, pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import timeline
 from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peak, places

@@ -107,8 +107,8 @@ def compiles():
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("num_tasks", [2, 16, 64])
-def test_d1_device_bytes_are_those_of_one_set_a_slot_whatever_the_number_of_tasks(num_tasks, slots):
+@pytest.mark.parametrize("num_tasks", [2, 16, pytest.param(64, marks=pytest.mark.long)])
+def test_device_bytes_are_those_of_one_set_a_slot_whatever_the_number_of_tasks(num_tasks, slots):
     others = jax.live_arrays()  # what other tests left, which would otherwise be let go at some moment of this one
     before = device_bytes()
     bank = jaxpp.Bank({t: theta(t) for t in range(num_tasks)}, ADAMW, slots=slots)
@@ -130,7 +130,7 @@ def test_d1_device_bytes_are_those_of_one_set_a_slot_whatever_the_number_of_task
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
-def test_d3_after_random_tasks_every_set_equals_the_all_resident_oracle_bit_for_bit(optimizer):
+def test_after_random_tasks_every_set_equals_the_all_resident_oracle_bit_for_bit(optimizer):
     sets = {t: theta(t) for t in range(5)}
     bank, step, state = jaxpp.Bank(sets, optimizer), Step(optimizer), shared(optimizer)
     resident = {t: jaxpp.gather(params, DEVICE) for t, params in sets.items()}
@@ -146,10 +146,10 @@ def test_d3_after_random_tasks_every_set_equals_the_all_resident_oracle_bit_for_
     for t in sets:
         chex.assert_trees_all_equal((bank.params(t), bank.opt_state(t)), resident[t])
     assert bank.host_store.traffic.prefetch_hits > 3
-    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.host_store.stored(t)} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for t in sets for leaf in bank.host_store.held(t).arrays} == {"pinned_host"}
 
 
-def test_d4_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetched_copy(compiles):
+def test_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetched_copy(compiles):
     bank, step, state = jaxpp.Bank({t: theta(t) for t in range(64)}, ADAMW), Step(ADAMW), shared(ADAMW)
     batch = jaxpp.gather(BATCHES[0], DEVICE)
     state = train(bank, step, state, 0, batch)
@@ -165,7 +165,7 @@ def test_d4_sixty_four_tasks_are_one_compilation_on_a_miss_a_hit_and_a_prefetche
     assert traffic.loads > 32
 
 
-def test_d4_tasks_of_other_shapes_are_one_compilation_a_shape():
+def test_tasks_of_other_shapes_are_one_compilation_a_shape():
     sets = {t: theta(t, (1, WIDTH, 16)[t % 3]) for t in range(12)}
     bank, step, state = jaxpp.Bank(sets, ADAMW), Step(ADAMW), shared(ADAMW)
     for t in [*range(12), *range(12)]:
@@ -193,8 +193,8 @@ class Block(nn.Module):
         return jnp.tanh(nn.Dense(WIDTH, name="dense")(x)) + nn.Dense(WIDTH, name="adapter")(x)
 
 
-@pytest.mark.parametrize("path", ["head", "block_1/adapter", "block_0"])
-def test_d4_one_module_serves_all_sets_without_being_edited(path):
+@pytest.mark.parametrize("path", ["head", *(pytest.param(path, marks=pytest.mark.long) for path in ("block_1/adapter", "block_0"))])
+def test_one_module_serves_all_sets_without_being_edited(path):
     net = Net()
     whole = {t: net.init(jax.random.key(t), BATCHES[0])["params"] for t in range(4)}
 
@@ -215,7 +215,7 @@ def test_d4_one_module_serves_all_sets_without_being_edited(path):
     assert step.traces == 1
 
 
-def test_d4_a_bound_loss_takes_a_key_and_replaces_what_is_there():
+def test_a_bound_loss_takes_a_key_and_replaces_what_is_there():
     loss = jaxpp.Bank.bind(lambda params, batch, key: (params["head"]["w"] * batch, key), "head/w")
     params = {"head": {"w": 1.0, "b": 2.0}}
     assert loss(params, 5.0, 3.0, "key") == (15.0, "key")
@@ -253,7 +253,7 @@ def test_take_and_insert_are_inverse_and_name_what_is_not_there():
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
-def test_d5_sets_that_are_not_used_stay_byte_identical(optimizer):
+def test_sets_that_are_not_used_stay_byte_identical(optimizer):
     bank, step, state = jaxpp.Bank({t: theta(t) for t in range(6)}, optimizer), Step(optimizer), shared(optimizer)
     for k in range(6):  # moments and counts that decay would change
         state = train(bank, step, state, k, BATCHES[k % 4])
@@ -299,18 +299,18 @@ def test_sets_come_and_go_and_a_set_goes_through_a_file_and_back(bank):
 def test_shapes_are_those_of_the_leaves_in_the_store_in_order(bank):
     shapes = bank.shapes("wide")
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, (theta(2, 16), jax.eval_shape(ADAMW.init, theta(2, 16))))
-    leaves = [(leaf.shape, leaf.dtype) for leaf in bank.host_store.read("wide")]
+    leaves = [(leaf.shape, leaf.dtype) for leaf in bank.host_store.held("wide").leaves]
     assert leaves == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)]
     assert isinstance(bank.params("wide")["w"], np.ndarray)
     assert bank.optimizer is ADAMW
 
 
 def test_reading_a_set_or_assigning_its_own_arrays_writes_nothing(bank):
-    host = bank.host_store.stored("cat")
+    host = bank.host_store.held("cat").arrays
     with bank.use("cat") as task:
         jax.block_until_ready(loss_fn(shared(ADAMW)[0], task.params, BATCHES[0]))
         task.params = dict(task.params)
-    assert bank.host_store.stored("cat") is host
+    assert bank.host_store.held("cat").arrays is host
     assert bank.host_store.traffic.bytes_to_host == 0
     with bank.use("cat") as task:
         task.params["b"] = task.params["b"] + 1  # in place
@@ -464,7 +464,7 @@ def test_with_one_slot_there_is_none_to_prefetch_into():
     assert bank.host_store.traffic == (2, 1, 1, *bank.host_store.traffic[3:])
 
 
-@pytest.mark.parametrize("call", ["params", "opt_state", "shapes", "layout", "remove", "prefetch", "use"])
+@pytest.mark.parametrize("call", ["params", "opt_state", "shapes", "remove", "prefetch", "use"])
 def test_an_unknown_name_is_refused_with_those_near_it(bank, call):
     with pytest.raises(BankError, match=r"bank\.\w+\('dgo'\): a name(.|\n)*'dgo'; the bank has cat, dog, wide(.|\n)*is it dog\?"):
         contextlib.ExitStack().enter_context(bank.use("dgo")) if call == "use" else getattr(bank, call)("dgo")

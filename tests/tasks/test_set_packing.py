@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxpp.runtime.transfer import HOST_MEMORY, to_device, to_host
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.tasks.set_packing import LARGEST_PACKED, SetPacking
+from jaxpp.tasks.host_store import LARGEST_PACKED, SetPacking
 
 DEVICES = jax.devices()
 ONE, TWO = SingleDeviceSharding(DEVICES[0]), SingleDeviceSharding(DEVICES[1])
@@ -48,7 +48,7 @@ def sets(draw):
     return leaves, homes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(sets())
 def test_every_set_comes_and_goes_with_all_its_bits_at_its_homes(case):
     leaves, homes = case

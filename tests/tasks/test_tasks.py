@@ -1,4 +1,4 @@
-"""theta[t] inside a pipeline: the rows D1 to D12 of what must be true."""
+"""theta[t] inside a pipeline: memory, exactness, compilations, communication, replicas, failures (rows D1 to D12)."""
 
 import gc
 import weakref
@@ -66,8 +66,8 @@ def keys(count):
     return [jax.random.key(step) for step in range(count)]
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_d1_device_bytes_do_not_depend_on_the_number_of_tasks(slots):
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_device_bytes_do_not_depend_on_the_number_of_tasks(slots):
     found = []
     for count in (2, 2, 16, 64):  # the first finds what JAX keeps from one pipeline to the next
         gc.collect()  # what other tests have left behind
@@ -88,7 +88,8 @@ def test_d1_device_bytes_do_not_depend_on_the_number_of_tasks(slots):
     assert whole + slots * one <= sum(found[1]) < whole + slots * one + 512  # step counts, scalars and metrics besides
 
 
-def test_d2_a_larger_batch_fits_with_a_bank_than_with_all_tasks_resident_and_runs():
+@pytest.mark.long
+def test_a_larger_batch_fits_with_a_bank_than_with_all_tasks_resident_and_runs():
     many = sets(16)
 
     def resident(params, batch, key):
@@ -117,7 +118,7 @@ def test_d2_a_larger_batch_fits_with_a_bank_than_with_all_tasks_resident_and_run
     assert sum(large[0].peaks.values()) - sum(with_one_slot.peaks.values()) == size
 
 
-def test_d3_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
+def test_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
     order = ["t0", "t1", "t0", "t2", "t2", "t1", "t0"]
     bank = jaxpp.Bank(sets(3), OWN)
     pipe, state = opened(bank)
@@ -149,7 +150,8 @@ def same_bits(got, want):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape(monkeypatch):
+@pytest.mark.long
+def test_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape(monkeypatch):
     traced = []
 
     def counted(params, task, batch, key):
@@ -173,7 +175,7 @@ def test_d4_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape(monkeypa
     assert np.isfinite(metrics.loss)
 
 
-def test_d5_other_tasks_do_not_move():
+def test_other_tasks_do_not_move():
     bank = jaxpp.Bank(sets(4), OWN)
     pipe, state = opened(bank, data_parallel=2)
     before = {name: jax.tree.map(np.copy, (bank.params(name), bank.opt_state(name))) for name in bank}
@@ -186,7 +188,7 @@ def test_d5_other_tasks_do_not_move():
         assert [int(leaf) for leaf in jax.tree.leaves(bank.opt_state(name)) if leaf.dtype == np.int32] == [2]
 
 
-def test_d6_d8_d9_d10_only_theta_and_the_active_set_are_reduced_however_many_tasks_there_are():
+def test_only_theta_and_the_active_set_are_reduced_however_many_tasks_there_are():
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (theta(), a_set(0))]
     scalars = 8  # the loss and the accuracy, with the gradients of the last stage
     for count in (4, 16):
@@ -229,13 +231,17 @@ def mean(trees):
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
     [
-        (4, {"data_parallel": 4}),
+        pytest.param(4, {"data_parallel": 4}, marks=pytest.mark.long),
         (2, {"data_parallel": 2, "schedule": "zb-h1"}),
-        (2, {"mesh": (2, 2, 2), "shardings": {"w0": "column", "w1": "row", "task/head": "row"}}),
+        pytest.param(
+            2,
+            {"mesh": (2, 2, 2), "shardings": {"w0": "column", "w1": "row", "task/head": "row"}},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["p=2 x dp=4", "p=2 x dp=2", "2 x 2 x 2"],
 )
-def test_d7_d12_replicas_with_different_tasks_equal_the_oracle(num_replicas, options):
+def test_replicas_with_different_tasks_equal_the_oracle(num_replicas, options):
     order = [["t0", "t0", "t1", "t2"], ["t1"] * 4, ["t2", "t0", "t2", "t0"], ["t0", "t0", "t1", "t2"]]
     order = [names[-num_replicas:] for names in order]
     if "mesh" in options:
@@ -255,7 +261,7 @@ def test_d7_d12_replicas_with_different_tasks_equal_the_oracle(num_replicas, opt
         compare(name, bank.params(name), params, floor=0.1)
 
 
-def test_d7_a_task_of_one_replica_is_not_communicated():
+def test_a_task_of_one_replica_is_not_communicated():
     bank = jaxpp.Bank(sets(3), OWN)
     pipe, _ = opened(bank, data_parallel=4)
     found = pipe.collectives(DATA, jax.random.key(0), task=["t0", "t0", "t1", "t2"])
@@ -275,6 +281,7 @@ def test_a_weight_counts_in_the_mean_over_the_replicas_of_a_task():
     pipe.verify(state, DATA, jax.random.key(0), task=["t0", "t1", "t1", "t1"])
 
 
+@pytest.mark.long
 def test_sets_wait_in_pinned_host_memory_between_steps():
     bank = jaxpp.Bank(sets(2), OWN)
     for options in ({}, {"data_parallel": 2}):
@@ -282,7 +289,7 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
         for name in ("t0", "t1"):
             state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
         for name in bank:
-            assert {leaf.sharding.memory_kind for leaf in bank.host_store.stored(name)} == {HOST_MEMORY}
+            assert {leaf.sharding.memory_kind for leaf in bank.host_store.held(name).arrays} == {HOST_MEMORY}
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.held)} == {jax.devices()[0].default_memory().kind}
 
 
@@ -290,15 +297,18 @@ def test_sets_wait_in_pinned_host_memory_between_steps():
 def test_a_set_travels_as_one_vector_a_stage_and_replica_and_comes_back_as_one_a_stage(options, loads, monkeypatch):
     bank = jaxpp.Bank(sets(3), OWN)
     pipe, state = opened(bank, **options)
+    for name in bank:  # at first the sets are packed for the pipeline, on the host
+        state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
     moved = {"to_host": [], "to_device": []}
     for way, found in moved.items():
         move = getattr(host_store, way)
         monkeypatch.setattr(host_store, way, lambda leaves, *homes, m=move, f=found: (f.append(len(leaves)), m(leaves, *homes))[1])
-    for name in ("t1", "t2", "t0", "t1"):
+    for name in ("t0", "t1", "t2", "t0"):
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)
     assert moved == {"to_host": [2] * 4, "to_device": [2] * 4 * loads}
 
 
+@pytest.mark.long
 def test_evaluate_and_verify_and_profile_leave_a_set_as_it_is():
     bank = jaxpp.Bank(sets(2), OWN)
     pipe, state = opened(bank)
@@ -324,6 +334,7 @@ def test_a_bound_module_serves_all_tasks():
     pipe.verify(state, DATA, jax.random.key(0), task="t1")
 
 
+@pytest.mark.long
 def test_a_pipeline_makes_theta_itself():
     bank = jaxpp.Bank(sets(2), OWN)
     pipe = pipeline(bank, data_parallel=2)
@@ -356,9 +367,9 @@ def broken(*args, **kwargs):
 @pytest.mark.parametrize(
     ("task", "lines"),
     [
-        (None, ["task: a step of a pipeline with a bank is of one task", "Got: none.", "Fix: pass task='t0', for example."]),
+        (None, ["task: a step of a pipeline with a bank runs one task", "Got: none.", "Fix: pass task='t0', for example."]),
         ("t9", ["a name is that of a set in the bank", "'t9'"]),
-        (["t0"], ["a list of tasks has one a replica", "Got: 1 tasks for 2 replicas."]),
+        (["t0"], ["a list of tasks has one for each replica", "Got: 1 tasks for 2 replicas."]),
         (["t0", "wide"], ["replicas run one program", "'wide': f32[16,16], f32[16,5]"]),
     ],
 )
@@ -391,6 +402,7 @@ def test_a_scaled_loss_with_a_task_a_replica_is_refused():
         pipeline(bank, data_parallel=2, loss_scale=DynamicScale())
 
 
+@pytest.mark.long
 def test_forecast_and_profile_count_the_means_of_replicas_with_a_task_each():
     many = {name: params | {"gate": numbers(9, WIDTH)} for name, params in sets(2).items()}
 
@@ -409,6 +421,7 @@ def test_forecast_and_profile_count_the_means_of_replicas_with_a_task_each():
     assert forecast.peaks[place] > 3 * held
 
 
+@pytest.mark.long
 def test_a_task_without_any_weight_learns_nothing_rather_than_nonsense():
     bank = jaxpp.Bank(sets(2), optax.sgd(0.1))
     pipe, state = opened(bank, data_parallel=2, weight=lambda batch: batch[1].sum())
@@ -421,6 +434,7 @@ def test_a_task_without_any_weight_learns_nothing_rather_than_nonsense():
     assert not np.array_equal(bank.params("t1")["head"], sets(2)["t1"]["head"])
 
 
+@pytest.mark.long
 def test_the_gradient_norm_is_that_of_theta_whatever_the_number_of_replicas():
     found = []
     for options in ({"num_microbatches": 4}, {"data_parallel": 2}):
@@ -472,6 +486,7 @@ def no_room(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of host memory")
 
 
+@pytest.mark.long
 def test_sets_move_between_meshes_and_single_devices():
     bank = jaxpp.Bank(sets(2), OWN)
     for shape in ((1, 1, 2), (2, 2, 2), None, (1, 2, 2), None):
@@ -486,6 +501,7 @@ def test_sets_move_between_meshes_and_single_devices():
         assert np.isfinite(metrics.loss)
 
 
+@pytest.mark.long
 def test_a_pipeline_opened_again_or_dropped_leaves_nothing_on_the_devices():
     bank = jaxpp.Bank(sets(2), OWN)
     pipe, state = opened(bank)
@@ -531,6 +547,7 @@ def test_a_task_of_another_kind_is_told_what_to_be(task, lines):
         assert line in str(error.value)
 
 
+@pytest.mark.long
 def test_a_bank_may_lose_its_first_set_but_not_its_last():
     bank = jaxpp.Bank(sets(2), OWN)
     pipe, state = opened(bank)

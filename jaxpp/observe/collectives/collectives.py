@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.collectives.hlo import HloInstruction, parse_groups, parse_hlo
+from jaxpp.observe.collectives import HloInstruction, parse_groups, parse_hlo
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines

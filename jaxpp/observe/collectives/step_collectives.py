@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
+from jaxpp.observe.collectives import Collective, Collectives, ProgramCollective, read_collectives
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean

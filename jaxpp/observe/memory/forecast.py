@@ -30,7 +30,7 @@ from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized

@@ -17,11 +17,24 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.memory_curves import Curve
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import ANY, LINE, Entry, bar_key, draw_key, key_lines
-from jaxpp.schedule.draw.labels import Labels, choose_labels
-from jaxpp.schedule.draw.page import LEFT, Part, frame_of, page
-from jaxpp.schedule.draw.panel import BAR, Figure, Panel
+from jaxpp.schedule.draw.canvas import (
+    ANY,
+    BAR,
+    INK,
+    LEFT,
+    LINE,
+    Entry,
+    Figure,
+    Labels,
+    Panel,
+    Part,
+    bar_key,
+    choose_labels,
+    draw_key,
+    frame_of,
+    key_lines,
+    page,
+)
 from jaxpp.schedule.draw.ring_timeline import draw_ring, ring_key, turns_of
 from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, copied_key, draw_timeline, extents, scaled, timeline_room
 from jaxpp.stages.stage_table import bytes_in_words

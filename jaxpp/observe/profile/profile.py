@@ -17,19 +17,18 @@ from functools import cached_property
 from typing import Literal
 
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.profile.causes import Causes, ForwardCauses, RingCauses
 from jaxpp.observe.profile.figure import profile_figure
-from jaxpp.observe.profile.joined import RingPass
 from jaxpp.observe.profile.memory_curves import Curve, curves
+from jaxpp.observe.profile.profile import Causes, ForwardCauses, RingCauses
+from jaxpp.observe.profile.record import RingPass
 from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Awaited, Bar, Timing, bars, replay
-from jaxpp.schedule.draw.panel import Figure
+from jaxpp.schedule.clock import Awaited, Bar, Timing, bars, bubble_fraction, idle_causes, replay
+from jaxpp.schedule.draw.canvas import Figure
 from jaxpp.schedule.draw.pebbles import pebble_pair
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied, Timeline
-from jaxpp.schedule.idle import bubble_fraction, idle_causes
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines

@@ -19,6 +19,7 @@ import jax
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.profile import Clock, Profile
+from jaxpp.observe.profile.record import Steps, Watch, Work
 from jaxpp.observe.profile.spans import (
     Span,
     Stamp,
@@ -29,8 +30,6 @@ from jaxpp.observe.profile.spans import (
     watched_spans,
 )
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
-from jaxpp.observe.profile.watch import Watch
-from jaxpp.observe.profile.work import Steps, Work
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.processes.channel import align_clocks
 from jaxpp.runtime.processes.here import processes_of

@@ -4,9 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.colours import IDLE, INK
-from jaxpp.schedule.draw.labels import Labels
-from jaxpp.schedule.draw.panel import Cell, Figure, Panel, text_inches
+from jaxpp.schedule.draw.canvas import IDLE, INK, Cell, Figure, Labels, Panel, text_inches
 
 __all__ = ["ANY", "DOT", "LINE", "Entry", "bar_key", "draw_key", "key_lines", "key_width", "legend", "several_stages"]
 

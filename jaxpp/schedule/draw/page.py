@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Number
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import LINE, Entry, draw_key, key_lines, key_width
-from jaxpp.schedule.draw.panel import Panel, new_figure, text_inches
+from jaxpp.schedule.draw.canvas import INK, LINE, Entry, Panel, draw_key, key_lines, key_width, new_figure, text_inches
 
 __all__ = ["LEFT", "Frame", "Part", "frame_of", "page"]
 

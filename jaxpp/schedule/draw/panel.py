@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.colours import IDLE, INK, colour_of, dark, ink_of, shade
-from jaxpp.schedule.draw.labels import Labels
+from jaxpp.schedule.draw.canvas import IDLE, INK, Labels, colour_of, dark, ink_of, shade
 from jaxpp.schedule.residual_counts import Residual, counts, places
 
 __all__ = [
@@ -63,7 +62,7 @@ def new_figure(inches: tuple[float, float]) -> Figure:
         ImportError: without matplotlib, saying how to install it.
     """
     matplotlib_module("figure")
-    return importlib.import_module("jaxpp.schedule.draw.picture").Picture(inches)
+    return importlib.import_module("jaxpp.schedule.draw.canvas").Picture(inches)
 
 
 class Panel:

@@ -16,11 +16,23 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.colours import shade
-from jaxpp.schedule.draw.key import ANY, DOT, bar_key, several_stages
-from jaxpp.schedule.draw.labels import Labels, choose_labels
-from jaxpp.schedule.draw.page import Part, frame_of, page
-from jaxpp.schedule.draw.panel import BAR, Figure, Panel, are_seen, matplotlib_module
+from jaxpp.schedule.draw.canvas import (
+    ANY,
+    BAR,
+    DOT,
+    Figure,
+    Labels,
+    Panel,
+    Part,
+    are_seen,
+    bar_key,
+    choose_labels,
+    frame_of,
+    matplotlib_module,
+    page,
+    several_stages,
+    shade,
+)
 from jaxpp.schedule.draw.timeline import TITLE, Timeline, extents, scaled, shortest
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 

@@ -7,11 +7,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.colours import IDLE, INK, group_colour, group_ink
-from jaxpp.schedule.draw.key import Entry
-from jaxpp.schedule.draw.labels import Labels, choose_labels
-from jaxpp.schedule.draw.page import frame_of, page
-from jaxpp.schedule.draw.panel import BAR, Figure, Panel, inside
+from jaxpp.schedule.draw.canvas import (
+    BAR,
+    IDLE,
+    INK,
+    Entry,
+    Figure,
+    Labels,
+    Panel,
+    choose_labels,
+    frame_of,
+    group_colour,
+    group_ink,
+    inside,
+    page,
+)
 from jaxpp.schedule.draw.timeline import Timeline, draw_others, shortest, timeline_room
 
 __all__ = ["draw_ring", "ring_key", "ring_timeline", "turns_of"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.panel import Figure, has_matplotlib
+from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.ring_timeline import ring_timeline
 from jaxpp.schedule.draw.timeline import Copied, timeline

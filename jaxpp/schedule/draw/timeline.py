@@ -4,11 +4,21 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.key import ANY, Entry, bar_key
-from jaxpp.schedule.draw.labels import Labels, choose_labels
-from jaxpp.schedule.draw.page import Part, frame_of, page
-from jaxpp.schedule.draw.panel import BAR, Figure, Panel, inside
+from jaxpp.schedule.draw.canvas import (
+    ANY,
+    BAR,
+    INK,
+    Entry,
+    Figure,
+    Labels,
+    Panel,
+    Part,
+    bar_key,
+    choose_labels,
+    frame_of,
+    inside,
+    page,
+)
 
 __all__ = [
     "OUT",
