@@ -12,8 +12,8 @@ from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.processes.trees.array_handler import array_handler
 from jaxpp.runtime.transfer import gather
-from jaxpp.stages.cuts.uneven import UnevenStagesWarning
-from jaxpp.stages.remat.offload import Offload
+from jaxpp.stages.cuts.balance import UnevenStagesWarning
+from jaxpp.stages.remat import Offload
 from jaxpp.tasks.bank import Bank
 from jaxpp.tuning import Tuning, tune
 

@@ -23,8 +23,7 @@ from jaxpp.schedule.registry import make_for_stages
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
-from jaxpp.stages.remat.offload import offload_of
-from jaxpp.stages.remat.policy import Kept, kept_of
+from jaxpp.stages.remat import Kept, kept_of, offload_of
 from jaxpp.types import Batch, Device, LossFn, Tree
 
 __all__ = ["Options"]

@@ -25,12 +25,12 @@ from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import check_profile, record
 from jaxpp.observe.profile.work import Forwards
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.agreement.meeting import agreement
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand
-from jaxpp.stages.cuts.uneven import warn_of
+from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.stage_table import Stages, tabulate
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, Tree
 

@@ -8,6 +8,17 @@ clip_by_global_norm three, with only scalars between them, packed into one vecto
 
 An optimizer state leaf belongs to the stage whose gradients it is combined with; what is combined with none (a step count)
 belongs to stage 0.
+
+
+A condition over all leaves as one choice a leaf, so that each stage chooses for its own.
+
+``optax.MultiSteps`` and ``optax.apply_if_finite`` are one ``lax.cond`` over every gradient and every leaf of the optimizer state.
+As one equation it would run on one stage, and all of these would have to move there. So both branches are computed where their
+operands live, and ``select_n`` takes for each result the branch that the predicate, a scalar, says: the same bits, at the price of
+the branch not taken.
+
+
+How many bytes of optimizer state each parameter leaf has, from shapes alone.
 """
 
 import functools
@@ -19,18 +30,18 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Array, Aval, Params, Tree
 
-__all__ = ["flat_update", "plan_update", "trace_update", "unread_gradients"]
+__all__ = ["flat_update", "open_conditions", "plan_update", "state_bytes", "trace_update", "unread_gradients"]
 
 _MOVABLE = 1024
 """The most elements of a value that may move between stages in an update."""
@@ -261,3 +272,52 @@ class _Placer:
                 latest = min(reader.level - (reader.stage != part.stage) for reader in readers if reader is not None)
                 late[i] = UpdatePart(max(part.level, latest), part.stage)
         return tuple(late)
+
+
+def open_conditions(graph: Graph) -> Graph:
+    """The graph with every condition, and those inside it, opened; the graph itself if it has none."""
+    if all(_branches(eqn) is None for eqn in graph.eqns):
+        return graph
+
+    def run(*args: Array) -> list[Array]:
+        values: dict[Var, Array] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
+
+        def read(atom: Atom) -> Array:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for i, eqn in enumerate(graph.eqns):
+            branches = _branches(eqn)
+            if branches is not None:
+                which, *operands = map(read, eqn.invars)
+                cases = [branch(*operands) for branch in branches]
+                results = [jax.lax.select_n(which, *each) for each in zip(*cases, strict=True)]
+            else:
+                needs = variables(eqn.invars)
+                results = graph.function([i], needs, eqn.outvars)(*map(read, needs))
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in graph.outputs]
+
+    avals = [aval_of(var) for var in graph.inputs]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+    return open_conditions(trace(run, *shapes)[0])
+
+
+def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
+    return None if eqn.effects else branches_of(eqn)
+
+
+def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) -> tuple[int, ...]:
+    """The bytes of the optimizer state that belong to each parameter leaf.
+
+    A leaf of the state belongs to the parameter whose path ends its own, as ``mu`` of adam does; the others, such as a step count,
+    belong to none.
+    """
+    paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    found = [0] * len(paths)
+    if optimizer is None:
+        return tuple(found)
+    for path, aval in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
+        leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
+        if leaf is not None:
+            found[leaf] += count_bytes(aval)
+    return tuple(found)

@@ -14,13 +14,12 @@ import optax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.conditions import open_conditions
-from jaxpp.optim.owners import flat_update, trace_update
+from jaxpp.optim.owners import flat_update, open_conditions, trace_update
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import ELEMENTWISE, aval_of, is_cast, kind_of, number_in, variables
-from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.types import Params, Tree
 
 __all__ = ["Sizes", "slicing_for"]

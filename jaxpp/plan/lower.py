@@ -11,30 +11,63 @@ A step is written in five passes by one ``Builder``:
 5. *reduce*: aux values that were held for the end of the step are reduced.
 
 The optimizer's lines follow (``optim.emit``).
+
+
+The beginning of a step: one program for each stage that does what the stage does once, before its first forward.
+
+The program splits the stage's batch leaves, folds its keys, computes what depends on parameters alone and the weights of the
+microbatches, and zeroes the sums that no first backward makes.
+
+
+Model state passed from microbatch to microbatch.
+
+The stage that makes a leaf's new value keeps it. A stage further on that reads the old one is sent it once a microbatch; one that
+nobody changes, once a step. (No stage before it reads it: no cut lies there.)
+
+
+Gradients after the last backward: summed over the stages that share a parameter, and over the replicas.
+
+Small gradients of a stage are summed as one vector. The update reads its part of the vector (``packed_sums``); a vector becomes
+leaves only where something else reads them: a sum over stages or replicas, or the caller (``add_gradients``).
 """
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
-from jaxpp.plan.builder import CALLER, Builder, Name
-from jaxpp.plan.model_state import Passing
+from jaxpp.errors import CutError
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Name
 from jaxpp.plan.offload import Offloading
-from jaxpp.plan.stage_setup import add_stage_setup
-from jaxpp.plan.step import Step, local_name, param_name, scale_name, total_name
-from jaxpp.plan.sum_gradients import add_replica_sums, add_tied_sums, add_unpacking
+from jaxpp.plan.step import Step, grad_name, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.generators.forward import forward
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.aux import REDUCERS, Reducer, join
-from jaxpp.stages.loss.microbatch import Split, scale_dtype
-from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Array
+from jaxpp.stages.loss.microbatch import Split, fold_keys, scale_dtype, slice_batch
+from jaxpp.stages.program import Pack, Program, Ref, Role
+from jaxpp.types import Array, Aval
 
-__all__ = ["add_wait", "forward_actions", "lower"]
+__all__ = [
+    "Passing",
+    "add_gradients",
+    "add_replica_sums",
+    "add_stage_setup",
+    "add_tied_sums",
+    "add_unpacking",
+    "add_wait",
+    "add_zero_gradients",
+    "forward_actions",
+    "lower",
+    "packed_sums",
+]
 
 
 def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -152,3 +185,325 @@ def _across(program: Program, num_replicas: int, split: Split) -> Program:
 
     avals = tuple(jax.ShapeDtypeStruct((num_replicas, *aval.shape), aval.dtype) for aval in program.avals)
     return replace(program, function=function, avals=avals, spans=True)
+
+
+class _Part(NamedTuple):
+    """A part of the program: a function, what it reads, the shapes of what it reads, and what it makes."""
+
+    function: Callable[..., Sequence[Array]]
+    inputs: Sequence[Name]
+    avals: Sequence[Aval]
+    outputs: Sequence[Name]
+
+
+def add_stage_setup(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], lasting: Builder | None = None) -> None:
+    """One program for all that a stage does once per step before its first forward.
+
+    What depends on parameters alone is a program of its own among the lines of ``lasting``, if these are given.
+    """
+    for variant, code in enumerate(step.codes(stage)):
+        constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): value for k, value in enumerate(code.constants)}
+        for each in (builder, lasting or builder):
+            each.constants |= {name: Constant(value) for name, value in constants.items()}
+    if lasting is not None:
+        _add_lasting(lasting, step, stage)
+    statics = [] if lasting is not None else _statics(step, stage)
+    parts = [*statics, *_batch(builder, step, stage), *_keys(builder, step, stage), *_scales(builder, step, stage)]
+    zeros = _Part(
+        lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in totals.values()], [], [], [Name(stage, ref) for ref in totals]
+    )
+    parts = [part for part in (*parts, zeros) if part.outputs]
+    if not parts:
+        return
+
+    def begin(*args: Array) -> list[Array]:
+        supply, results = iter(args), []
+        for part in parts:
+            results += part.function(*(next(supply) for _ in part.inputs))
+        return results
+
+    names_in = [name for part in parts for name in part.inputs]
+    names_out = [name for part in parts for name in part.outputs]
+    avals = shapes_of(aval for part in parts for aval in part.avals)
+    refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+    program = Program(begin, *refs, avals, name=f"begin_stage_{stage}")
+    builder.compute(f"begin stage {stage}", program, stage, names_in, names_out, ())
+
+
+def _statics(step: Step, stage: int) -> list[_Part]:
+    """What depends on parameters alone."""
+    found = []
+    for variant, code in enumerate(step.codes(stage)):
+        statics = code.statics
+        inputs, outputs = ([local_name(stage, ref, -1, variant) for ref in refs] for refs in (statics.inputs, statics.outputs))
+        found.append(_Part(statics.function, inputs, statics.avals, outputs))
+    return found
+
+
+def _add_lasting(lasting: Builder, step: Step, stage: int) -> None:
+    """What depends on parameters alone, as a program for each size of a microbatch."""
+    for variant, code in enumerate(step.codes(stage)):
+        statics = code.statics
+        inputs, outputs = ([local_name(stage, ref, -1, variant) for ref in refs] for refs in (statics.inputs, statics.outputs))
+        if outputs:
+            lasting.compute(f"parameters of stage {stage}", statics, stage, inputs, outputs, ())
+
+
+def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The batch leaves, split into microbatches; one microbatch is the batch."""
+    leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
+    if len(step.sizes) == 1:
+        for k in leaves:
+            whole = Name(stage, Ref(Role.BATCH, k))
+            builder.send(f"batch leaf {k} of the only microbatch", whole, whole._replace(microbatch=0))
+        return []
+    return [
+        _Part(
+            lambda *batch: [piece for row in slice_batch(batch, step.sizes) for piece in row],
+            [Name(stage, Ref(Role.BATCH, k)) for k in leaves],
+            [step.batch[k] for k in leaves],
+            [Name(stage, Ref(Role.BATCH, k), i) for i in range(len(step.sizes)) for k in leaves],
+        )
+    ]
+
+
+def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The key of each microbatch; the microbatches of replica r are numbered from r times their number."""
+    if step.key is None or not step.read(stage, Role.KEY):
+        return []
+    names, avals, count = [Name(stage, Ref(Role.KEY))], [step.key], len(step.sizes)
+    if step.num_replicas > 1:
+        replica = Name(stage, Ref(Role.REPLICA))
+        builder.constants[replica] = Constant(np.arange(step.num_replicas), split=True)
+        names, avals = [*names, replica], [*avals, builder.constants[replica].aval]
+    return [
+        _Part(
+            lambda key, replica=0: fold_keys(key, step.implementation, replica * count, count),
+            names,
+            avals,
+            [Name(stage, Ref(Role.KEY), i) for i in range(count)],
+        )
+    ]
+
+
+def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The weight of each microbatch: constants, or shares of what ``Step.weigh`` computes on the loss's stage."""
+    names = [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+    if step.weigh is None:
+        builder.constants |= dict(zip(names, _shares(step), strict=True))
+        return []
+    source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
+    if stage == step.loss_stage:
+        builder.compute("weigh", step.weigh, stage, [Name(stage, ref) for ref in step.weigh.inputs], [source], ())
+    else:
+        builder.send(f"send scales to stage {stage}", source, here)
+
+    def each(scales: Float[Array, " microbatches"]) -> list[Float[Array, ""]]:
+        return [scales[i] for i in range(len(names))]
+
+    return [_Part(each, [here], [jax.ShapeDtypeStruct((len(names),), scale_dtype())], names)]
+
+
+def _shares(step: Step) -> list[Constant]:
+    """Each microbatch's share of the examples; the last microbatch of an idle replica has none."""
+    total = step.split.num_examples(step.num_replicas)
+    known = {size: Constant(np.asarray(size / total, scale_dtype())) for size in step.sizes}
+    shares = [known[size] for size in step.sizes]
+    if step.split.num_idle:
+        last = np.full(step.num_replicas, step.sizes[-1] / total, scale_dtype())
+        last[step.num_replicas - step.split.num_idle :] = 0
+        shares[-1] = Constant(last, split=True)
+    return shares
+
+
+class Passing:
+    """Knows where each model state leaf is, as every microbatch finds it, while the lines of a step are written."""
+
+    def __init__(self, builder: Builder, step: Step):
+        self._builder, self._step = builder, step
+        self._made = {(leaf, 0): state_name(stage, leaf) for leaf, stage in enumerate(step.state_owner)}
+        self._there = set(self._made.values())
+        self._sent: dict[tuple[Name, int], Name] = {}
+
+    def supply(self, action: Action, program: Program) -> None:
+        """Send an action the model state that it reads and its stage does not have."""
+        stage, _, i = action
+        for ref in program.inputs:
+            if ref.role == Role.STATE:
+                self._bring(ref.index, i, stage, str(action))
+
+    def note(self, action: Action, program: Program) -> None:
+        """Note the model state that a forward has made."""
+        stage, _, i = action
+        made = {(ref.index, i + 1): state_name(stage, ref.index, i + 1) for ref in program.outputs if ref.role == Role.STATE}
+        self._made |= made
+        self._there |= set(made.values())
+
+    def go_home(self) -> None:
+        """Bring the leaves to their owners, as the last microbatch left them."""
+        for leaf, stage in enumerate(self._step.state_owner):
+            self._bring(leaf, len(self._step.sizes), stage, "the step")
+
+    def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
+        """Make a leaf, as a microbatch finds it, known to a stage; it is sent there if need be."""
+        source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
+        if target not in self._there:
+            self._there.add(target)
+            near = self._sent.setdefault(
+                (source, stage), target
+            )  # what a stage was sent before serves as long as nobody changes it
+            path = self._step.cuts[0].loss.state_paths[leaf]
+            label = f"send {path} to stage {stage} for {reader}"
+            self._builder.send(label, source if near == target else near, target)
+
+    def _find(self, leaf: int, microbatch: int) -> Name:
+        """Where a leaf is that no microbatch has changed since."""
+        while (leaf, microbatch) not in self._made:
+            microbatch -= 1
+            loss = self._step.cuts[self._step.variants[microbatch]].loss
+            if leaf not in loss.unchanged:
+                raise CutError(
+                    f"model_state {loss.state_paths[leaf]}",
+                    "a stage reads what a later stage makes of the microbatch before, and does not wait for it",
+                    f"microbatch {microbatch + 1} of {len(self._step.sizes)} reads it before {microbatch} has made it",
+                    "update the state where it is read, or pass fewer stages",
+                )
+        return self._made[leaf, microbatch]
+
+
+def packed_sums(step: Step) -> dict[int, tuple[Name, Pack]]:
+    """The gradients that stay parts of vectors after the last backward: for each leaf, its vector, and what is where in that."""
+    found = {}
+    for stage in range(step.num_stages):
+        if _stays_packed(step, stage):
+            found |= {ref.index: (Name(stage, pack.ref), pack) for pack in step.codes(stage)[0].packs for ref in pack.members}
+    return found
+
+
+def _stays_packed(step: Step, stage: int) -> bool:
+    """Whether nothing between the last backward and the update reads a packed gradient of the stage."""
+    members = {ref for pack in step.codes(stage)[0].packs for ref in pack.members}
+    return step.num_replicas == 1 and members.isdisjoint(ref for _, ref in _coming_home(step, stage))
+
+
+def _coming_home(step: Step, home: int) -> list[tuple[int, Ref]]:
+    """The gradients that other stages sum for the parameters of a stage, and these stages."""
+    return [(stage, ref) for stage, ref in step.away if step.owner[ref.index] == home]
+
+
+def add_unpacking(builder: Builder, step: Step) -> None:
+    """Gradients that were summed as one vector become leaves, on the stages where they are read before the update."""
+    for stage in range(step.num_stages):
+        if not _stays_packed(step, stage):
+            _unpack(builder, step, stage, grad_name)
+
+
+def add_gradients(builder: Builder, step: Step) -> None:
+    """The gradients of all leaves for the caller: those that stayed parts of vectors as leaves, and zeros of what has none."""
+    for stage in range(step.num_stages):
+        if _stays_packed(step, stage):
+            _unpack(builder, step, stage, lambda stage, leaf: total_name(stage, Role.GRAD, leaf))
+    add_zero_gradients(builder, step, range(len(step.owner)))
+
+
+def _unpack(builder: Builder, step: Step, stage: int, called: Callable[[int, int], Name]) -> None:
+    packs = step.codes(stage)[0].packs
+    if packs:
+        program = step.once(("unpack", stage, packs), functools.partial(_unpacking, stage, packs))
+        names_in = [Name(stage, ref) for ref in program.inputs]
+        names_out = [called(stage, ref.index) for ref in program.outputs]
+        builder.compute(f"unpack stage {stage}", program, stage, names_in, names_out, ())
+
+
+def _unpacking(stage: int, packs: Sequence[Pack]) -> Program:
+    def unpack(*vectors: Array) -> list[Array]:
+        return [value for pack, vector in zip(packs, vectors, strict=True) for value in pack.split(vector).values()]
+
+    members = tuple(ref for pack in packs for ref in pack.members)
+    refs, avals = zip(*((pack.ref, pack.aval) for pack in packs), strict=True)
+    return Program(unpack, refs, members, avals, name=f"stage_{stage}_unpack")
+
+
+def add_tied_sums(builder: Builder, step: Step) -> None:
+    """Gradients of parameters used away from home go back, once, and are summed."""
+    for home in range(step.num_stages):
+        back: dict[int, list[Name]] = {}
+        for stage, ref in _coming_home(step, home):
+            target = Name(home, Ref(Role.GRAD, ref.index, stage))
+            path = step.cuts[0].loss.param_paths[ref.index]
+            builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
+            back.setdefault(ref.index, [grad_name(home, ref.index)]).append(target)
+        if back:
+            _sum(builder, step, home, list(back.values()))
+
+
+def _sum(builder: Builder, step: Step, stage: int, groups: list[list[Name]]) -> None:
+    names = [name for group in groups for name in group]
+    avals = [step.params[name.ref.index] for name in names]
+
+    def tie(*args: Array) -> list[Array]:
+        supply = iter(args)
+        return [functools.reduce(operator.add, [next(supply) for _ in group]) for group in groups]
+
+    totals = [group[0] for group in groups]
+    refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
+    program = step.once(("tie", refs), lambda: Program(tie, *refs, shapes_of(avals), name=f"stage_{stage}_tie"))
+    donated = tuple(k for k, name in enumerate(names) if name in totals)
+    builder.compute(f"tie stage {stage}", program, stage, names, totals, donated)
+
+
+def add_replica_sums(builder: Builder, step: Step, stage: int) -> None:
+    """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
+    leaves = step.trained if step.trains else ()
+    grads = [Ref(Role.GRAD, leaf) for leaf in leaves if step.owner[leaf] == stage]
+    if _stays_packed(step, stage):
+        grads = [ref for ref in grads if ref not in step.packed]
+    own = [ref for ref in grads if (Role.GRAD, ref.index) in step.own]
+    _mean_of_own(builder, step, stage, own)
+    found = [(ref, step.params[ref.index]) for ref in grads if ref not in own]
+    if stage == step.loss_stage:
+        forward = step.codes(stage)[0].forward
+        totals = zip(forward.outputs, forward.results, strict=True)
+        found += [(ref, aval) for ref, aval in totals if ref.role in (Role.LOSS, Role.AUX)]
+    refs = [ref for ref, _ in found]
+    names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
+    if step.num_replicas == 1:
+        for source, target in zip(*names, strict=True):
+            builder.send(f"rename {source.ref.role} {source.ref.index} of stage {stage}", source, target)
+    elif found:
+        count = step.num_replicas
+        avals = tuple(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype) for _, aval in found)
+        outputs = tuple(name.ref for name in names[1])
+        make = functools.partial(Program, _sum_replicas, tuple(refs), outputs, avals, spans=True)
+        program = step.once(("total", tuple(refs), avals), make)
+        builder.compute(f"total stage {stage}", program, stage, *names, ())
+
+
+def _mean_of_own(builder: Builder, step: Step, stage: int, refs: Sequence[Ref]) -> None:
+    """The gradients of parameters of which each replica has its own, each over the replicas with the same."""
+    if refs:
+        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+        mean = GroupMean(tuple(step.params[ref.index] for ref in refs))
+        totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
+        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in refs), *scales], totals)
+
+
+def _sum_replicas(*values: Array) -> list[Array]:
+    """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
+    return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
+
+
+def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> None:
+    """The gradients of those of the leaves that have none: zeros, on their owners."""
+    missing = [leaf for leaf in wanted if leaf not in step.trained and Ref(Role.GRAD, leaf) not in step.packed]
+    for stage in range(step.num_stages):
+        names = [total_name(stage, Role.GRAD, leaf) for leaf in missing if step.owner[leaf] == stage]
+        avals = [step.params[name.ref.index] for name in names]
+        if names:
+            zeros, refs = functools.partial(_zeros, avals), tuple(n.ref for n in names)
+            program = step.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
+            builder.compute(f"zeros stage {stage}", program, stage, [], names, ())
+
+
+def _zeros(avals: Sequence[Aval]) -> list[Array]:
+    return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]

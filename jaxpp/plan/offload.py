@@ -14,8 +14,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpp.plan.builder import Builder, Line, MemoryCopy, Name
-from jaxpp.plan.slot_lifetimes import last_uses
+from jaxpp.plan.builder import Builder, Line, MemoryCopy, Name, last_uses
 from jaxpp.plan.step import Step, local_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.offload import Offloaded

@@ -20,8 +20,8 @@ from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.runtime.processes.trees.gathered import gather_across
-from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
+from jaxpp.stages.stacked import Slices
 from jaxpp.types import Array, Device, Home, Leaf, Tree
 
 try:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
 from jaxpp.errors.checks import check_function
 from jaxpp.stages.cuts.cut_loss import CutLoss
-from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
+from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Array, Batch, Key, Params, Tree
 
 __all__ = ["by_hand", "check_stages", "compose", "scope"]

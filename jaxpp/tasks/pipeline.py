@@ -20,7 +20,7 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import batch_avals

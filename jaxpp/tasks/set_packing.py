@@ -4,7 +4,7 @@ To begin a transfer costs host time, some 0.03 ms for each array and direction h
 task and their moments that is more than the step computes. So the small arrays that share a home lie end to end in one vector. A
 program on the device packs them before they go to the host, and another takes them apart when the set is used.
 
-The vectors are those of ``jaxpp.stages.packing``, which a program reads or writes in place of many small arrays. What is added
+The vectors are those of ``jaxpp.stages.program``, which a program reads or writes in place of many small arrays. What is added
 here is what travel needs: vectors per home, the same vectors on the host, and bits that stay what they are, those of a NaN
 included. Therefore the vectors hold unsigned integers, one vector for each width: a backend may carry narrow floats through
 float32, which changes signalling NaNs. An int32 step count lies beside float32 moments.
@@ -20,8 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.runtime.transfer import to_host
-from jaxpp.stages.packing import Pack, packs_of
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import Pack, Ref, Role, packs_of
 from jaxpp.types import Array, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "SetPacking"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import SCHEDULES
-from jaxpp.stages.remat.offload import Offload
+from jaxpp.stages.remat import Offload
 from jaxpp.types import Arguments
 
 __all__ = ["Candidate", "Family"]

@@ -12,9 +12,8 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import CutError
-from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance, least_largest
-from jaxpp.stages.cuts.by_name import resolve
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance, least_largest, resolve
+from jaxpp.stages.loss.traced_loss import trace_loss
 from models.gpt import GPT
 
 SIZE = 4

@@ -25,8 +25,8 @@ from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.by_memory import MEMORY_SLACK, StageBytes, balance_memory
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.cuts.held import kept_uses
-from jaxpp.stages.loss.trace import trace_loss
-from jaxpp.stages.remat.least import Least
+from jaxpp.stages.loss.traced_loss import trace_loss
+from jaxpp.stages.remat import Least
 from models.resnet import ResNet
 from tests.conftest import gpt_case, mlp_case
 

@@ -23,10 +23,10 @@ from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
-from jaxpp.stages.loops.stacked import assembled
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
-from jaxpp.stages.remat.least import Least
+from jaxpp.stages.remat import Least
+from jaxpp.stages.stacked import assembled
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
 from tests.end_to_end.test_zoo import CASES

@@ -15,7 +15,7 @@ from jaxpp.schedule import Schedule
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.aux import join
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case

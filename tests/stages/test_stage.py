@@ -8,11 +8,10 @@ import pytest
 
 import jaxpp
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.cuts.balance import balance, owners
-from jaxpp.stages.cuts.by_name import resolve
+from jaxpp.stages.cuts.balance import balance, owners, resolve
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.graph import descendants, trace
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
 from models.gpt import GPT
 from models.mlp import MLP

@@ -26,8 +26,7 @@ from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
-from jaxpp.stages.remat.offload import offload_of
-from jaxpp.stages.remat.policy import kept_of
+from jaxpp.stages.remat import kept_of, offload_of
 from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Change", "changes"]

@@ -27,7 +27,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.simulate import simulate
-from jaxpp.stages.remat.policy import RECOMPUTE, kept_of
+from jaxpp.stages.remat import RECOMPUTE, kept_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Batch, Device, Key
 

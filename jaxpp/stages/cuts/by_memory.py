@@ -19,8 +19,7 @@ from jaxtyping import Float
 from jaxpp.stages.cuts.balance import Cuts, balance, balance_within
 from jaxpp.stages.cuts.held import Use, kept_uses, param_uses
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.remat.least import Least
-from jaxpp.stages.remat.policy import Kept
+from jaxpp.stages.remat import Kept, Least
 from jaxpp.stages.stage import StageCode
 
 __all__ = ["MEMORY_SLACK", "StageBytes", "balance_memory"]

@@ -21,11 +21,11 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import uncut
 from jaxpp.stages.graph import Graph, Piece
 from jaxpp.stages.jaxpr import Atom, aval_of, function_of, variables
-from jaxpp.stages.loops.rows import Read
+from jaxpp.stages.layers import Read
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Role
-from jaxpp.stages.remat.policy import Kept
-from jaxpp.stages.split_backward import BACKWARD
+from jaxpp.stages.remat import Kept
+from jaxpp.stages.stage import BACKWARD
 
 __all__ = ["Use", "kept_uses", "param_uses"]
 

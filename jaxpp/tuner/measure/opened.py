@@ -18,12 +18,12 @@ from jaxpp.engine.tracing import Tracing
 from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.record import Stamps
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Plan
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.clocks import align_clocks
 from jaxpp.runtime.processes.exchange import rows_of_all, texts_of_all
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.remat.offload import Offload
+from jaxpp.stages.remat import Offload
 from jaxpp.tuner.candidate import Candidate
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 

@@ -22,7 +22,7 @@ from jaxpp.runtime.processes.trees.gathered import brought
 from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.runtime.transfer import HOST_MEMORY, put
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loops.stacked import Slices
+from jaxpp.stages.stacked import Slices
 from jaxpp.types import Array
 
 __all__ = ["array_handler"]

@@ -18,7 +18,7 @@ from jaxpp.runtime.processes.crossing import crosser
 from jaxpp.runtime.processes.exchange import first_devices, rows_of_all
 from jaxpp.runtime.processes.trees.sliced import slices_of
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loops.stacked import joined
+from jaxpp.stages.stacked import joined
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
 
 __all__ = ["brought", "gather_across"]

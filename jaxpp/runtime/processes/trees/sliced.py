@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from jaxpp.errors import StateError
 from jaxpp.runtime.processes.here import elsewhere
-from jaxpp.stages.loops.stacked import Slices, whole_shape
+from jaxpp.stages.stacked import Slices, whole_shape
 from jaxpp.types import Array, Leaf, Tree
 
 __all__ = ["are_across", "slices_of", "stand_in_for"]
