@@ -25,7 +25,7 @@ from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.init_params import INIT_KEY, lower_init
-from jaxpp.plan.lower import add_gradients, add_wait, add_zero_gradients, forward_actions, lower, packed_sums
+from jaxpp.plan.lower import add_gradients, add_wait, add_zero_gradients, forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
 from jaxpp.runtime.agreement.meeting import agreement, transfers
@@ -275,7 +275,7 @@ class Engine:
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
     ) -> Outcome[Name]:
         """Add the update to the lines of a step, after what its host callbacks may refuse."""
-        update, names, packed = self.update, self.placed.names, packed_sums(step)
+        update, names, packed = self.update, self.placed.names, step.packed_sums
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
             leaves = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained if leaf not in packed]

@@ -33,6 +33,7 @@ from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared,
 from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_floating
 from jaxpp.stages.own_params import num_own, num_shared
 from jaxpp.stages.program import Pack
+from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Aval, Batch, Key, Params, Tree
 
@@ -223,7 +224,7 @@ class _Layouts:
             of_user=tuple(size * (1 + (options.is_loss and leaf not in frozen)) for leaf, size in enumerate(sizes)),
             of_owner=tuple(size / parts for size, parts in state),
             num_kept=kept,
-            policies=options.remat or (None,) * num_stages,
+            policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
         )
 

@@ -7,18 +7,7 @@ belongs to nobody and is repeated where it is needed; scalars of several stages 
 clip_by_global_norm three, with only scalars between them, packed into one vector a pair of stages.
 
 An optimizer state leaf belongs to the stage whose gradients it is combined with; what is combined with none (a step count)
-belongs to stage 0.
-
-
-A condition over all leaves as one choice a leaf, so that each stage chooses for its own.
-
-``optax.MultiSteps`` and ``optax.apply_if_finite`` are one ``lax.cond`` over every gradient and every leaf of the optimizer state.
-As one equation it would run on one stage, and all of these would have to move there. So both branches are computed where their
-operands live, and ``select_n`` takes for each result the branch that the predicate, a scalar, says: the same bits, at the price of
-the branch not taken.
-
-
-How many bytes of optimizer state each parameter leaf has, from shapes alone.
+belongs to stage 0. A condition over all leaves (``optax.MultiSteps``, ``optax.apply_if_finite``) becomes one choice a leaf.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""An optimizer's update, traced on the whole tree and placed: what ``optim.owners`` makes and ``optim.emit`` writes as lines.
-
-The lines of an optimizer placed by ``optimizer``: one program a stage and level, and the scalars that meet between them.
-"""
+"""An optimizer's update, traced and placed (``owners.py``), and its lines: one program a stage and level, and their sends."""
 
 import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence

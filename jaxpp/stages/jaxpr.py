@@ -6,7 +6,7 @@ an equation, the kinds of effects, or the name stack. Everything that jaxpp reli
 ``jaxpr.eqns``, and ``eqn.invars``, ``outvars``, ``effects`` and ``primitive``.
 
 ``kind_of`` names what an equation does. It is the name of its primitive, except where JAX has had several names for one primitive.
-Tables of kinds that belong to one decision stand where that decision is made (``remat/repeatable.py``).
+Tables of kinds that belong to one decision stand where that decision is made (``repeatable.py``).
 """
 
 import math

@@ -1,20 +1,15 @@
-"""Loops over layers, taken apart: one ``lax.scan`` becomes several shorter ones, so that a stage can begin between two layers.
+"""Parameters stacked over layers, cut between two layers: loops over them, and rows of them read one by one.
 
-First every layer becomes a loop of its own, and the loss is cut as any other. The cuts say which layers each stage runs, and so
-which rows of the stacked parameters it owns (``slices_between``). From then on the parameters come as slices, and a loop over them
-is split where the slices end (``split_scans``).
+*Loops*: one ``lax.scan`` becomes several shorter ones. First every layer becomes a loop of its own, and the loss is cut as any
+other. The cuts say which layers each stage runs, and so which rows of the stacked parameters it owns (``slices_between``). From
+then on the parameters come as slices (``stacked.py``), and a loop over them is split where the slices end (``split_scans``). A cast
+of a layer's weights inside a loop would be computed by every microbatch and kept for its backward: a copy of the weights. So a loop
+that is rebuilt casts the weights of all its layers before it begins, once a step.
 
-A cast of a layer's weights inside a loop would be computed by every microbatch and kept for its backward: a copy of the weights.
-So a loop that is rebuilt casts the weights of all its layers before it begins. The casts depend on parameters alone, and so they
-are computed once a step.
-
-
-Rows of a stacked parameter read one by one: ``w[3]``, ``w[2:4]``, ``for row in w``, ``jax.tree.map(lambda a: a[i], params)``.
-
-A model that runs its layers in a Python loop may keep their parameters in one array all the same. Each layer then reads static
-rows of it, and the stage that runs the layer owns these rows, as it would if the loop were a ``scan``. First it is found out which
-rows are read where (``first_reads``), and the cuts say which stage that is (``rows_between``). From then on the parameter comes as
-slices, and what is read of the whole is read of the slice that has it (``place_rows``).
+*Rows*: a model that runs its layers in a Python loop may keep their parameters in one array all the same, and read static rows of
+it: ``w[3]``, ``w[2:4]``, ``for row in w``, ``jax.tree.map(lambda a: a[i], params)``. The stage that runs the layer owns these rows,
+as it would if the loop were a ``scan``. First it is found out which rows are read where (``first_reads``), and the cuts say which
+stage that is (``rows_between``). From then on what is read of the whole is read of the slice that has it (``place_rows``).
 """
 
 import bisect

@@ -4,12 +4,10 @@ A name (``Ref``) says what a value is for the stage that holds it; the plan turn
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
 ``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
 
-
-Many small arrays as one: what a program pays for each array it is given or gives costs more than a small array's work.
-
-Biases, norm scales and their gradients, masks and statistics are often a few kilobytes each. Where a program would return many of
-them at every microbatch, it returns one vector instead, and the reader takes it apart; the arithmetic is the same. Sets of
-parameters that wait on the host travel as such vectors too, whose bits are kept as integers: ``jaxpp.tasks.set_packing``.
+What a program pays for each array it is given or gives costs more than a small array's work: biases, norm scales and their
+gradients, masks and statistics are often a few kilobytes each. Where a program would return many of them at every microbatch, it
+returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same. Sets of parameters that wait on
+the host travel as such vectors too.
 """
 
 import enum

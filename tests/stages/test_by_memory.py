@@ -26,7 +26,7 @@ from jaxpp.stages.cuts.by_memory import MEMORY_SLACK, StageBytes, balance_memory
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.cuts.held import kept_uses
 from jaxpp.stages.loss.traced_loss import trace_loss
-from jaxpp.stages.remat import Least
+from jaxpp.stages.remat import Least, RematPolicy
 from models.resnet import ResNet
 from tests.conftest import gpt_case, mlp_case
 
@@ -116,7 +116,7 @@ def traced(name):
     return trace_loss(loss_fn, variables[0], jax.eval_shape(lambda: batch), key, **options)
 
 
-@pytest.mark.parametrize("kept", [Least(1.0), None], ids=["least", "keep"])
+@pytest.mark.parametrize("kept", [Least(1.0), RematPolicy()], ids=["least", "keep"])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "disagreeing"])
 def test_the_estimate_of_what_stages_keep_is_near_what_they_keep(name, kept):
     loss = traced(name)

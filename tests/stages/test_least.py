@@ -25,7 +25,7 @@ from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
-from jaxpp.stages.remat import Least
+from jaxpp.stages.remat import Least, RematPolicy
 from jaxpp.stages.stacked import assembled
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
@@ -89,7 +89,7 @@ def work(code, kinds):
 def check_random(seed, transcendental, *, count=True):
     model = random_model(seed)
     loss = trace_loss(model.loss_fn, model.params, shapes(model.batch), model.key, has_aux=False, frozen=model.frozen)
-    for before, after in zip(*cut_with(loss, model.stages, None, Least(transcendental)), strict=True):
+    for before, after in zip(*cut_with(loss, model.stages, RematPolicy(), Least(transcendental)), strict=True):
         where = f"random_model({seed}), stage {after.index}: {model}"
         for kind in "BW":
             assert kept(after, kind) <= kept(before, kind), f"{kind} of {where}"
@@ -133,7 +133,7 @@ def gpt_loss(dtype, dropout, *, depth=4, width=256, length=64, heads=4, size=8):
 @pytest.mark.parametrize("transcendental", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_gpt_keeps_a_dozen_activations_a_block(dtype, dropout, most, transcendental):
     loss, activation = gpt_loss(dtype, dropout)
-    for before, after in zip(*cut_with(loss, 2, None, Least(transcendental)), strict=True):
+    for before, after in zip(*cut_with(loss, 2, RematPolicy(), Least(transcendental)), strict=True):
         assert kept(before) / 2 / activation > 30
         assert kept(after) / 2 / activation <= most + (after.index == 1) / 2  # the last stage also keeps its head's operand
         assert kept(after, "W") <= kept(before, "W")
@@ -150,7 +150,7 @@ SLOW = {"unet", "seq2seq", "nnx_gpt"}
 def test_every_model_of_the_zoo_keeps_no_more_and_half_where_there_is_much_that_is_cheap(name):
     loss = traced(CASES[name]("float32"))
     for stages in (1, 2):
-        before, after = cut_with(loss, stages, None, Least())
+        before, after = cut_with(loss, stages, RematPolicy(), Least())
         for then, now in zip(before, after, strict=True):
             assert kept(now) <= kept(then)
             assert kept(now, "W") <= kept(then, "W")
@@ -212,7 +212,7 @@ def test_what_the_user_checkpoints_stays_checkpointed():
 
     params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
     loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 8), jnp.float32), None, has_aux=False)
-    (before,), (after,) = cut_with(loss, 1, None, Least())
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
     assert kept(after) <= kept(before)
     assert work(after, "B") == work(before, "B")
 
@@ -243,7 +243,7 @@ def test_beside_boundaries_without_gradient_and_frozen_parameters_no_more_is_kep
         cuts = balance(loss, 3)
         before, after = (
             cut(loss, cuts, owners(loss, cuts), remat=(way,) * 3, cut_gradient=boundaries, pack=False).stages
-            for way in (None, Least())
+            for way in (RematPolicy(), Least())
         )
         for then, now in zip(before, after, strict=True):
             assert kept(now) <= kept(then)
@@ -260,7 +260,7 @@ def test_a_relu_is_as_cheap_as_what_it_is_made_of():
 
     params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
     loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((32, 64), jnp.float32), None, has_aux=False)
-    (before,), (after,) = cut_with(loss, 1, None, Least())
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
     assert kept(after) <= (1 + 3 + 3 / 4 + 0.5) * 32 * 64 * 4  # the input; of each layer a product and a mask, and rows of one
     assert kept(after) <= kept(before) / 2
 
@@ -278,7 +278,7 @@ def test_a_loop_over_layers_keeps_half_and_multiplies_no_more():
 
     params = jax.ShapeDtypeStruct((6, 16, 64), jnp.float32)
     loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.random.key(0), has_aux=False)
-    (before,), (after,) = cut_with(loss, 1, None, Least())
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
     assert kept(after) <= kept(before) / 2
     then, now = work(before, "B"), work(after, "B")
     assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}
@@ -296,7 +296,7 @@ def many_equations(depth):
 
 
 def test_a_stage_of_thousands_of_equations_is_cut():
-    before, after = cut_with(many_equations(80), 1, None, Least())
+    before, after = cut_with(many_equations(80), 1, RematPolicy(), Least())
     assert kept(after[0]) < kept(before[0]) / 4
 
 
@@ -341,7 +341,7 @@ def test_matrix_products_and_convolutions_of_compiled_programs_are_those_of_ever
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
     batch = {"x": jax.ShapeDtypeStruct((4, 5, 6), jnp.float32)}
     loss = trace_loss(loss_fn, params, batch, None, has_aux=False)
-    for before, after in zip(*cut_with(loss, 2, None, Least()), strict=True):
+    for before, after in zip(*cut_with(loss, 2, RematPolicy(), Least()), strict=True):
         assert kept(after) < kept(before)
         for kinds in ("B", "IW"):
             flops = [

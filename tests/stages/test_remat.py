@@ -13,6 +13,7 @@ from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.aux import join
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
+from jaxpp.stages.remat import policies_of
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 from tests.stages.test_split_backward import matmul_flops
@@ -24,7 +25,7 @@ def cut_case(case, stages, policy):
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape[1:]), x.dtype), case.batch)
     loss = trace_loss(case.loss_fn, case.params, batch, case.key, has_aux=True)
     cuts = balance(loss, stages)
-    return cut(loss, cuts, owners(loss, cuts), remat=(policy,) * stages)
+    return cut(loss, cuts, owners(loss, cuts), remat=policies_of(policy, stages, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_gradients_do_not_depend_on_what_is_kept(make_case, schedule, remat):
 
 @pytest.mark.parametrize(("make_case", "stages"), [(mlp_case, 3), (gpt_case, 2)], ids=["mlp", "gpt"])
 def test_with_recompute_only_stage_inputs_are_kept_and_the_forward_is_done_once_more(make_case, stages):
-    plain = cut_case(make_case(), stages, None).stages
+    plain = cut_case(make_case(), stages, "keep").stages
     for code, kept in zip(cut_case(make_case(), stages, POLICIES.nothing_saveable).stages, plain, strict=True):
         assert kept.residuals
         assert not code.residuals
@@ -77,7 +78,7 @@ def test_a_policy_by_name_keeps_what_is_named():
 
     params, x = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 8))}, jnp.ones((2, 4))
     loss = trace_loss(loss_fn, params, x, None, has_aux=False)
-    stages = cut(loss, (), (0, 0), remat=(POLICIES.save_only_these_names("mine"),)).stages
+    stages = cut(loss, (), (0, 0), remat=policies_of(POLICIES.save_only_these_names("mine"), 1, "cpu")).stages
     assert [aval.shape for aval in stages[0].residuals] == [(2, 8)]
 
 

@@ -26,7 +26,7 @@ from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
-from jaxpp.stages.remat import kept_of, offload_of
+from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
 from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Change", "changes"]
@@ -177,7 +177,7 @@ def _forward_candidates(engine: Engine, batch: Batch) -> Iterator[_Candidate]:
 
 def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
     """The options that ``remat=`` of all stages stands for."""
-    return {"remat": kept_of(way, stages, platform), "offload": offload_of(way, stages)}
+    return {"remat": policies_of(way, stages, platform), "offload": offload_of(way, stages)}
 
 
 def _moved(liveness: Liveness) -> int:
@@ -201,6 +201,7 @@ def _time(options: Options, batch: Batch, purpose: Purpose) -> float:
     if purpose != "update":
         count = min(schedule.num_microbatches, check_batch(batch, 1, shared=options.shared))
         schedule = forward(schedule.num_stages, count)
-    again = [1 + (callable(kept) and purpose == "update") for kept in options.remat or (None,) * schedule.num_stages]
+    policies = options.remat or (RematPolicy(),) * schedule.num_stages
+    again = [1 + (policy.recomputes and purpose == "update") for policy in policies]
     makespan = simulate(schedule, forward=1, input_grad=again, weight_grad=1).makespan
     return float(makespan) / (schedule.num_stages * schedule.num_microbatches)

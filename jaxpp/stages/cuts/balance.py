@@ -1,4 +1,4 @@
-"""Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
+"""Where to cut: ``num_stages - 1`` positions on the spine of the traced loss, found or named by the user.
 
 Problem: a pipeline is as fast as its largest stage, every stage should have something to do, and little should cross between them.
 Idea: satisfy these in that order. The yardstick is the least that the largest stage can cost over all cuts. Of the cuts whose
@@ -7,12 +7,8 @@ of these, take the one that sends the fewest bytes. Mechanism: the yardstick by 
 prefix sums. On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
 
 A second trace of the same model (another batch shape, an evaluation loss) must leave every parameter with its owner, so it is cut
-where it fits the owners best (``align``); what does not fit is copied.
-
-
-Cuts by name: where the user says that stages begin, by module path or parameter prefix.
-
-Work that cannot be divided evenly: refused where a pipeline would be pointless, otherwise told with what would help.
+where it fits the owners best (``align``); what does not fit is copied. ``resolve`` cuts where the user says. Work that cannot be
+divided evenly is refused where a pipeline would be pointless (``check_giant``), otherwise told with what would help (``uneven``).
 """
 
 import difflib

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from jaxpp.stages.cuts.balance import Cuts, balance, balance_within
 from jaxpp.stages.cuts.held import Use, kept_uses, param_uses
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.remat import Kept, Least
+from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stage import StageCode
 
 __all__ = ["MEMORY_SLACK", "StageBytes", "balance_memory"]
@@ -49,7 +49,7 @@ class StageBytes:
     of_user: tuple[float, ...]
     of_owner: tuple[float, ...]
     num_kept: tuple[int, ...]
-    policies: tuple[Kept, ...]
+    policies: tuple[RematPolicy, ...]
     devices: tuple[int, ...]
 
     def fullest(self, stages: Sequence[StageCode], owner: Sequence[int]) -> float:
@@ -116,10 +116,10 @@ class _Stretches:
                 before = at
         return changes.cumsum(axis=0).cumsum(axis=1)[:count, :count]
 
-    def _kept(self, loss: TracedLoss, policy: Kept) -> Float[np.ndarray, " starts ends"]:
+    def _kept(self, loss: TracedLoss, policy: RematPolicy) -> Float[np.ndarray, " starts ends"]:
         """What the forward of a stage keeps; one that computes things again holds the activations that it begins with."""
         found = self._table(kept_uses(loss, policy))
-        if policy is None or isinstance(policy, Least):
+        if not policy.recomputes:
             return found
         return found + np.asarray([loss.boundary_bytes[k] if k else 0 for k in self.places], float)[:, None]
 

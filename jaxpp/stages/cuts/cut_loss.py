@@ -1,18 +1,14 @@
 """A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs.
 
-What crosses a stage boundary: the cheapest values from which the next stage can compute what it reads.
+What crosses a boundary are the cheapest values from which the next stage can compute what it reads. A stage may read a value and
+its square, or a float32 copy of a bfloat16 value. Cheap equations between what is sent and what is read are run again by the reader
+where fewer bytes cross then; the choice is a minimum cut, as that of the residuals (``remat.py``). An equation that reads a
+parameter, the model state, the batch or a key is not run again.
 
-A stage may read a value and its square, or a float32 copy of a bfloat16 value. Cheap equations between what is sent and what is
-read are run again by the reader where fewer bytes cross then. The choice is a minimum cut, as that of the residuals (``least.py``).
-An equation that reads a parameter, the model state, the batch or a key is not run again.
-
-
-A leaf of the model state that several stages read, as one leaf for each of them.
-
-Problem: the position in a cache, which all layers share, belongs to one stage; the others are sent it at every pass. Idea: its new
-value follows from the old one and the batch by a few cheap equations, so each stage that reads it can keep a leaf of its own and
-make the new value itself. Mechanism: the equations between the leaf and the spine are written once more for every further stage,
-reading that stage's leaf. A leaf that nobody changes has a copy on each stage for the same reason.
+A leaf of the model state that several stages read, such as the position in a cache, can be one leaf for each of them, so that it is
+not sent at every pass: its new value follows from the old one and the batch by a few cheap equations, which are written once more
+for every further stage, reading that stage's leaf (``with_copies``). A leaf that nobody changes has a copy on each stage for the
+same reason.
 """
 
 import bisect
@@ -31,7 +27,7 @@ from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.program import SMALL, Pack
-from jaxpp.stages.remat import Kept
+from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.repeatable import price_of, repeatable
 from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
 
@@ -71,7 +67,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     reducers: Mapping[int, Reducer] | None = None,
     packs: Sequence[tuple[Pack, ...]] | None = None,
     train: bool = True,
-    remat: Sequence[Kept] | None = None,
+    remat: Sequence[RematPolicy] | None = None,
     cut_gradient: Collection[int] = (),
     state_owner: Sequence[int] | None = None,
     scaled_by: int | None = None,
@@ -86,7 +82,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         reducers: of the aux leaves that are held and reduced at the end of a step, rather than averaged.
         packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
-        remat: what the forward of each stage keeps; None, for a stage or for all: everything.
+        remat: what the forward of each stage keeps; everything unless given.
         cut_gradient: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
         state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
         scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.
@@ -112,21 +108,21 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     builder = StageBuilder(
         loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, SMALL * pack
     )
-    policies = remat or (None,) * len(ends)
+    policies = remat or (RematPolicy(),) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))
     return CutLoss(
         loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home, reducers or {}
     )
 
 
-def uncut(loss: TracedLoss, kept: Kept) -> StagePrograms:
+def uncut(loss: TracedLoss, kept: RematPolicy) -> StagePrograms:
     """The whole loss as one stage whose forward keeps what ``kept`` says: its equations, not yet made into programs."""
     colors: list[int | None] = [None] * len(loss.graph.eqns)
     for i in loss.spine:
         colors[i] = 0
     homes = _homes(loss, 0, (0,) * len(loss.state))
     piece = partition_stages(loss.graph, colors, homes).get(0, Piece())
-    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes, [], (), {}, frozenset(), None, True, None, 0)
+    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes)
     return builder.colored(0, piece, kept)
 
 

@@ -24,7 +24,7 @@ from jaxpp.stages.jaxpr import Atom, aval_of, function_of, variables
 from jaxpp.stages.layers import Read
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Role
-from jaxpp.stages.remat import Kept
+from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stage import BACKWARD
 
 __all__ = ["Use", "kept_uses", "param_uses"]
@@ -44,7 +44,7 @@ class Use(NamedTuple):
     positions: tuple[int, ...]
 
 
-def kept_uses(loss: TracedLoss, kept: Kept) -> list[Use]:
+def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
     """The values that one microbatch keeps from its forward to its backward, and where the backward reads them.
 
     Batch leaves are left out: they are on the device for the whole step, whatever the backward reads.

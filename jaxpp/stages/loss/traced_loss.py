@@ -1,4 +1,4 @@
-"""The loss at one microbatch's shapes as a graph, with the role of every value known.
+"""The user's loss traced at one microbatch's shapes, checked, as a graph with the role of every value known.
 
 Three kinds of equations come out:
 
@@ -10,9 +10,6 @@ Three kinds of equations come out:
 
 A model state leaf (running statistics) has a new value after every microbatch. The stage that makes it keeps it, so whatever reads
 the old one before lies on the same stage (``state_spans``).
-
-
-The user's loss traced at one microbatch's shapes, and checked: that it is a loss, and that its parameters have gradients.
 """
 
 import itertools
