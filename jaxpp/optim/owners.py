@@ -85,17 +85,17 @@ def plan_update(
     apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
     watched = sorted({stage for leaf, stage in enumerate(owner) if leaf not in apart})
 
-    def update(given: UpdateInputs[Array]) -> list[Array]:
-        grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(given.grads)]
+    def update(inputs: UpdateInputs[Array]) -> list[Array]:
+        grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(inputs.grads)]
         scale, finite = [], []
         if scaling is None:
-            results = plain(grads, given.opt, given.params, *given.loss)
+            results = plain(grads, inputs.opt, inputs.params, *inputs.loss)
         else:
-            grads, all_finite = scaling.unscale(grads, given.scale)
-            after = *plain(grads, given.opt, given.params, *given.loss), *given.new_state
-            before = *given.params, *given.opt, *given.old_state
+            grads, all_finite = scaling.unscale(grads, inputs.scale)
+            after = *plain(grads, inputs.opt, inputs.params, *inputs.loss), *inputs.new_state
+            before = *inputs.params, *inputs.opt, *inputs.old_state
             results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
-            scale, finite = scaling.adjust(given.scale, all_finite), [all_finite]
+            scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
         free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
         norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted])
@@ -111,8 +111,8 @@ def plan_update(
     if len(set(owner)) > 1:
         graph = open_conditions(graph)
     init_graph, _ = trace(init, leaves)
-    known = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
-    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *known))
+    others = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
+    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *others))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
     return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
@@ -167,8 +167,8 @@ def _wide(grad: Array) -> Array:
 
 def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:
     """The stage of each optimizer leaf that is made from one parameter (a copy, an average), None for others."""
-    found = marked(init, {var: 1 << stage for var, stage in zip(init.inputs, owner, strict=True)})
-    stages = [0 if isinstance(atom, Literal) else found.get(atom, 0) for atom in init.outputs]
+    stages_of = marked(init, {var: 1 << stage for var, stage in zip(init.inputs, owner, strict=True)})
+    stages = [0 if isinstance(atom, Literal) else stages_of.get(atom, 0) for atom in init.outputs]
     return tuple(bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages)
 
 
@@ -202,12 +202,12 @@ class _Placer:
                 continue
             largest = max(owned, key=_size)
             home = stage[largest]
-            found = leaves & (arrays | inexact if _size(largest) == 1 else arrays)
-            arrays, inexact = arrays & ~found, inexact & ~found
-            while found:
-                var = lost[found & -found]
+            placed = leaves & (arrays | inexact if _size(largest) == 1 else arrays)
+            arrays, inexact = arrays & ~placed, inexact & ~placed
+            while placed:
+                var = lost[placed & -placed]
                 stage[var] = self.stage[var] = home
-                found &= found - 1
+                placed &= placed - 1
             stage.update(dict.fromkeys(eqn.outvars, home))
 
     def opt_owner(self) -> tuple[int, ...]:
@@ -279,7 +279,7 @@ def open_conditions(graph: Graph) -> Graph:
             if branches is not None:
                 which, *operands = map(read, eqn.invars)
                 cases = [branch(*operands) for branch in branches]
-                results = [jax.lax.select_n(which, *each) for each in zip(*cases, strict=True)]
+                results = [jax.lax.select_n(which, *values_of) for values_of in zip(*cases, strict=True)]
             else:
                 needs = variables(eqn.invars)
                 results = graph.function([i], needs, eqn.outvars)(*map(read, needs))
@@ -302,11 +302,11 @@ def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) 
     belong to none.
     """
     paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
-    found = [0] * len(paths)
+    num_bytes = [0] * len(paths)
     if optimizer is None:
-        return tuple(found)
+        return tuple(num_bytes)
     for path, aval in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
         leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
         if leaf is not None:
-            found[leaf] += count_bytes(aval)
-    return tuple(found)
+            num_bytes[leaf] += count_bytes(aval)
+    return tuple(num_bytes)

@@ -16,7 +16,7 @@ from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.init_params import closed_function
 from jaxpp.plan.step import param_name, scale_name, state_name, total_name
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.fingerprint import Known
+from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.stages.graph import Graph, Piece, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Pack, Program, Ref, Role
@@ -292,8 +292,8 @@ class _Writer:
         order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
 
         def function(*args: Array) -> list[Array]:
-            given = dict(zip(names_in, args, strict=True))
-            values = run(*(given[name] if part is None else part.of(given[name]) for name, part in held))
+            arrays = dict(zip(names_in, args, strict=True))
+            values = run(*(arrays[name] if part is None else part.of(arrays[name]) for name, part in held))
             vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
             return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
@@ -303,7 +303,7 @@ class _Writer:
             tuple(order[var] for var in returned),
             tuple(tuple(order[var] for var in group) for group in packs.values()),
         )
-        known = Known(function, run.does and (run.does, len(results), *places))  # all that the function reads
+        comparable = ComparableFunction(function, run.does and (run.does, len(results), *places))  # all that the function reads
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
@@ -311,7 +311,7 @@ class _Writer:
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
         avals = shapes_of(shapes[name] for name in names_in)
-        made = Program(known, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
+        made = Program(comparable, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
         program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
         self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))

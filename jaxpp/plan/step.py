@@ -153,10 +153,10 @@ class Step:
 
     def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
         """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once."""
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = make()
-        return found
+        program = self.known.get(key)
+        if program is None:
+            program = self.known[key] = make()
+        return program
 
     @property
     def num_stages(self) -> int:
@@ -185,16 +185,16 @@ class Step:
 
     def accumulators(self, stage: int) -> dict[Ref, Aval]:
         """The sums the stage keeps, and their shapes."""
-        found: dict[Ref, Aval] = {}
+        sums: dict[Ref, Aval] = {}
         for code in self.codes(stage):
             for program in _programs(code):
-                found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
+                sums |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
         if not self.trains:
-            return found
+            return sums
         packs = self.codes(stage)[0].packs
         owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf in self.trained if self.owner[leaf] == stage}
         unpacked = {ref: aval for ref, aval in owned.items() if ref not in self.packed}
-        return found | {pack.ref: pack.aval for pack in packs} | unpacked
+        return sums | {pack.ref: pack.aval for pack in packs} | unpacked
 
     @cached_property
     def calls_host(self) -> bool:

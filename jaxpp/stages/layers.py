@@ -92,7 +92,7 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
         if stage != following and before.loop == after.loop:
             for var in before.stacked:
                 ends.setdefault(var, set()).add(max(before.start, after.start))
-    cuts = {var: [0, *sorted(found), aval_of(var).shape[0]] for var, found in ends.items()}
+    cuts = {var: [0, *sorted(starts), aval_of(var).shape[0]] for var, starts in ends.items()}
     return tuple(tuple(b - a for a, b in itertools.pairwise(cuts.get(var, ()))) for var in params)
 
 
@@ -269,7 +269,7 @@ class Read(NamedTuple):
     position: int
 
 
-class _Taken(NamedTuple):
+class _RowSlice(NamedTuple):
     """Rows that an equation takes of its first operand, and what it makes of them; None if these rows are its result."""
 
     start: int
@@ -284,7 +284,7 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
     """
     numbers = _Integers()
     views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
-    taken: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
+    views_of: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
     passing: set[int] = set()
     for i, eqn in enumerate(graph.eqns):
         numbers.add(eqn)
@@ -294,13 +294,13 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
         if view is not None and results is not None:
             passing.add(i)
             for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
-                found = (view[0], view[1] + start, view[1] + stop)
-                taken.append((var, *found))
+                rows = (view[0], view[1] + start, view[1] + stop)
+                views_of.append((var, *rows))
                 if finish is None:
-                    views[var] = found
+                    views[var] = rows
     needed = _first_needs(graph, spine, passing)
-    divided = {leaf for _, leaf, start, stop in taken if stop - start < aval_of(params[leaf]).shape[0]}
-    read = ((var, leaf, start, stop) for var, leaf, start, stop in taken if leaf in divided and var in needed)
+    divided = {leaf for _, leaf, start, stop in views_of if stop - start < aval_of(params[leaf]).shape[0]}
+    read = ((var, leaf, start, stop) for var, leaf, start, stop in views_of if leaf in divided and var in needed)
     return tuple(Read(leaf, start, stop, needed[var]) for var, leaf, start, stop in read)
 
 
@@ -315,13 +315,13 @@ def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[in
     for leaf, start, stop, position in reads:
         rows = stages.setdefault(leaf, np.full(aval_of(params[leaf]).shape[0], unread))
         np.minimum(rows[start:stop], bisect.bisect_right(cuts, position), out=rows[start:stop])
-    found: list[tuple[int, ...]] = [()] * len(params)
+    sizes: list[tuple[int, ...]] = [()] * len(params)
     for leaf, rows in stages.items():
         read = np.flatnonzero(rows < unread)
         first = np.flatnonzero(np.diff(rows[read])) + 1  # the first row of another stage, among the rows that are read
         if len(first):
-            found[leaf] = tuple(np.diff([0, *read[first], len(rows)]).tolist())
-    return tuple(found)
+            sizes[leaf] = tuple(np.diff([0, *read[first], len(rows)]).tolist())
+    return tuple(sizes)
 
 
 def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
@@ -380,10 +380,10 @@ class _Placer(Rewriter):
             self.emit(eqn, name)
         else:
             for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
-                found = self._rows(self.stacks[operand], start, stop, eqn, name)
-                result = found[0] if len(found) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), found, name)[0]
+                rows = self._rows(self.stacks[operand], start, stop, eqn, name)
+                result = rows[0] if len(rows) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), rows, name)[0]
                 if finish is None:
-                    self.stacks[result] = tuple(found)
+                    self.stacks[result] = tuple(rows)
                 self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
 
     def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom, name: str) -> Var:
@@ -393,16 +393,16 @@ class _Placer(Rewriter):
 
     def _rows(self, parts: Sequence[Atom], start: int, stop: int, like: JaxprEqn, name: str) -> list[Atom]:
         """The parts that hold these rows, each cut down to them; ``like`` reads them of the whole."""
-        found, first = [], 0
+        rows, first = [], 0
         for part in parts:
             size = aval_of(part).shape[0]
             low, high = max(start - first, 0), min(stop - first, size)
             if (low, high) == (0, size):
-                found.append(part)
+                rows.append(part)
             elif low < high:
-                found.append(self._slice(part, low, high, like, name))
+                rows.append(self._slice(part, low, high, like, name))
             first += size
-        return found
+        return rows
 
     def _slice(self, part: Atom, low: int, high: int, like: JaxprEqn, name: str) -> Atom:
         sliced = sliced_like(like, part, low, high)
@@ -412,23 +412,23 @@ class _Placer(Rewriter):
         return sliced.outvars[0]
 
 
-def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_Taken] | None:
+def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_RowSlice] | None:
     """The rows that each result of an equation takes of its operand; None if it does anything else with it."""
     shape = tuple(aval_of(eqn.invars[0]).shape)
     if kind_of(eqn) in ELEMENTWISE:
-        return [_Taken(0, aval_of(eqn.outvars[0]).shape[0])]
+        return [_RowSlice(0, aval_of(eqn.outvars[0]).shape[0])]
     split = split_rows(eqn)
     if split is not None:
         sizes, squeezed = split
-        return [_Taken(a, b, _first if squeezed else None) for a, b in itertools.pairwise([0, *itertools.accumulate(sizes)])]
+        return [_RowSlice(a, b, _first if squeezed else None) for a, b in itertools.pairwise([0, *itertools.accumulate(sizes)])]
     window = window_of(eqn, numbers.get)
     if window is None or window.start[0] >= window.stop[0]:
         return None
     (low, *start), (high, *stop), strides, squeezed = window
     if (tuple(start), tuple(stop), set(strides)) == ((0,) * len(start), shape[1:], {1}):
-        return [_Taken(low, high, _first if squeezed else None)]
+        return [_RowSlice(low, high, _first if squeezed else None)]
     limits = (high - low, *stop)
-    return [_Taken(low, high, lambda rows: jax.lax.slice(rows, (0, *start), limits, strides))]
+    return [_RowSlice(low, high, lambda rows: jax.lax.slice(rows, (0, *start), limits, strides))]
 
 
 def _first(rows: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.fingerprint import Known
+from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
 __all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "SMALL", "Backward", "Pack", "Program", "Ref", "Role", "packed", "packs_of"]
@@ -112,7 +112,7 @@ class Program:
     @property
     def does(self) -> Hashable:
         """Equal for programs that do the same, whatever they are called; None if that takes a trace to see."""
-        does = self.function.does if isinstance(self.function, Known) else None
+        does = self.function.does if isinstance(self.function, ComparableFunction) else None
         return None if does is None else (does, self.inputs, self.outputs, self.avals, self.spans, self.lean)
 
     @property
@@ -186,11 +186,11 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
     Returns:
         one pack a dtype that has at least two small arrays.
     """
-    found: dict[DType, list[tuple[Ref, tuple[int, ...]]]] = {}
+    by_dtype: dict[DType, list[tuple[Ref, tuple[int, ...]]]] = {}
     for ref, aval in zip(refs, avals, strict=True):
         if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            found.setdefault(aval.dtype, []).append((ref, aval.shape))
-    groups = [(dtype, group) for dtype, group in found.items() if len(group) > 1]
+            by_dtype.setdefault(aval.dtype, []).append((ref, aval.shape))
+    groups = [(dtype, group) for dtype, group in by_dtype.items() if len(group) > 1]
     return tuple(
         Pack(replace(name, index=-1 - k), tuple(ref for ref, _ in group), tuple(shape for _, shape in group), dtype)
         for k, (dtype, group) in enumerate(groups)
@@ -202,12 +202,12 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
 
     A pack keeps the members that the program does not write: as they were if it is also read, else zero.
     """
-    taken = {ref for pack in reads for ref in pack.members}
-    given = {ref for pack in writes for ref in pack.members}
+    read_refs = {ref for pack in reads for ref in pack.members}
+    written_refs = {ref for pack in writes for ref in pack.members}
     used = [pack for pack in reads if not set(pack.members).isdisjoint(program.inputs)]
-    plain = [(ref, aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref not in taken]
+    plain = [(ref, aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref not in read_refs]
     inputs = (*(ref for ref, _ in plain), *(pack.ref for pack in used))
-    outputs = [*(ref for ref in program.outputs if ref not in given), *(pack.ref for pack in writes)]
+    outputs = [*(ref for ref in program.outputs if ref not in written_refs), *(pack.ref for pack in writes)]
     outputs.sort(key=lambda ref: ref.role not in ACCUMULATED)  # each sum takes over its own old buffer, not a twin's
 
     def function(*args: jax.Array) -> list[jax.Array]:

@@ -173,7 +173,7 @@ class Least(RematPolicy):
         network, may = Network(), _settled(graph, {*forward, *free})
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
-        known, producers = set(held), graph.producers()
+        available, producers = set(held), graph.producers()
         for i, eqn in enumerate(graph.eqns):
             if i not in forward and i not in free:
                 continue
@@ -181,19 +181,19 @@ class Least(RematPolicy):
             if i not in free:
                 network.edge(SOURCE, i, price_of(eqn, self.transcendental) if may[i] else math.inf)
             for var in variables(eqn.invars) if repeated else ():
-                if var in known:
+                if var in available:
                     network.edge(var, i)
                 if kind_of(eqn) in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
                     network.edge(i, producers[var])
             for var in eqn.outvars:
                 network.edge(i, var, math.inf if i in free else count_bytes(aval_of(var)))
-            known.update(eqn.outvars)
+            available.update(eqn.outvars)
         for var in reads:
-            if var in known:
+            if var in available:
                 network.edge(var, SINK)
         chosen = network.sink_side()
         again = {i for i in forward if i in chosen}
-        kept = {var for var in known if var in chosen and producers.get(var) not in again}
+        kept = {var for var in available if var in chosen and producers.get(var) not in again}
         return again | _decided_on(graph, {*forward, *free} - again, kept)
 
     def between(

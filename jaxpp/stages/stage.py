@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.fingerprint import Known, fingerprint
+from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -239,10 +239,10 @@ class StageBuilder:
             return (outs, rest), pullback(list(sums.values()))
 
         graph, _ = trace(both, avals, shapes, opened=True)
-        given, others = _divided(results, gives)
+        differentiable, others = _divided(results, gives)
         returned = _divided(inputs, wants)[0]
         seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
-        return TracedStage(graph, (*inputs, *cotangents), (*given, *others), tuple(returned), seeds)
+        return TracedStage(graph, (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
 
     def _differentiable(self, ref: Ref, atom: Atom) -> bool:
         return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)
@@ -337,28 +337,27 @@ class StagePrograms:
         """Divide the equations of the backward into the pieces of I and W; the half that returns each of its results."""
         graph = self.traced.graph
         results = list(zip(self._backward_atoms, (ref.role == Role.ACTIVATION for ref in self.traced.returned), strict=True))
-        cotangents = {atom for atom, of_input in results if of_input and isinstance(atom, Var)}
+        cotangents = {atom for atom, direct in results if direct and isinstance(atom, Var)}
         backward = {i for i, color in enumerate(colors) if color == BACKWARD}
         again = self.again.intersection(self._piece(BACKWARD).eqns)
         needed = _needed(graph, backward, cotangents)
         parts = [_INPUT if i in needed else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
         made = cotangents.union(*(graph.eqns[i].outvars for i in needed))
-        shared = None
         if needed:
             wanted = {atom: _WEIGHT for atom, _ in results if isinstance(atom, Var)}
             pieces = partition(graph, parts, wanted | dict.fromkeys(cotangents, _INPUT))
             of_input, of_weight = (pieces.get(half, Piece()) for half in (_INPUT, _WEIGHT))
             held = {*of_input.inputs, *of_weight.inputs}.difference(self.lasting)
             shared = remat.between(graph, of_input.eqns, of_weight.eqns, self.free, held)
-        if shared is not None:  # what I and W both run has no colour
-            both, early = shared
-            early |= again & set(of_input.eqns)
-            parts = [None if i in both else _INPUT if i in early else part for i, part in enumerate(parts)]
-            made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == _INPUT), graph.inputs)
-        elif needed:  # what is recomputed is so once, in I
-            parts = [_INPUT if i in again else part for i, part in enumerate(parts)]
-            made.update(*(graph.eqns[i].outvars for i in again))
-        halves = tuple(_INPUT if of_input or (isinstance(atom, Var) and atom in made) else _WEIGHT for atom, of_input in results)
+            if shared is not None:  # what I and W both run has no colour
+                both, early = shared
+                early |= again & set(of_input.eqns)
+                parts = [None if i in both else _INPUT if i in early else part for i, part in enumerate(parts)]
+                made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == _INPUT), graph.inputs)
+            else:  # what is recomputed is so once, in I
+                parts = [_INPUT if i in again else part for i, part in enumerate(parts)]
+                made.update(*(graph.eqns[i].outvars for i in again))
+        halves = tuple(_INPUT if direct or (isinstance(atom, Var) and atom in made) else _WEIGHT for atom, direct in results)
         homes = {atom: half for (atom, _), half in zip(results, halves, strict=True) if isinstance(atom, Var)}
         pieces = partition(graph, parts, homes)
         self.pieces |= {half: pieces.get(half, Piece()) for half in (_INPUT, _WEIGHT)}
@@ -368,7 +367,7 @@ class StagePrograms:
         """Computes what depends on parameters alone, once a step."""
         piece, graph = self._piece(_STATICS), self.traced.graph
         does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
-        function = Known(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
+        function = ComparableFunction(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
         program = self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
         return replace(program, name=f"stage_{self.stage}_statics")
 
@@ -408,7 +407,7 @@ class StagePrograms:
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
         """A program by its name. What it does follows from its name, from the packs, and from what this object was made of."""
         does = self._does and (self._does, name, tuple(packs))
-        return replace(program, name=f"stage_{self.stage}_{name}", function=Known(program.function, does))
+        return replace(program, name=f"stage_{self.stage}_{name}", function=ComparableFunction(program.function, does))
 
     def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
         graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by

@@ -80,7 +80,7 @@ def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> C
         CutError: there are no such cuts.
     """
     num_stages = len(first)
-    return _cheapest(loss, num_stages, first, np.zeros(first.shape), poor=_Poor.of(loss, prefix_sums(loss), num_stages))
+    return _cheapest(loss, num_stages, first, np.zeros(first.shape), poor=_Faults.of(loss, prefix_sums(loss), num_stages))
 
 
 def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
@@ -101,7 +101,7 @@ def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], 
         return np.where(cost <= most, 0.0, np.inf)
 
     first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
-    poor = _Poor.of(loss, total, num_stages)
+    poor = _Faults.of(loss, total, num_stages)
     try:
         return _cheapest(loss, num_stages, first, np.zeros(hops.shape), poor=poor, price=price, barred=barred)
     except CutError:
@@ -139,7 +139,7 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-class _Poor:
+class _Faults:
     """Says which stages have no real work, by how many hundreds too little, no matrix product, or no parameter.
 
     Args:
@@ -152,10 +152,10 @@ class _Poor:
     def __init__(self, total: np.ndarray, floor: float, wanted: Sequence[Sequence[int]], price: float):
         self._total, self._floor, self._price = total, floor, price
         ends = np.arange(len(total))
-        self._last = [np.asarray([-1, *found])[np.searchsorted(np.asarray(found, int), ends)] for found in wanted]
+        self._last = [np.asarray([-1, *positions])[np.searchsorted(np.asarray(positions, int), ends)] for positions in wanted]
 
     @classmethod
-    def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Poor":
+    def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Faults":
         """What is poor of a loss cut into so many stages."""
         reading = [k for k, uses in enumerate(loss.param_uses) if uses]
         products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
@@ -192,14 +192,14 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     """The stage that owns each parameter leaf: the first that uses it; an unused leaf stays with the leaf before it."""
-    found: dict[int, int] = {}
+    owner: dict[int, int] = {}
     for k, uses in enumerate(loss.param_uses):
         stage = int(np.searchsorted(cuts, k, side="right"))
         for leaf in uses:
-            found.setdefault(leaf, stage)
+            owner.setdefault(leaf, stage)
     result: list[int] = []
     for leaf in range(len(loss.params)):
-        result.append(found.get(leaf, result[-1] if result else 0))
+        result.append(owner.get(leaf, result[-1] if result else 0))
     return tuple(result)
 
 
@@ -238,7 +238,7 @@ def _cheapest(
     first: np.ndarray,
     misplaced: np.ndarray,
     *,
-    poor: _Poor | None = None,
+    poor: _Faults | None = None,
     price: np.ndarray | None = None,
     barred: Callable[[int, slice, int], np.ndarray] | None = None,
 ) -> Cuts:
@@ -319,14 +319,14 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     places = [_place(loss, name) for name in names]
     unknown = [name for name, place in zip(names, places, strict=True) if place is None]
     if unknown:
-        known = _known_names(loss)
-        near = [match for name in unknown for match in difflib.get_close_matches(str(name), known, n=1)]
+        names_there = _known_names(loss)
+        near = [match for name in unknown for match in difflib.get_close_matches(str(name), names_there, n=1)]
         error = CutError(
             where,
             "a cut names a module path or a parameter prefix of the model",
             [repr(name) for name in unknown],
             f"write {near[0]!r}" if near else "use one of the names below",
-            "names: " + ", ".join(known),
+            "names: " + ", ".join(names_there),
         )
         error.unknown = tuple(unknown)
         raise error
@@ -354,27 +354,27 @@ def _place(loss: TracedLoss, name: str) -> int | None:
     for k, i in enumerate(loss.spine):
         if wanted in _components(loss.graph.names[i]):
             return k
-    each = enumerate(zip(loss.param_paths, loss.own_paths, strict=True))
-    leaves = {leaf for leaf, paths in each if any(_components(path).startswith(wanted) for path in paths)}
+    pairs = enumerate(zip(loss.param_paths, loss.own_paths, strict=True))
+    leaves = {leaf for leaf, paths in pairs if any(_components(path).startswith(wanted) for path in paths)}
     for k, uses in enumerate(loss.param_uses):
         if uses & leaves:
             return _retreat(loss, k)
-    found = re.fullmatch(r"(.+)\[(\d+)\]", str(name))
-    position = _first_use_of_row(loss, _components(found[1]), int(found[2])) if found else None
+    indexed = re.fullmatch(r"(.+)\[(\d+)\]", str(name))
+    position = _first_use_of_row(loss, _components(indexed[1]), int(indexed[2])) if indexed else None
     return None if position is None else _retreat(loss, position)
 
 
 def _first_use_of_row(loss: TracedLoss, wanted: str, row: int) -> int | None:
     """Where a row is first read, of the parameters with a path that begins so; not with all others, unless it only is so."""
-    found: list[tuple[bool, int]] = []
+    uses_of_row: list[tuple[bool, int]] = []
     for leaf, (path, first) in enumerate(loss.stacks):
         length = sum(aval_of(loss.params[leaf]).shape[:1])
         if _components(path).startswith(wanted) and 0 <= row - first < length:
             is_slice = loss.param_paths[leaf] != path
             reads = (read for read in loss.reads if read.leaf == leaf and read.start <= row - first < read.stop)
-            found += [(not is_slice and read.stop - read.start == length, read.position) for read in reads]
-            found += [(False, k) for k, uses in enumerate(loss.param_uses) if is_slice and leaf in uses]
-    return min(found, default=(False, None))[1]
+            uses_of_row += [(not is_slice and read.stop - read.start == length, read.position) for read in reads]
+            uses_of_row += [(False, k) for k, uses in enumerate(loss.param_uses) if is_slice and leaf in uses]
+    return min(uses_of_row, default=(False, None))[1]
 
 
 def _retreat(loss: TracedLoss, position: int) -> int:

@@ -132,8 +132,8 @@ def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tu
     homes = []
     for leaf, (place, source) in enumerate(zip(loss.state_spans, loss.sources, strict=True)):
         made = isinstance(source, Var) and source in spine
-        known = 0 if owner is None else owner[leaf]
-        homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else known)
+        default = 0 if owner is None else owner[leaf]
+        homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else default)
     return tuple(homes)
 
 
@@ -168,11 +168,11 @@ def _sent(pieces: Mapping[int, Piece]) -> int:
 def _again(graph: Graph, colors: Sequence[int | None], pieces: Mapping[int, Piece]) -> set[int]:
     """The equations that stages do better to run again than to receive the results of."""
     may, producers = repeatable(graph), graph.producers()
-    given = descendants(graph, (*graph.inputs, *graph.constants))
+    from_inputs = descendants(graph, (*graph.inputs, *graph.constants))
     for i, eqn in enumerate(graph.eqns):
-        stays = any(var in given and colors[producers[var]] is None for var in variables(eqn.invars) if var in producers)
-        may[i] &= not stays and all(var in producers or var not in given for var in variables(eqn.invars))
-    found: set[int] = set()
+        stays = any(var in from_inputs and colors[producers[var]] is None for var in variables(eqn.invars) if var in producers)
+        may[i] &= not stays and all(var in producers or var not in from_inputs for var in variables(eqn.invars))
+    cheaper: set[int] = set()
     for piece in pieces.values():
         reads = [var for var in piece.inputs if var in producers]
         network, pending, seen = Network(), [producers[var] for var in reads], set[int]()
@@ -186,14 +186,14 @@ def _again(graph: Graph, colors: Sequence[int | None], pieces: Mapping[int, Piec
             for var in eqn.outvars:
                 network.edge(i, var, count_bytes(aval_of(var)))
             for var in variables(eqn.invars) if may[i] else ():
-                if var in given:
+                if var in from_inputs:
                     network.edge(var, i)
                     pending.append(producers[var])
         for var in reads:
             network.edge(var, SINK)
         if any(may[i] for i in seen):
-            found |= seen & network.sink_side()
-    return found
+            cheaper |= seen & network.sink_side()
+    return cheaper
 
 
 class StateCopy(NamedTuple):
@@ -233,10 +233,10 @@ def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> 
         stage = stage_of.get(i)
         rewriter.emit(eqn if stage is None else _reading(eqn, replaced.get(stage, {})), name)
         if stage is None and not moving.isdisjoint(eqn.outvars):
-            for known in replaced.values():
-                if not known.keys().isdisjoint(variables(eqn.invars)):
-                    known.update((var, new_variable(var)) for var in eqn.outvars)
-                    rewriter.emit(_reading(eqn, known).replace(outvars=[known[var] for var in eqn.outvars]), name)
+            for own in replaced.values():
+                if not own.keys().isdisjoint(variables(eqn.invars)):
+                    own.update((var, new_variable(var)) for var in eqn.outvars)
+                    rewriter.emit(_reading(eqn, own).replace(outvars=[own[var] for var in eqn.outvars]), name)
     outputs, first = list(graph.outputs), len(graph.outputs) - len(copies)
     for number, (leaf, stage) in enumerate(copies):
         if leaf not in loss.unchanged:

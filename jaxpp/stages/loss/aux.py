@@ -94,17 +94,17 @@ def reducers_of(
         )
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
-    found: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
+    reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     same = frozenset() if loss.is_loss else _same_everywhere(loss) - chosen.keys()
-    found |= dict.fromkeys(same, REDUCERS["last"])
-    if len(found) < len(paths):
-        found |= {k: join for k in rows() if k not in found}
-    _try(loss, paths, found)
+    reducers |= dict.fromkeys(same, REDUCERS["last"])
+    if len(reducers) < len(paths):
+        reducers |= {k: join for k in rows() if k not in reducers}
+    _try(loss, paths, reducers)
     where, name, error = words_of(loss)
     wrong = [
         f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
-        if found.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
+        if reducers.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
     ]
     if wrong:
         raise error(
@@ -113,7 +113,7 @@ def reducers_of(
             wrong,
             'leave it out, or pass for example reduce_aux={"<path>": "last"}',
         )
-    return {k: reducer for k, reducer in found.items() if reducer is not None}
+    return {k: reducer for k, reducer in reducers.items() if reducer is not None}
 
 
 def _same_everywhere(loss: TracedLoss) -> frozenset[int]:
@@ -160,9 +160,9 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> 
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
     where, name, error = words_of(losses[0])
     wrong = [
-        f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(found))}"
-        for k, (path, found) in enumerate(zip(paths, shapes, strict=True))
-        if len(set(found)) > 1 and reducers.get(k) is not join
+        f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(described))}"
+        for k, (path, described) in enumerate(zip(paths, shapes, strict=True))
+        if len(set(described)) > 1 and reducers.get(k) is not join
     ]
     if wrong:
         raise error(

@@ -121,8 +121,8 @@ def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Batch:
 
 def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
     """The numbers of the leaves that every microbatch gets as they are: numbers, and those of a path or pattern of paths."""
-    found = enumerate(jax.tree_util.tree_leaves_with_path(batch))
-    return frozenset(k for k, (path, leaf) in found if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
+    leaves = enumerate(jax.tree_util.tree_leaves_with_path(batch))
+    return frozenset(k for k, (path, leaf) in leaves if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
 
 
 def num_examples(leaves: Sequence[Leaf], shared: Collection[int]) -> int:

@@ -195,7 +195,7 @@ class TracedLoss:
             else:
                 due[i] = min((due[j] for var in outs for j in users.get(var, ())), default=math.inf)
         read = {var: [due[j] for j in users.get(var, ()) if due[j] < math.inf] for var in (*self.params, *self.state)}
-        first = {var: min(found, default=0) for var, found in read.items()}
+        first = {var: min(times, default=0) for var, times in read.items()}
         for i in reversed(aside):
             operands = variables(graph.eqns[i].invars)
             after = [due[producers[var]] if var in producers else first.get(var, 0) for var in operands]
@@ -220,10 +220,10 @@ class TracedLoss:
     def own_paths(self) -> tuple[str, ...]:
         """The path of each parameter leaf below what all of them share (``params``)."""
         shared = posixpath.commonpath([posixpath.dirname(path) for path in self.param_paths] or [""])
-        found = [path[len(shared) :].lstrip("/") for path in self.param_paths]
-        if any(path[:1].isdigit() for path in found):  # a list of layers: its name says more than their numbers
-            found = [path[len(posixpath.dirname(shared)) :].lstrip("/") for path in self.param_paths]
-        return tuple(found)
+        paths = [path[len(shared) :].lstrip("/") for path in self.param_paths]
+        if any(path[:1].isdigit() for path in paths):  # a list of layers: its name says more than their numbers
+            paths = [path[len(posixpath.dirname(shared)) :].lstrip("/") for path in self.param_paths]
+        return tuple(paths)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -233,10 +233,10 @@ class TracedLoss:
         parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
         """
         parts = [[part for part in path.split("/") if part] for path in self.own_paths]
-        known = {part for path in parts for part in path}
+        path_parts = {part for path in parts for part in path}
         names = [self.graph.names[i] for i in self.spine]
         reading = [name for name, uses in zip(names, self.param_uses, strict=True) if uses]
-        if 2 * sum(bool(known.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
+        if 2 * sum(bool(path_parts.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
             return tuple(names)
         of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
         for leaf, (path, row) in enumerate(self.stacks):
@@ -310,24 +310,24 @@ class TracedLoss:
     @cached_property
     def barred(self) -> dict[int, str]:
         """The spine positions where no stage may begin, each with the model state leaf that it would divide."""
-        found: dict[int, str] = {}
+        places: dict[int, str] = {}
         for path, place in zip(self.state_paths, self.state_spans, strict=True):
             if place is not None:
-                found.update((k, path) for k in range(place[0] + 1, place[1] + 1))
-        return found
+                places.update((k, path) for k in range(place[0] + 1, place[1] + 1))
+        return places
 
     def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Atom, frozenset[int]]]:
         """The leaves that each spine equation needs, and the leaves needed by each value that is made again where it is read."""
         spine = set(self.spine)
         needs: dict[Atom, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
-        found: dict[int, frozenset[int]] = {}
+        uses_of: dict[int, frozenset[int]] = {}
         for i, eqn in enumerate(self.graph.eqns):
             uses = frozenset().union(*(needs.get(var, frozenset()) for var in variables(eqn.invars)))
             if i in spine:
-                found[i] = uses
+                uses_of[i] = uses
             else:
                 needs.update((var, uses) for var in eqn.outvars)
-        return tuple(found[i] for i in self.spine), needs
+        return tuple(uses_of[i] for i in self.spine), needs
 
 
 def _passes(eqn: JaxprEqn) -> bool:
@@ -623,9 +623,9 @@ def key_implementation(key: Aval | None) -> str | None:
     """The implementation of a typed key; None for a raw one (or none at all)."""
     if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return None
-    found: list[str] = []
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)  # a shape will do
-    return found[0]
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), key)  # a shape will do
+    return names[0]
 
 
 def _raw_key(key: Aval | None) -> tuple[list[Aval], Callable[[jax.Array], jax.Array]]:
