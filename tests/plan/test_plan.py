@@ -21,6 +21,8 @@ from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
 from tests.conftest import gpt_case, mlp_case
 
+SHORT = {"1f1b", "zb-v"}
+"""The schedules of the short tier, where the others prove the same."""
 OPTIONS = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
 
 
@@ -56,15 +58,17 @@ def residual_peaks(case, name, p, m):
     return peaks
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in (*SHORT, "gpipe"))) for name in SCHEDULES]
+)
 def test_a_run_holds_the_residuals_that_the_simulation_counts(name):
     case = mlp_case(batch_size=16)
     schedule = make(name, num_ranks=3, num_microbatches=8)
     assert residual_peaks(case, name, 3, 8) == list(simulate(schedule).peak_residuals)
 
 
-@pytest.mark.parametrize("m", [2, 8, 100])
-def test_a16_1f1b_holds_p_minus_r_microbatches_and_gpipe_all_of_them(m):
+@pytest.mark.parametrize("m", [2, 8, pytest.param(100, marks=pytest.mark.long)])
+def test_1f1b_holds_p_minus_r_microbatches_and_gpipe_all_of_them(m):
     case = mlp_case(batch_size=100)
     assert residual_peaks(case, "1f1b", 4, m) == [min(m, 4 - r) for r in range(4)]
     assert residual_peaks(case, "gpipe", 4, m) == [m] * 4
@@ -89,8 +93,14 @@ class Watch:
 SLOW = {"gpipe", "looped-bfs", "zb-h2", "v-half", "v-min"}
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SCHEDULES])
-def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule):
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) or [pytest.mark.long] * (name not in SHORT))
+        for name in SCHEDULES
+    ],
+)
+def test_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule):
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, schedule=schedule, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
@@ -124,6 +134,7 @@ def test_a_residual_is_let_go_at_its_backward_not_at_the_end_of_the_step(schedul
     assert checked >= {f"{stage}F{i}" for stage in (0, 1) for i in range(4)}
 
 
+@pytest.mark.long
 def test_two_hundred_steps_leave_live_bytes_unchanged():
     case = mlp_case(batch_size=8)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=3, num_microbatches=4, has_aux=True)
@@ -141,7 +152,8 @@ def test_two_hundred_steps_leave_live_bytes_unchanged():
     assert live_bytes() == before
 
 
-def test_a11_residuals_stay_on_the_device_of_their_stage():
+@pytest.mark.long
+def test_residuals_stay_on_the_device_of_their_stage():
     case = gpt_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
@@ -151,7 +163,7 @@ def test_a11_residuals_stay_on_the_device_of_their_stage():
         assert devices == {pipe.stages[int(label[0])].device}
 
 
-def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeypatch):
+def test_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeypatch):
     width, batch_size, p, m = 16, 24, 4, 6
     case = mlp_case(batch_size=batch_size, width=width)
     put, moved = jax.device_put, []
