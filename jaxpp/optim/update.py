@@ -1,7 +1,7 @@
 """An optimizer's update, traced and placed (``owners.py``), and its lines: one program a stage and level, and their sends."""
 
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
@@ -59,9 +59,10 @@ class UpdateInputs(NamedTuple, Generic[_T]):
     old_state: tuple[_T, ...]
     new_state: tuple[_T, ...]
 
-    def refilled(self, values: Sequence[_U]) -> "UpdateInputs[_U]":
+    def refilled(self, values: Iterable[_U]) -> "UpdateInputs[_U]":
         """Other values, in groups of the same sizes."""
-        return UpdateInputs(*_split(self, values))
+        supply = iter(values)
+        return UpdateInputs(*(tuple(itertools.islice(supply, len(group))) for group in self))
 
 
 class UpdateResults(NamedTuple, Generic[_T]):
@@ -85,19 +86,15 @@ class UpdateResults(NamedTuple, Generic[_T]):
     norm: tuple[_T, ...]
     squares: tuple[_T, ...]
 
-    def refilled(self, values: Sequence[_U]) -> "UpdateResults[_U]":
+    def refilled(self, values: Iterable[_U]) -> "UpdateResults[_U]":
         """Other values, in groups of the same sizes."""
-        return UpdateResults(*_split(self, values))
+        supply = iter(values)
+        return UpdateResults(*(tuple(itertools.islice(supply, len(group))) for group in self))
 
 
 def flat(groups: UpdateInputs[_T] | UpdateResults[_T]) -> list[_T]:
     """All of the groups, in order."""
     return [value for group in groups for value in group]
-
-
-def _split(groups: Sequence[tuple[object, ...]], values: Sequence[_U]) -> list[tuple[_U, ...]]:
-    supply = iter(values)
-    return [tuple(itertools.islice(supply, len(group))) for group in groups]
 
 
 def opt_name(stage: int, leaf: int) -> Name:

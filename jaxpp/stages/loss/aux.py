@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jaxtyping import Float
 
-from jaxpp.errors import ArgumentError, JaxppError, LossError, OutputError
+from jaxpp.errors import ArgumentError
 from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
 
-__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of", "words_of"]
+__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
 
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]
 """Takes the values of the microbatches, and their weights, which sum to 1."""
@@ -80,8 +80,7 @@ def reducers_of(
         ArgumentError: a path that is not there.
         LossError: a leaf that cannot be averaged.
     """
-    tree = loss.aux_tree.unflatten(range(loss.aux_tree.num_leaves))
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
         what = "the loss's aux" if loss.is_loss else "the output"
@@ -100,7 +99,7 @@ def reducers_of(
     if len(reducers) < len(paths):
         reducers |= {k: join for k in rows() if k not in reducers}
     _try(loss, paths, reducers)
-    where, name, error = words_of(loss)
+    where, name, error = loss.words.where, loss.words.aux, loss.words.error
     wrong = [
         f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
@@ -144,21 +143,15 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
 
 
-def words_of(loss: TracedLoss) -> tuple[str, str, type[JaxppError]]:
-    """What a message calls the function and its leaves, and the class of the error."""
-    return ("loss_fn", "aux", LossError) if loss.is_loss else ("fn", "output", OutputError)
-
-
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
     """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined.
 
     Raises:
         LossError: naming them all.
     """
-    tree = losses[0].aux_tree.unflatten(range(losses[0].aux_tree.num_leaves))
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = losses[0].aux_paths
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
-    where, name, error = words_of(losses[0])
+    where, name, error = losses[0].words.where, losses[0].words.aux, losses[0].words.error
     wrong = [
         f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(described))}"
         for k, (path, described) in enumerate(zip(paths, shapes, strict=True))

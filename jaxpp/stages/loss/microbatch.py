@@ -28,19 +28,9 @@ from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Batch, DType, Leaf
 
 __all__ = [
-    "Split",
-    "batch_avals",
-    "check_batch",
-    "check_shared",
-    "fold_keys",
-    "num_examples",
-    "resized",
-    "scale_dtype",
-    "shared_leaves",
-    "sizes",
-    "slice_batch",
-    "split_any",
-]
+    "Split", "batch_avals", "check_batch", "check_shared", "fold_keys", "num_examples", "resized", "scale_dtype", "shared_leaves",
+    "sizes", "slice_batch", "split_any",
+]  # fmt: skip
 
 _SHOWN = 8
 
@@ -169,27 +159,18 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shar
             examples than microbatches, or examples that cannot be divided evenly among the replicas.
     """
     size = _check_leaves(batch, shared)
+    counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
+    where = f"batch, num_microbatches={num_microbatches}"
     if size % num_replicas:
-        raise BatchError(
-            f"batch, {num_replicas} replicas",
-            "each replica gets as many examples as the others",
-            f"{size} example{'s' * (size != 1)} for {num_replicas} replicas",
-            f"pass a batch of {max(size - size % num_replicas, num_replicas)} examples",
-        )
+        rule, fix = "each replica gets as many examples as the others", max(size - size % num_replicas, num_replicas)
+        raise BatchError(f"batch{per_replica}", rule, f"{counted} for {num_replicas} replicas", f"pass a batch of {fix} examples")
     if num_replicas > 1 and size // num_replicas < num_microbatches:
-        raise BatchError(
-            f"batch, num_microbatches={num_microbatches}, {num_replicas} replicas",
-            "each microbatch of each replica needs at least one example",
-            f"{size} example{'s' * (size != 1)} for {num_replicas} x {num_microbatches}",
-            f"pass a batch of {num_replicas * num_microbatches} examples or more",
-        )
+        rule = "each microbatch of each replica needs at least one example"
+        fix = f"pass a batch of {num_replicas * num_microbatches} examples or more"
+        raise BatchError(where + per_replica, rule, f"{counted} for {num_replicas} x {num_microbatches}", fix)
     if size < num_microbatches:
-        raise BatchError(
-            f"batch, num_microbatches={num_microbatches}",
-            "each microbatch needs at least one example",
-            f"{size} example{'s' * (size != 1)} for {num_microbatches} microbatches",
-            f"pass a larger batch, or num_microbatches={max(size, 1)} or fewer",
-        )
+        rule, fix = "each microbatch needs at least one example", f"num_microbatches={max(size, 1)} or fewer"
+        raise BatchError(where, rule, f"{counted} for {num_microbatches} microbatches", f"pass a larger batch, or {fix}")
     return size // num_replicas
 
 

@@ -38,18 +38,50 @@ from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_
 from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
 __all__ = [
-    "STATE_RULE",
-    "TracedLoss",
-    "cheap_values",
-    "check_arrays",
-    "check_floating",
-    "key_implementation",
-    "path_name",
-    "trace_loss",
-]
+    "STATE_RULE", "TracedLoss", "cheap_values", "check_arrays", "check_floating", "key_implementation", "path_name", "trace_loss",
+]  # fmt: skip
 
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
 """Why no stage may begin at some places (``TracedLoss.barred``)."""
+
+
+class Words(NamedTuple):
+    """What messages call a loss and the parts of its result.
+
+    That is who returns it, the function, the class of its errors, aux, the state, both of these, how to return both, and what the
+    function was called with, around the shapes.
+    """
+
+    where: str
+    noun: str
+    error: type[JaxppError]
+    aux: str
+    state: str
+    pair: str
+    fix: str
+    traced: str
+
+
+_LOSS = Words(
+    "loss_fn",
+    "the loss",
+    LossError,
+    "aux",
+    "model state",
+    "(loss, (new_model_state, aux))",
+    "return the new model state and aux as a pair beside the loss; aux may be {}",
+    "for one microbatch, batch leaves {}",
+)
+_FN = Words(
+    "fn",
+    "fn",
+    OutputError,
+    "output",
+    "carry",
+    "(new_carry, outputs)",
+    "return the new carry and the outputs as a pair; outputs may be {}",
+    "with {} beside its parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +121,17 @@ class TracedLoss:
     def noun(self) -> str:
         """What messages call it."""
         return "loss" if self.is_loss else "function"
+
+    @property
+    def words(self) -> Words:
+        """What messages call its parts."""
+        return _LOSS if self.is_loss else _FN
+
+    @cached_property
+    def aux_paths(self) -> tuple[str, ...]:
+        """The tree path of each aux leaf."""
+        tree = self.aux_tree.unflatten(range(self.aux_tree.num_leaves))
+        return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
     @cached_property
     def params(self) -> tuple[Var, ...]:
@@ -437,7 +480,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     except Exception as error:
         if not isinstance(error, JaxppError):
             shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
-            error.add_note(f"jaxpp: raised while tracing {words.noun} {words.given.format(shapes)}")
+            error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
         raise
     graph, remat = inline_remat(graph)
     graph = place_rows(graph, graph.inputs[: len(param_leaves)])
@@ -475,7 +518,7 @@ def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _check_order(graph: Graph, words: "_Words") -> None:
+def _check_order(graph: Graph, words: Words) -> None:
     ordered = [
         f"{eqn.primitive.name} in {name or words.noun}"
         for eqn, name in zip(graph.eqns, graph.names, strict=True)
@@ -490,53 +533,7 @@ def _check_order(graph: Graph, words: "_Words") -> None:
         )
 
 
-class _Words(NamedTuple):
-    """What the parts of a result are called in messages.
-
-    Attributes:
-        where: who returns it.
-        noun: the function itself.
-        error: the class of what is wrong.
-        aux: what is returned beside the loss and the state.
-        state: the state.
-        pair: the whole, with a state.
-        fix: how to return both.
-        given: what the function was called with, around the shapes.
-    """
-
-    where: str
-    noun: str
-    error: type[JaxppError]
-    aux: str
-    state: str
-    pair: str
-    fix: str
-    given: str
-
-
-_LOSS = _Words(
-    "loss_fn",
-    "the loss",
-    LossError,
-    "aux",
-    "model state",
-    "(loss, (new_model_state, aux))",
-    "return the new model state and aux as a pair beside the loss; aux may be {}",
-    "for one microbatch, batch leaves {}",
-)
-_FN = _Words(
-    "fn",
-    "fn",
-    OutputError,
-    "output",
-    "carry",
-    "(new_carry, outputs)",
-    "return the new carry and the outputs as a pair; outputs may be {}",
-    "with {} beside its parameters",
-)
-
-
-def _check_aux(aux: Tree, words: _Words, name: str = "") -> None:
+def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
     name = name or words.aux
     wrong = [
         f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
@@ -547,7 +544,7 @@ def _check_aux(aux: Tree, words: _Words, name: str = "") -> None:
         raise words.error(words.where, f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
 
 
-def _check_state(aux: Tree, old: Tree, words: _Words) -> tuple[list[Leaf], Tree]:
+def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
     """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
     where = f"{words.where} with has_state=True" if words is _LOSS else f"{words.where} with a {words.state}"
     name = words.state.replace(" ", "_")
