@@ -40,12 +40,9 @@ def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
     try:
         graph, shapes = trace(flat, key)
     except jax.errors.TracerArrayConversionError as error:
-        raise InitError(
-            "Pipeline.init(init, key, batch)",
-            "init is traced by jax.jit, so that each device makes only its own parameters",
-            "a conversion to NumPy inside init",
-            "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)",
-        ) from error
+        rule = "init is traced by jax.jit, so that each device makes only its own parameters"
+        fix = "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)"
+        raise InitError("Pipeline.init(init, key, batch)", rule, "a conversion to NumPy inside init", fix) from error
     except Exception as error:
         error.add_note("jaxpp: raised while tracing init")
         raise

@@ -265,12 +265,10 @@ class _ModelState:
             microbatch -= 1
             loss = self._step.cuts[self._step.variants[microbatch]].loss
             if leaf not in loss.unchanged:
-                raise CutError(
-                    f"model_state {loss.state_paths[leaf]}",
-                    "a stage reads what a later stage makes of the microbatch before, and does not wait for it",
-                    f"microbatch {microbatch + 1} of {len(self._step.sizes)} reads it before {microbatch} has made it",
-                    "update the state where it is read, or pass fewer stages",
-                )
+                where = f"model_state {loss.state_paths[leaf]}"
+                rule = "a stage reads what a later stage makes of the microbatch before, and does not wait for it"
+                got = f"microbatch {microbatch + 1} of {len(self._step.sizes)} reads it before {microbatch} has made it"
+                raise CutError(where, rule, got, "update the state where it is read, or pass fewer stages")
         return self._made[leaf, microbatch]
 
 

@@ -110,12 +110,9 @@ def _check(weights: Sequence[float], *, whole: bool = True) -> None:
     """Refuse weights that have no mean."""
     if all(map(math.isfinite, weights)) and (sum(weights) != 0 or not whole):
         return
-    raise LossError(
-        "weight",
-        "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0",
-        [f"microbatch {k}: {value:g}" for k, value in enumerate(weights)],
-        "return how much of a microbatch counts, such as the number of its tokens, and leave out batches in which nothing does",
-    )
+    rule = "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0"
+    fix = "return how much of a microbatch counts, such as the number of its tokens, and leave out batches in which nothing does"
+    raise LossError("weight", rule, [f"microbatch {k}: {value:g}" for k, value in enumerate(weights)], fix)
 
 
 def _is_whole(leaf: Leaf) -> bool:

@@ -121,12 +121,9 @@ class ByPolicy(RematPolicy):
             error.add_note("jaxpp: raised by the policy passed as remat, which is one like jax.checkpoint_policies.dots_saveable")
             raise
         if not isinstance(keep, (bool, np.bool_)):
-            raise ArgumentError(
-                "remat",
-                "a policy says for each operation whether its result is kept (True) or recomputed (False)",
-                f"{type(keep).__name__} for {eqn.primitive.name}",
-                "pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable",
-            )
+            rule = "a policy says for each operation whether its result is kept (True) or recomputed (False)"
+            fix = "pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable"
+            raise ArgumentError("remat", rule, f"{type(keep).__name__} for {eqn.primitive.name}", fix)
         return bool(keep)
 
 

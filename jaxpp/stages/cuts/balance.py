@@ -199,12 +199,10 @@ def _check_size(loss: TracedLoss, num_stages: int) -> None:
     size, noun = len(loss.spine), loss.noun
     if size < num_stages and not (num_stages == 1 and not loss.is_loss):
         reads = f"check that {'loss_fn' if loss.is_loss else 'fn'} reads its batch"
-        raise CutError(
-            f"num_stages={num_stages}",
-            f"each stage needs at least one equation of the {noun} that works on data",
-            f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most",
-            f"pass num_stages={max(size, 1)}{' or fewer' * (size > 1)}, or {reads}" if num_stages > 1 else reads,
-        )
+        where = f"num_stages={num_stages}"
+        got = f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most"
+        fix = f"pass num_stages={max(size, 1)}{' or fewer' * (size > 1)}, or {reads}" if num_stages > 1 else reads
+        raise CutError(where, f"each stage needs at least one equation of the {noun} that works on data", got, fix)
 
 
 def _divided(loss: TracedLoss, num_stages: int) -> CutError:
@@ -319,12 +317,9 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
         raise error
     cuts = tuple(place for place in places if place is not None)
     if list(cuts) != sorted(set(cuts)) or cuts[:1] == (0,) or cuts[-1:] == (len(loss.spine),):
-        raise CutError(
-            where,
-            "cuts stand in the order in which the model runs, each after the start and before the end",
-            [f"{name!r} begins at equation {cut} of {len(loss.spine)}" for name, cut in zip(names, cuts, strict=True)],
-            "list the names in the order the model runs them, each once, without the first module",
-        )
+        rule = "cuts stand in the order in which the model runs, each after the start and before the end"
+        got = [f"{name!r} begins at equation {cut} of {len(loss.spine)}" for name, cut in zip(names, cuts, strict=True)]
+        raise CutError(where, rule, got, "list the names in the order the model runs them, each once, without the first module")
     barred = loss.barred
     divided = [f"{name!r} divides model_state {barred[cut]}" for name, cut in zip(names, cuts, strict=True) if cut in barred]
     if divided:

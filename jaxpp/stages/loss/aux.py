@@ -62,12 +62,9 @@ def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.A
         if not (callable(reducer) or (isinstance(reducer, str) and reducer in REDUCERS))
     ]
     if wrong:
-        raise ArgumentError(
-            "reduce_aux",
-            f"an aux leaf is reduced by {', '.join(map(repr, REDUCERS))}, or a function of (values, weights)",
-            wrong,
-            'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}',
-        )
+        where = "reduce_aux"
+        rule = f"an aux leaf is reduced by {', '.join(map(repr, REDUCERS))}, or a function of (values, weights)"
+        raise ArgumentError(where, rule, wrong, 'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}')
     return {str(path).strip("/"): reducer for path, reducer in named.items()}
 
 
@@ -85,12 +82,9 @@ def reducers_of(
     if strict and unknown:
         what = "the loss's aux" if loss.is_loss else "the output"
         near = [match for name in unknown for match in difflib.get_close_matches(name, paths, n=1)]
-        raise ArgumentError(
-            "reduce_aux",
-            f"each path is one of {what} leaves, or the beginning of one",
-            [repr(name) for name in unknown],
-            f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}",
-        )
+        rule = f"each path is one of {what} leaves, or the beginning of one"
+        fix = f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}"
+        raise ArgumentError("reduce_aux", rule, [repr(name) for name in unknown], fix)
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
     reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
@@ -106,12 +100,8 @@ def reducers_of(
         if reducers.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
     ]
     if wrong:
-        raise error(
-            where,
-            f"an {name} leaf without an average needs another reducer",
-            wrong,
-            'leave it out, or pass for example reduce_aux={"<path>": "last"}',
-        )
+        rule = f"an {name} leaf without an average needs another reducer"
+        raise error(where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
     return {k: reducer for k, reducer in reducers.items() if reducer is not None}
 
 
@@ -131,12 +121,10 @@ def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Reducer 
             try:
                 jax.eval_shape(lambda *args, r=reducer: jnp.asarray(r(args[:2], args[2])), aval, aval, jnp.zeros(2))
             except Exception as error:
-                raise ArgumentError(
-                    f"reduce_aux for {paths[k] or 'aux'}",
-                    "a reducer makes one array of the values of the microbatches",
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (for {describe(aval)})",
-                    "choose another by its path, or pass a function of (values, weights) that jax can trace",
-                ) from error
+                where = f"reduce_aux for {paths[k] or 'aux'}"
+                got = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (for {describe(aval)})"
+                fix = "choose another by its path, or pass a function of (values, weights) that jax can trace"
+                raise ArgumentError(where, "a reducer makes one array of the values of the microbatches", got, fix) from error
 
 
 def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
@@ -158,9 +146,6 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> 
         if len(set(described)) > 1 and reducers.get(k) is not join
     ]
     if wrong:
-        raise error(
-            where,
-            f"an {name} leaf has one shape at all microbatches, unless it is joined along its first axis",
-            wrong,
-            f"reduce it in {where}, move the examples to the first axis and join, or let num_microbatches divide the batch size",
-        )
+        rule = f"an {name} leaf has one shape at all microbatches, unless it is joined along its first axis"
+        fix = f"reduce it in {where}, move the examples to the first axis and join, or let num_microbatches divide the batch size"
+        raise error(where, rule, wrong, fix)

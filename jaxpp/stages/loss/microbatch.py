@@ -185,24 +185,16 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
     ]
     if wrong:
-        raise BatchError(
-            "batch",
-            "every batch leaf is an array whose first axis counts the examples, or a number for all of them",
-            wrong,
-            "leave out what is neither, or let the function close over it",
-        )
+        rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
+        raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
     lists = [
         f"batch{jax.tree_util.keystr(path)}: a list of {len(node)} number{'s' * (len(node) != 1)}"
         for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)
         if _is_list(node)
     ]
     if lists:
-        raise BatchError(
-            "batch",
-            "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item",
-            lists,
-            "make arrays of the lists, nested ones included, with np.asarray",
-        )
+        rule = "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item"
+        raise BatchError("batch", rule, lists, "make arrays of the lists, nested ones included, with np.asarray")
     shared = shared_leaves(batch, names)
     described = [
         f"batch{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
@@ -210,12 +202,8 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         for k, (path, leaf) in enumerate(leaves)
     ]
     if len(shared) == len(leaves):
-        raise BatchError(
-            "batch",
-            "at least one batch leaf is an array whose first axis counts the examples",
-            described,
-            "pass arrays, and leave the leaf with the examples out of shared=(...)",
-        )
+        rule = "at least one batch leaf is an array whose first axis counts the examples"
+        raise BatchError("batch", rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
     if len(lengths) > 1:
         raise BatchError(

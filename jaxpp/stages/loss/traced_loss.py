@@ -502,12 +502,9 @@ def _check_depends(traced: TracedLoss) -> None:
     """Refuse a loss that has nothing to train."""
     loss = traced.graph.outputs[0]
     if isinstance(loss, Literal) or loss not in traced.of_params:
-        raise LossError(
-            "loss_fn",
-            "the loss must depend on its parameters, or there is nothing to train",
-            f"a loss that reads none of the {len(traced.param_paths)} parameter leaves",
-            "compute the loss from the params argument, not from arrays the function closed over",
-        )
+        rule = "the loss must depend on its parameters, or there is nothing to train"
+        got = f"a loss that reads none of the {len(traced.param_paths)} parameter leaves"
+        raise LossError("loss_fn", rule, got, "compute the loss from the params argument, not from arrays the function closed over")
 
 
 def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
@@ -525,12 +522,8 @@ def _check_order(graph: Graph, words: Words) -> None:
         if is_ordered(eqn)
     ]
     if ordered:
-        raise words.error(
-            words.where,
-            "stages run side by side, so side effects have no order among each other",
-            ordered,
-            f"leave out ordered=True, or return the values as {words.aux}",
-        )
+        rule = "stages run side by side, so side effects have no order among each other"
+        raise words.error(words.where, rule, ordered, f"leave out ordered=True, or return the values as {words.aux}")
 
 
 def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
@@ -570,12 +563,8 @@ def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
         if (a.shape, a.dtype) != (b.shape, b.dtype)
     ]
     if wrong:
-        raise words.error(
-            where,
-            f"the leaves of the {words.state} keep their shapes and types",
-            wrong,
-            "give new values the old shape, and cast them with .astype(old.dtype)",
-        )
+        rule = f"the leaves of the {words.state} keep their shapes and types"
+        raise words.error(where, rule, wrong, "give new values the old shape, and cast them with .astype(old.dtype)")
     return after, aux
 
 
@@ -608,12 +597,8 @@ def check_arrays(model_state: Tree, name: str = "model state") -> None:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     ]
     if wrong:
-        raise ParamsError(
-            where,
-            f"every leaf of the {name} is an array",
-            wrong,
-            "make scalars arrays with jnp.asarray, and close over what never changes",
-        )
+        rule = f"every leaf of the {name} is an array"
+        raise ParamsError(where, rule, wrong, "make scalars arrays with jnp.asarray, and close over what never changes")
 
 
 def key_implementation(key: Aval | None) -> str | None:
@@ -637,12 +622,8 @@ def _raw_key(key: Aval | None) -> tuple[list[Aval], Callable[[jax.Array], jax.Ar
 def _check_result(result: object, has_aux: bool) -> tuple[Leaf, Tree]:
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
-            raise LossError(
-                "loss_fn",
-                "a loss with aux returns a pair (loss, aux)",
-                f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result),
-                "return (loss, aux), or leave has_aux out",
-            )
+            where, got = "loss_fn", f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result)
+            raise LossError(where, "a loss with aux returns a pair (loss, aux)", got, "return (loss, aux), or leave has_aux out")
         loss, aux = result
     else:
         loss, aux = result, ()
