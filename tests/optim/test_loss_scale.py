@@ -106,6 +106,7 @@ def test_scaling_saves_gradients_that_would_vanish():
         assert (float(metrics.grad_norm) > 0) == learns
 
 
+@pytest.mark.long
 def test_a_scaled_state_is_saved_and_restored():
     pipe, other = pipeline(), pipeline(num_stages=2)
     state, _ = pipe.step(pipe.init(PARAMS, BATCH), BATCH)

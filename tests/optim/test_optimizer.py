@@ -38,7 +38,7 @@ OPTIMIZERS = {
 }
 
 
-SHORT = {"adamw", "clip", "multi_transform", "apply_if_finite"}
+SHORT = {"clip", "apply_if_finite"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in OPTIMIZERS])

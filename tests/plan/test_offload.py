@@ -30,7 +30,7 @@ CASES = {"mlp": (mlp_case, 6), "gpt": (functools.partial(gpt_case, batch_size=8)
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-min")
 EACH = [(name, schedule) for name in CASES for schedule in SCHEDULES]
 SLOW = [("gpt", schedule) for schedule in SCHEDULES if schedule not in ("1f1b", "zb-v")]
-SHORT = [("mlp", "1f1b"), ("mlp", "interleaved"), ("mlp", "zb-h1")]
+SHORT = [("mlp", "1f1b"), ("mlp", "zb-h1")]
 RUNS = [pytest.param(*run, marks=pytest.mark.slow if run in SLOW else pytest.mark.long if run not in SHORT else ()) for run in EACH]
 HOSTED = "pinned_host"
 
@@ -200,7 +200,8 @@ def test_each_stage_may_have_its_own_way():
     assert {"1", "3"}.isdisjoint(moved)
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_replicas_and_shards_move_their_own_parts(name):
     case = {"mlp": mlp_case, "gpt": gpt_case}[name](batch_size=16)
     rules = {"mlp": {"dense_[024]": "column", "dense_[135]": "row"}, "gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads"}}
@@ -236,6 +237,7 @@ def test_value_and_grad_and_stages_by_hand_take_it_too():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_model_state_passes_on_beside_it(x64):
     pipes = [normed.pipeline(4, 5, "gpipe", remat=remat) for remat in ("least", "offload")]
     found = []
@@ -321,6 +323,7 @@ def test_the_direct_copy_is_used_where_jax_has_it_and_only_if_it_really_copies(m
         assert not tried(home)
 
 
+@pytest.mark.long
 def test_a_forecast_that_does_not_fit_names_it_and_says_what_the_copies_need():
     case = large_case()
     pipe = pipeline(case, "least", "gpipe", microbatches=8)
@@ -385,6 +388,7 @@ def test_a_device_without_such_memory_is_refused(monkeypatch):
     assert jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2)
 
 
+@pytest.mark.long
 def test_a_pipeline_that_only_runs_forward_moves_nothing():
     case, pipe, state, _ = trained("mlp", "offload", "gpipe")
     lowered = pipe.engine.lower("forward", case.batch, case.key)

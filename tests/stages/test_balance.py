@@ -166,7 +166,7 @@ def least_by_brute_force(costs, num_stages):
     return best[-1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * ("GPT" in name)) for name in MODELS])
 def test_the_largest_stage_is_within_five_percent_of_the_least_possible_over_all_cuts(name):
     loss = traced(name)
     for num_stages in range(2, min(6, len(loss.spine)) + 1):

@@ -50,7 +50,11 @@ def cut_case(case, stages, policy):
 
 @pytest.mark.parametrize(
     ("schedule", "remat"),
-    [("1f1b", "recompute"), ("zb-h1", POLICIES.dots_saveable), ("zb-h1", ["recompute", "keep", "recompute"])],
+    [
+        pytest.param("1f1b", "recompute", marks=pytest.mark.long),
+        pytest.param("zb-h1", POLICIES.dots_saveable, marks=pytest.mark.long),
+        ("zb-h1", ["recompute", "keep", "recompute"]),
+    ],
     ids=["recompute", "policy", "stages"],
 )
 @pytest.mark.parametrize("make_case", [mlp_case, pytest.param(gpt_case, marks=pytest.mark.long)], ids=["mlp", "gpt"])
@@ -131,6 +135,7 @@ def test_a_policy_that_offloads_is_refused_and_named():
         pipe.init(case.params, case.batch)
 
 
+@pytest.mark.long
 def test_a_second_batch_shape_keeps_as_little_as_the_first():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=2, num_microbatches=2, has_aux=True, remat="recompute")
@@ -268,10 +273,7 @@ SLOW = {"unet", "seq2seq", "nnx_gpt"}
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) or [pytest.mark.long] * (name not in ("gpt", "resnet")))
-        for name in CASES
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) or [pytest.mark.long] * (name != "gpt")) for name in CASES],
 )
 def test_every_model_of_the_zoo_keeps_no_more_and_half_where_there_is_much_that_is_cheap(name):
     loss = traced(CASES[name]("float32"))

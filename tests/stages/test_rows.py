@@ -44,6 +44,7 @@ def owned(pipe):
     return [stage.params for stage in pipe.stages]
 
 
+@pytest.mark.long
 def test_each_stage_owns_its_rows_with_their_gradient_and_optimizer_state(x64):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     pipe, given = pipeline(optimizer=optimizer), params()
@@ -153,6 +154,7 @@ def test_schedules_give_the_same_bits_and_the_loop_those_of_a_scan():
     chex.assert_trees_all_close(found[0], found[3], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_value_and_grad_gives_gradients_where_the_parameters_are(x64):
     given = params()
     loss, grads = jaxpp.value_and_grad(loss_fn, num_stages=3, num_microbatches=2)(given, BATCH)
@@ -173,7 +175,7 @@ def test_value_and_grad_gives_gradients_where_the_parameters_are(x64):
             {"w"},
             marks=pytest.mark.long,
         ),
-        (optax.lion(1e-2), set()),
+        pytest.param(optax.lion(1e-2), set(), marks=pytest.mark.long),
         pytest.param(optax.MultiSteps(optax.adamw(1e-2), 2), set(), marks=pytest.mark.long),
     ],
     ids=["lamb", "adafactor", "one of two", "mask by path", "lion", "MultiSteps"],
@@ -231,6 +233,7 @@ def test_rows_beside_a_loop_over_layers(x64):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_a_penalty_on_the_whole_leaf_leaves_the_rows_where_they_are(x64):
     penalised = lambda params, batch: loss_fn(params, batch) + 0.1 * (params["w"] ** 2).sum()  # noqa: E731
     pipe = pipeline(penalised)

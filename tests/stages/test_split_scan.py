@@ -161,6 +161,7 @@ def test_slices_of_unequal_length_are_put_together_and_restored_elsewhere():
         pipe.step(state, BATCH)
 
 
+@pytest.mark.long
 def test_no_residual_is_a_cast_of_the_weights():
     loss_fn, init = make(ScannedGPT(depth=4, dtype=jnp.bfloat16))
     pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=4)
@@ -170,6 +171,7 @@ def test_no_residual_is_a_cast_of_the_weights():
         assert sum(map(count_bytes, code.statics.results)) > 2 * 2 * 2 * 16 * 64
 
 
+@pytest.mark.long
 def test_a_loop_over_parameters_that_were_cast_before_is_cut_too():
     def loss_fn(params, batch):
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -253,6 +255,7 @@ def test_frozen_parameters_beside_and_in_a_stack(frozen):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_a_checkpointed_loss_with_a_loop_is_cut():
     pipe = jaxpp.Pipeline(jax.checkpoint(reversed_loop), optax.adam(1e-2), num_stages=3, num_microbatches=2)
     state = pipe.init(PARAMS, BATCH)

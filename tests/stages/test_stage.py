@@ -302,7 +302,7 @@ def rows(*texts):
     "cells",
     [
         rows("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0"),  # a sum begun by B, with a W to come
-        rows("0F0 0F1 0F2 0B0 0B1 0I2 0W2", "1F0 1B0 1F1 1F2 1I1 1I2 1W2 1W1"),
+        pytest.param(rows("0F0 0F1 0F2 0B0 0B1 0I2 0W2", "1F0 1B0 1F1 1F2 1I1 1I2 1W2 1W1"), marks=pytest.mark.long),
         rows("0F0 0F1 0I0 0B1 0W0", "1F0 1I0 1W0 1F1 1B1"),
     ],
 )
