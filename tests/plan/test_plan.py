@@ -19,6 +19,7 @@ from jaxpp.runtime import transfer
 from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
 SHORT = {"1f1b"}
@@ -321,3 +322,16 @@ def test_a_batch_the_user_overwrites_while_the_step_runs_is_not_read_again():
         for leaf in jax.tree.leaves(mine):
             leaf[...] = 0
         np.testing.assert_array_equal(found[0][0], want[0][0])
+
+
+def test_each_microbatch_has_its_share_and_its_own_key():
+    def loss_fn(params, batch, key):
+        x = jnp.tanh(batch @ params["a"])
+        x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ params["b"]
+        return (x**2).mean()
+
+    params, batch, key = {"a": jnp.eye(4) / 2, "b": jnp.eye(4) / 3}, jnp.arange(28.0).reshape(7, 4) / 28, jax.random.key(3)
+    found = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=3)(params, batch, key)
+    loss, _, grads = oracle(loss_fn, params, batch, key, 3)
+    compare("loss", found[0], loss)
+    compare("grads", found[1], grads, floor=GRAD_FLOOR)
