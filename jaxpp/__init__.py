@@ -11,8 +11,8 @@ from jaxpp.grad import value_and_grad
 from jaxpp.observe.dead_stages import DeadStageWarning
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.processes.trees import array_handler, gather
-from jaxpp.stages.cuts.uneven import UnevenStagesWarning
-from jaxpp.stages.remat.offload import Offload
+from jaxpp.stages.cuts.balance import UnevenStagesWarning
+from jaxpp.stages.remat import Offload
 from jaxpp.tasks.bank import Bank
 from jaxpp.tuning import Tuning, tune
 

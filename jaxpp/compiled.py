@@ -16,11 +16,11 @@ from jaxpp.errors.checks import refuse_tracers
 from jaxpp.observe.dead_stages import Detector
 from jaxpp.observe.memory.fit import fit
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.channel import Agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand, scope
-from jaxpp.stages.cuts.uneven import warn_of
+from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.stage_table import Stages, tabulate
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import BankRunner, Runner, waiting_names, with_set

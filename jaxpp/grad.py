@@ -14,9 +14,9 @@ from jaxpp.options import Options
 from jaxpp.runtime.processes.trees import stand_in_for
 from jaxpp.runtime.transfer import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.cuts.uneven import warn_of
-from jaxpp.stages.loops.stacked import Slices, is_slices, joined
-from jaxpp.stages.remat.offload import Remat
+from jaxpp.stages.cuts.balance import warn_of
+from jaxpp.stages.remat import Remat
+from jaxpp.stages.stacked import Slices, is_slices, joined
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Tree
 
 __all__ = ["value_and_grad"]

@@ -22,8 +22,7 @@ from jaxpp.schedule.registry import make_for_stages
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
-from jaxpp.stages.remat.offload import offload_of
-from jaxpp.stages.remat.policy import Kept, kept_of
+from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
 from jaxpp.types import Batch, Device, LossFn, Tree
 
 __all__ = ["Options"]
@@ -62,7 +61,7 @@ class Options:
     has_aux: bool = False
     weight: Callable[[Batch], ArrayLike] | None = None
     cuts: tuple[str, ...] | None = None
-    remat: tuple[Kept, ...] | None = None
+    remat: tuple[RematPolicy, ...] | None = None
     offload: tuple[int | None, ...] = ()
     cut_gradient: frozenset[int] = frozenset()
     has_state: bool = False
@@ -117,7 +116,7 @@ class Options:
             "balance": _balance_of,
             "reduce_aux": check_reducers,
             "loss_scale": check_loss_scale,
-            "remat": lambda remat: kept_of(remat, num_stages, platform),
+            "remat": lambda remat: policies_of(remat, num_stages, platform),
             "offload": lambda remat: offload_of(remat, num_stages),
             "shardings": lambda shardings: _check_shardings(shardings, mesh),
             "shared": _shared_of,

@@ -26,7 +26,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
-from jaxpp.stages.remat.offload import Remat
+from jaxpp.stages.remat import Remat
 from jaxpp.stages.stage_table import Stages, bytes_in_words
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set

@@ -20,7 +20,7 @@ from jaxpp.forward.functions import Functions
 from jaxpp.forward.predicting import Lend, Predicting
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import Hold, despite_ctrl_c
 from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.runtime.transfer import check_alive

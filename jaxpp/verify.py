@@ -20,18 +20,18 @@ from jaxpp.engine.state import State
 from jaxpp.engine.state_leaves import states_of
 from jaxpp.errors import ArgumentError, BatchError, VerifyError
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.processes.trees import gather
 from jaxpp.runtime.transfer import check_alive, put
 from jaxpp.stages.cost import coarsest_dtype
-from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
+from jaxpp.stages.stacked import assembled
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 __all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_step"]

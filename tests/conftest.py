@@ -44,7 +44,7 @@ SHAPED = (
     "models",
     "jaxpp.stages.loss.aux",
     "jaxpp.stages.loss.microbatch",
-    "jaxpp.plan.stage_setup",
+    "jaxpp.plan.lower",
     "jaxpp.observe.memory.liveness",
 )
 """Where annotations with shapes are checked at every call."""

@@ -21,16 +21,13 @@ from jaxpp.engine.outcome import Lowered, Outcome, Purpose, aux_names, call_of, 
 from jaxpp.engine.placed import Placed, place_leaves
 from jaxpp.engine.prepare import Preparer
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
-from jaxpp.optim.emit import add_update
-from jaxpp.optim.update import Update, flat
+from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.init_params import INIT_KEY, lower_init
-from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.lower import add_wait, forward_actions, lower
+from jaxpp.plan.lower import add_gradients, add_wait, add_zero_gradients, forward_actions, lower
 from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Step, state_name, total_name
-from jaxpp.plan.sum_gradients import add_gradients, add_zero_gradients, packed_sums
+from jaxpp.plan.step import Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
@@ -44,9 +41,9 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host
-from jaxpp.stages.loops.stacked import Slicing, is_slices
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.stacked import Slicing, is_slices
 from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
 __all__ = ["Engine", "open_engine"]
@@ -276,7 +273,7 @@ class Engine:
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
     ) -> Outcome[Name]:
         """Add the update to the lines of a step, after what its host callbacks may refuse."""
-        update, names, packed = self.update, self.placed.names, packed_sums(step)
+        update, names, packed = self.update, self.placed.names, step.packed_sums
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
             leaves = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained if leaf not in packed]

@@ -16,11 +16,11 @@ from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.init_params import trace_init
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.trace import check_floating
+from jaxpp.stages.loss.traced_loss import check_floating
 from jaxpp.types import Array, Batch, Home, Key, Tree
 
 __all__ = ["Given", "are_swapped", "first_leaves", "read_given", "swapped", "variables_of"]

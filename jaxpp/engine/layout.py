@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.sharding_rules import specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key
-from jaxpp.optim.owners import unread_gradients
+from jaxpp.optim.owners import state_bytes, unread_gradients
 from jaxpp.optim.rowwise import slicing_for
-from jaxpp.optim.state_bytes import state_bytes
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times, waiting
@@ -24,22 +23,18 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.balance import Cuts, align, balance, owners
+from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
-from jaxpp.stages.cuts.by_name import resolve
 from jaxpp.stages.cuts.by_time import Links, balance_time
-from jaxpp.stages.cuts.cut_loss import CutLoss
-from jaxpp.stages.cuts.uneven import check_giant, uneven
-from jaxpp.stages.loops.rows import rows_between
-from jaxpp.stages.loops.split_scan import slices_between
-from jaxpp.stages.loops.stacked import Slicing
+from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy
+from jaxpp.stages.layers import rows_between, slices_between
 from jaxpp.stages.loss.aux import Reducer
-from jaxpp.stages.loss.copies import StateCopy
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, scale_dtype, sizes, split_any
-from jaxpp.stages.loss.trace import check_arrays, check_floating
-from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_floating
 from jaxpp.stages.own_params import num_own, num_shared
-from jaxpp.stages.packing import Pack
+from jaxpp.stages.program import Pack
+from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Aval, Batch, Key, Params, Tree
 
 __all__ = ["Layout", "lay_out"]
@@ -229,7 +224,7 @@ class _Layouts:
             of_user=tuple(size * (1 + (options.is_loss and leaf not in frozen)) for leaf, size in enumerate(sizes)),
             of_owner=tuple(size / parts for size, parts in state),
             num_kept=kept,
-            policies=options.remat or (None,) * num_stages,
+            policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
         )
 

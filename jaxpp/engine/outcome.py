@@ -8,8 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 
 from jaxpp.plan.builder import Name
-from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.step import Step, total_name
+from jaxpp.plan.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Tree

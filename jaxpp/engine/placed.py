@@ -14,8 +14,7 @@ from jaxpp.optim.owners import plan_update
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.plan.leaves import Leaves
-from jaxpp.plan.step import param_name, state_name
+from jaxpp.plan.step import Leaves, param_name, state_name
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import shapes_of

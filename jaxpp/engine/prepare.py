@@ -13,11 +13,10 @@ from jaxpp.plan.step import Step
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.stages.cuts.balance import align
-from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.cuts.cut_loss import CutLoss, with_copies
 from jaxpp.stages.loss.aux import check_aux
-from jaxpp.stages.loss.copies import with_copies
 from jaxpp.stages.loss.microbatch import Split, batch_avals, check_batch, resized, sizes, split_any
-from jaxpp.stages.loss.trace import key_implementation
+from jaxpp.stages.loss.traced_loss import key_implementation
 from jaxpp.stages.program import Program
 from jaxpp.types import Batch, Key, LossFn
 

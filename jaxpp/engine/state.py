@@ -16,7 +16,7 @@ from jaxpp.runtime.processes.trees import are_across, stand_in_for
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loops.stacked import assembled, is_slices
+from jaxpp.stages.stacked import assembled, is_slices
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import table_lines

@@ -14,11 +14,11 @@ from jaxpp.engine.state import State
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.trees import slices_of
 from jaxpp.runtime.transfer import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
+from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Tree
 
 __all__ = ["States", "check_kept", "states_of", "steps_of"]

@@ -11,12 +11,11 @@ from jaxpp.options import Options
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.jaxpr import aval_of
-from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
-from jaxpp.stages.loss.trace import trace_loss
-from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name, trace_loss
+from jaxpp.stages.stacked import concatenated, joined
 from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
 
 __all__ = ["Tracing", "avals_of", "check_key", "raw_key", "same_shapes"]

@@ -24,12 +24,12 @@ from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import Forwards, check_profile, record
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand
-from jaxpp.stages.cuts.uneven import warn_of
+from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.stage_table import Stages, tabulate
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, Tree
 

@@ -21,13 +21,13 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align
+from jaxpp.stages.cuts.cut_loss import StateCopy, copies_of, with_copies
 from jaxpp.stages.jaxpr import aval_of
-from jaxpp.stages.loops.split_scan import slices_between
-from jaxpp.stages.loops.stacked import Slices, Slicing, is_slices
+from jaxpp.stages.layers import slices_between
 from jaxpp.stages.loss.aux import check_reducers
-from jaxpp.stages.loss.copies import StateCopy, copies_of, with_copies
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, split_any
 from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.stages.stacked import Slices, Slicing, is_slices
 from jaxpp.types import Batch, ForwardFn, Key, ReduceAux, Tree
 
 __all__ = ["Functions", "one_microbatch", "unchanged"]

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpp.forward.passes import Passes
 from jaxpp.forward.sequences import SequenceCarry
 from jaxpp.runtime.transfer import put
-from jaxpp.stages.loops.stacked import Slices, is_slices, split_like
+from jaxpp.stages.stacked import Slices, is_slices, split_like
 from jaxpp.types import Array, ForwardFn, Home, Tree
 
 __all__ = ["Carries", "Group", "batch_axes"]

@@ -17,12 +17,10 @@ from jax.sharding import Sharding
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import aux_names
 from jaxpp.errors import StateError
-from jaxpp.plan.builder import CALLER, Builder, Line, Name
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.builder import CALLER, Builder, Line, Name, last_uses
 from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
-from jaxpp.plan.slot_lifetimes import last_uses
-from jaxpp.plan.step import Step, state_name
+from jaxpp.plan.step import Leaves, Step, state_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c

@@ -18,7 +18,7 @@ from jaxpp.forward.places import Prompts
 from jaxpp.forward.request import generation
 from jaxpp.forward.sampling import SampleRule
 from jaxpp.forward.stream import Stream
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.types import Array, Batch, ForwardFn, Key, ReduceAux, TaskNames, Tree
 
 __all__ = ["Lend", "Predicting"]

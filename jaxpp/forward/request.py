@@ -19,7 +19,7 @@ from jaxpp.forward.places import Places, Prompts
 from jaxpp.forward.ring import passes_of, prompts_of, ring_of, sizes_of
 from jaxpp.forward.sampling import SampleRule, sampler_of
 from jaxpp.observe.memory.forecast import Forecast, parse_bytes, room_of
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, ForwardFn, Key, Tree

@@ -17,11 +17,11 @@ from jaxpp.forward.passes import Lasting, Passes
 from jaxpp.forward.places import Admitted, chunk_sizes
 from jaxpp.forward.sampling import Sampler
 from jaxpp.forward.sequences import NextToken, SequenceCarry, group_of, sequence_of
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.execute import Observer
 from jaxpp.stages.graph import Graph, trace
-from jaxpp.stages.loops.stacked import concatenated, joined
 from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.stacked import concatenated, joined
 from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
 
 __all__ = ["AHEAD", "Ring", "Taken", "passes_of", "prompts_of", "ring_of", "sizes_of"]

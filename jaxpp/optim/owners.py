@@ -7,7 +7,7 @@ belongs to nobody and is repeated where it is needed; scalars of several stages 
 clip_by_global_norm three, with only scalars between them, packed into one vector a pair of stages.
 
 An optimizer state leaf belongs to the stage whose gradients it is combined with; what is combined with none (a step count)
-belongs to stage 0.
+belongs to stage 0. A condition over all leaves (``optax.MultiSteps``, ``optax.apply_if_finite``) becomes one choice a leaf.
 """
 
 import functools
@@ -19,18 +19,18 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.conditions import open_conditions
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Array, Aval, Params, Tree
 
-__all__ = ["flat_update", "plan_update", "trace_update", "unread_gradients"]
+__all__ = ["flat_update", "open_conditions", "plan_update", "state_bytes", "trace_update", "unread_gradients"]
 
 _MOVABLE = 1024
 """The most elements of a value that may move between stages in an update."""
@@ -85,17 +85,17 @@ def plan_update(
     apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
     watched = sorted({stage for leaf, stage in enumerate(owner) if leaf not in apart})
 
-    def update(given: UpdateInputs[Array]) -> list[Array]:
-        grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(given.grads)]
+    def update(inputs: UpdateInputs[Array]) -> list[Array]:
+        grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(inputs.grads)]
         scale, finite = [], []
         if scaling is None:
-            results = plain(grads, given.opt, given.params, *given.loss)
+            results = plain(grads, inputs.opt, inputs.params, *inputs.loss)
         else:
-            grads, all_finite = scaling.unscale(grads, given.scale)
-            after = *plain(grads, given.opt, given.params, *given.loss), *given.new_state
-            before = *given.params, *given.opt, *given.old_state
+            grads, all_finite = scaling.unscale(grads, inputs.scale)
+            after = *plain(grads, inputs.opt, inputs.params, *inputs.loss), *inputs.new_state
+            before = *inputs.params, *inputs.opt, *inputs.old_state
             results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
-            scale, finite = scaling.adjust(given.scale, all_finite), [all_finite]
+            scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
         free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
         norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted])
@@ -111,8 +111,8 @@ def plan_update(
     if len(set(owner)) > 1:
         graph = open_conditions(graph)
     init_graph, _ = trace(init, leaves)
-    known = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
-    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *known))
+    others = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
+    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *others))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
     return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
@@ -167,8 +167,8 @@ def _wide(grad: Array) -> Array:
 
 def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:
     """The stage of each optimizer leaf that is made from one parameter (a copy, an average), None for others."""
-    found = marked(init, {var: 1 << stage for var, stage in zip(init.inputs, owner, strict=True)})
-    stages = [0 if isinstance(atom, Literal) else found.get(atom, 0) for atom in init.outputs]
+    stages_of = marked(init, {var: 1 << stage for var, stage in zip(init.inputs, owner, strict=True)})
+    stages = [0 if isinstance(atom, Literal) else stages_of.get(atom, 0) for atom in init.outputs]
     return tuple(bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages)
 
 
@@ -202,12 +202,12 @@ class _Placer:
                 continue
             largest = max(owned, key=_size)
             home = stage[largest]
-            found = leaves & (arrays | inexact if _size(largest) == 1 else arrays)
-            arrays, inexact = arrays & ~found, inexact & ~found
-            while found:
-                var = lost[found & -found]
+            placed = leaves & (arrays | inexact if _size(largest) == 1 else arrays)
+            arrays, inexact = arrays & ~placed, inexact & ~placed
+            while placed:
+                var = lost[placed & -placed]
                 stage[var] = self.stage[var] = home
-                found &= found - 1
+                placed &= placed - 1
             stage.update(dict.fromkeys(eqn.outvars, home))
 
     def opt_owner(self) -> tuple[int, ...]:
@@ -261,3 +261,52 @@ class _Placer:
                 latest = min(reader.level - (reader.stage != part.stage) for reader in readers if reader is not None)
                 late[i] = UpdatePart(max(part.level, latest), part.stage)
         return tuple(late)
+
+
+def open_conditions(graph: Graph) -> Graph:
+    """The graph with every condition, and those inside it, opened; the graph itself if it has none."""
+    if all(_branches(eqn) is None for eqn in graph.eqns):
+        return graph
+
+    def run(*args: Array) -> list[Array]:
+        values: dict[Var, Array] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
+
+        def read(atom: Atom) -> Array:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for i, eqn in enumerate(graph.eqns):
+            branches = _branches(eqn)
+            if branches is not None:
+                which, *operands = map(read, eqn.invars)
+                cases = [branch(*operands) for branch in branches]
+                results = [jax.lax.select_n(which, *values_of) for values_of in zip(*cases, strict=True)]
+            else:
+                needs = variables(eqn.invars)
+                results = graph.function([i], needs, eqn.outvars)(*map(read, needs))
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in graph.outputs]
+
+    avals = [aval_of(var) for var in graph.inputs]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+    return open_conditions(trace(run, *shapes)[0])
+
+
+def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
+    return None if eqn.effects else branches_of(eqn)
+
+
+def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) -> tuple[int, ...]:
+    """The bytes of the optimizer state that belong to each parameter leaf.
+
+    A leaf of the state belongs to the parameter whose path ends its own, as ``mu`` of adam does; the others, such as a step count,
+    belong to none.
+    """
+    paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    num_bytes = [0] * len(paths)
+    if optimizer is None:
+        return tuple(num_bytes)
+    for path, aval in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
+        leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
+        if leaf is not None:
+            num_bytes[leaf] += count_bytes(aval)
+    return tuple(num_bytes)

@@ -14,13 +14,12 @@ import optax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.conditions import open_conditions
-from jaxpp.optim.owners import flat_update, trace_update
+from jaxpp.optim.owners import flat_update, open_conditions, trace_update
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import ELEMENTWISE, aval_of, is_cast, kind_of, number_in, variables
-from jaxpp.stages.loops.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.types import Params, Tree
 
 __all__ = ["Sizes", "slicing_for"]
@@ -75,10 +74,10 @@ def _objections(
     wrong: dict[int, str] = {}
     for leaf, sizes in enumerate(slicing.sizes):
         if sizes:
-            found, odd, _ = plain[0].of(leaf)
+            whole_done, odd, _ = plain[0].of(leaf)
             parts = [sliced[0].of(k) for k in slicing.leaves([leaf])]
             summed = next((use for _, _, use in parts if use), "")  # of slices: the only leaf's sum is the sum over all, too
-            odd = odd or summed or ("" if all(done == found for done, _, _ in parts) else "other equations for its slices")
+            odd = odd or summed or ("" if all(done == whole_done for done, _, _ in parts) else "other equations for its slices")
             wrong |= {leaf: f"{paths[leaf]}: {odd}"} if odd else {}
     if not wrong and assembled_shapes(sliced[1]) != plain[1]:
         wrong = {_TREE: "an optimizer state of another structure"}
@@ -145,10 +144,10 @@ class _Treatments:
                 use = use or ("" if fine else eqn.primitive.name)
             else:
                 done.append((eqn.primitive.name, [str(atom) for atom in eqn.invars if isinstance(atom, Literal)]))
-                known = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
+                alike = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
                 if kind_of(eqn) == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
                     reached = sums
-                elif kind_of(eqn) not in ELEMENTWISE or not all(known):
+                elif kind_of(eqn) not in ELEMENTWISE or not all(alike):
                     odd = odd or eqn.primitive.name
             if reached is not None:
                 reached.update(eqn.outvars)

@@ -1,20 +1,28 @@
-"""An optimizer's update, traced on the whole tree and placed: what ``optim.owners`` makes and ``optim.emit`` writes as lines."""
+"""An optimizer's update, traced and placed (``owners.py``), and its lines: one program a stage and level, and their sends."""
 
 import itertools
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from jaxpp.optim.loss_scale import Scaling
-from jaxpp.plan.builder import Name
-from jaxpp.plan.step import param_name, scale_name, state_name, total_name
-from jaxpp.stages.graph import Graph
-from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Tree
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
 
-__all__ = ["HUB", "Update", "UpdateInputs", "UpdatePart", "UpdateResults", "flat", "opt_name"]
+from jaxpp.optim.loss_scale import Scaling
+from jaxpp.plan.builder import Builder, Name
+from jaxpp.plan.init_params import closed_function
+from jaxpp.plan.step import param_name, scale_name, state_name, total_name
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.fingerprint import ComparableFunction
+from jaxpp.stages.graph import Graph, Piece, descendants, partition
+from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
+from jaxpp.stages.program import Pack, Program, Ref, Role
+from jaxpp.types import Array, DType, Tree
+
+__all__ = ["HUB", "Update", "UpdateInputs", "UpdatePart", "UpdateResults", "add_update", "flat", "opt_name"]
 
 HUB = 0
 """The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
@@ -51,9 +59,10 @@ class UpdateInputs(NamedTuple, Generic[_T]):
     old_state: tuple[_T, ...]
     new_state: tuple[_T, ...]
 
-    def refilled(self, values: Sequence[_U]) -> "UpdateInputs[_U]":
+    def refilled(self, values: Iterable[_U]) -> "UpdateInputs[_U]":
         """Other values, in groups of the same sizes."""
-        return UpdateInputs(*_split(self, values))
+        supply = iter(values)
+        return UpdateInputs(*(tuple(itertools.islice(supply, len(group))) for group in self))
 
 
 class UpdateResults(NamedTuple, Generic[_T]):
@@ -77,19 +86,15 @@ class UpdateResults(NamedTuple, Generic[_T]):
     norm: tuple[_T, ...]
     squares: tuple[_T, ...]
 
-    def refilled(self, values: Sequence[_U]) -> "UpdateResults[_U]":
+    def refilled(self, values: Iterable[_U]) -> "UpdateResults[_U]":
         """Other values, in groups of the same sizes."""
-        return UpdateResults(*_split(self, values))
+        supply = iter(values)
+        return UpdateResults(*(tuple(itertools.islice(supply, len(group))) for group in self))
 
 
 def flat(groups: UpdateInputs[_T] | UpdateResults[_T]) -> list[_T]:
     """All of the groups, in order."""
     return [value for group in groups for value in group]
-
-
-def _split(groups: Sequence[tuple[object, ...]], values: Sequence[_U]) -> list[tuple[_U, ...]]:
-    supply = iter(values)
-    return [tuple(itertools.islice(supply, len(group))) for group in groups]
 
 
 def opt_name(stage: int, leaf: int) -> Name:
@@ -149,3 +154,210 @@ class Update:
             old_state=tuple(state_name(stage, leaf) for leaf, stage in enumerate(self.state_owner)),
             new_state=() if self.scaling is None else tuple(states),
         )
+
+
+_NEW = 1
+"""Marks the name of a parameter or optimizer leaf as the one after the update."""
+
+_LARGE = 1 << 27
+"""Bytes of arguments above which an update holds little at once, rather than update all leaves side by side."""
+
+
+def add_update(
+    builder: Builder,
+    update: Update,
+    loss: Name,
+    states: Sequence[Name],
+    packed: Mapping[int, tuple[Name, Pack]],
+    own: Collection[tuple[Role, int]],
+    *,
+    donate: bool,
+) -> UpdateResults[Name]:
+    """Add the update to a step.
+
+    Args:
+        builder: has the lines of the step up to its gradients.
+        update: what to add.
+        loss: the name of the loss.
+        states: the names of the new model state.
+        packed: the gradients that are parts of vectors: the name of the vector, and what is where in it.
+        own: the leaves of which each replica has its own.
+        donate: whether the programs take over the buffers of the old state.
+
+    Returns:
+        the names of the results.
+    """
+    return _Writer(builder, update, update.names(loss, states), packed, own, donate).run()
+
+
+class _Part(NamedTuple):
+    """A part of a vector."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+
+    def of(self, vector: Array) -> Array:
+        """The array that is there."""
+        return jax.lax.slice(vector, (self.start,), (self.end,)).reshape(self.shape)
+
+
+class _Writer:
+    """Writes one line a stage and level, and the sends between them."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        update: Update,
+        names: UpdateInputs[Name],
+        packed: Mapping[int, tuple[Name, Pack]],
+        own: Collection[tuple[Role, int]],
+        donate: bool,
+    ):
+        self.builder, self.update, self.donate = builder, update, donate
+        graph, inputs = update.graph, names.refilled(update.graph.inputs)
+        self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
+        self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
+        self.stages = flat(update.result_stages)
+        self.result_parts = self._result_parts()
+        homes = {atom: part for atom, part in zip(graph.outputs, self.result_parts, strict=True) if isinstance(atom, Var)}
+        self.pieces: Mapping[UpdatePart, Piece] = partition(graph, update.parts, homes)
+        self.made = {var: part for part, piece in self.pieces.items() for var in piece.outputs}
+        self.readers: dict[Var, list[UpdatePart]] = {}
+        for part, piece in self.pieces.items():
+            for var in piece.inputs:
+                self.readers.setdefault(var, []).append(part)
+        self.held: dict[tuple[int, Var], tuple[Name, _Part | None]] = {
+            (name.stage, var): (name, None) for var, name in self.source.items()
+        }
+        self.arrived: dict[tuple[int, Name], Name] = {}
+        self.vectors: dict[Name, jax.ShapeDtypeStruct] = {}
+        for leaf, (vector, pack) in packed.items():
+            at = pack.members.index(Ref(Role.GRAD, leaf))
+            self.vectors[vector] = pack.aval
+            self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.shapes[at])
+        self.serial = 0
+        self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
+
+    def _result_parts(self) -> list[UpdatePart]:
+        """The part that makes each result."""
+        graph, producers = self.update.graph, self.update.graph.producers()
+        eqns = [producers.get(atom) if isinstance(atom, Var) else None for atom in graph.outputs]
+        made = [None if eqn is None else self.update.parts[eqn] for eqn in eqns]
+        return [UpdatePart(0, stage) if part is None else part for part, stage in zip(made, self.stages, strict=True)]
+
+    def run(self) -> UpdateResults[Name]:
+        results: dict[int, Name] = {}
+        chosen: dict[UpdatePart, list[int]] = {part: [] for part in sorted({*self.pieces, *self.result_parts})}
+        for k, part in enumerate(self.result_parts):
+            chosen[part].append(k)
+        for part, mine in chosen.items():
+            names = self._compute(part, mine)
+            results.update(zip(mine, names, strict=True))
+        return self.update.result_stages.refilled([self._bring(k, results[k]) for k in range(len(results))])
+
+    def _bring(self, k: int, name: Name) -> Name:
+        """A result made away from its owner (a scalar, or what a condition over all leaves makes) is sent there."""
+        stage = self.stages[k]
+        if name.stage == stage:
+            return name
+        target = self._new(stage, k)
+        self.builder.send(f"send result {k} to stage {stage}", name, target)
+        return target
+
+    def _fresh(self, stage: int, *atoms: Atom) -> Name:
+        """A new name for what is made of these: of all replicas, unless each has its own of any."""
+        self.serial += 1
+        return Name(stage, Ref(Role.VALUE, self.serial, shared=self.own.isdisjoint(variables(atoms))))
+
+    def _new(self, stage: int, k: int) -> Name:
+        """The name of the k-th result where it is made: a new parameter, a new optimizer leaf, or a value."""
+        if k < len(self.old):
+            return Name(stage, replace(self.source[self.old[k]].ref, peer=_NEW))
+        return self._fresh(stage, self.update.graph.outputs[k])
+
+    def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
+        (level, stage), piece, graph = part, self.pieces.get(part, Piece()), self.update.graph
+        results = [graph.outputs[k] for k in mine]
+        inputs = [var for var in piece.inputs if var not in graph.constants]
+        held = [self._hold(stage, var) for var in inputs]
+        donated = self._donated(part, mine)
+        names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
+        packs = self._packs(part)
+        returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
+        run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
+        order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
+
+        def function(*args: Array) -> list[Array]:
+            arrays = dict(zip(names_in, args, strict=True))
+            values = run(*(arrays[name] if part is None else part.of(arrays[name]) for name, part in held))
+            vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
+            return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
+
+        numbers = {name: k for k, name in enumerate(names_in)}
+        places = (
+            tuple((numbers[name], at) for name, at in held),
+            tuple(order[var] for var in returned),
+            tuple(tuple(order[var] for var in group) for group in packs.values()),
+        )
+        comparable = ComparableFunction(function, run.does and (run.does, len(results), *places))  # all that the function reads
+        fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
+        names_out = [*(self._new(stage, k) for k in mine), *fresh]
+        self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
+        shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+        called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
+        avals = shapes_of(shapes[name] for name in names_in)
+        made = Program(comparable, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
+        program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
+        label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
+        self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))
+        for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
+            self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
+        return names_out[: len(results)]
+
+    def _readers(self, var: Var) -> set[int]:
+        return {stage for _, stage in self.readers.get(var, ())}
+
+    def _packs(self, part: UpdatePart) -> dict[tuple[int, DType], list[Var]]:
+        """The scalars that this program makes for each other stage, by stage and dtype."""
+        packs: dict[tuple[int, DType], list[Var]] = {}
+        for var in self.pieces[part].outputs:
+            for peer in sorted(self._readers(var) - {part.stage}):
+                if aval_of(var).shape == ():
+                    packs.setdefault((peer, aval_of(var).dtype), []).append(var)
+        return packs
+
+    def _deliver(self, peer: int, group: list[Var], vector: Name, aval: jax.ShapeDtypeStruct) -> None:
+        """Send scalars to a stage as one vector; its programs take them out."""
+        arrived = self._fresh(peer, *group)
+        self.builder.send(f"send {len(group)} scalars to stage {peer}", vector, arrived)
+        self.vectors[arrived] = aval
+        self.held.update(((peer, var), (arrived, _Part(k, k + 1, ()))) for k, var in enumerate(group))
+
+    def _hold(self, stage: int, var: Var) -> tuple[Name, _Part | None]:
+        """Where a stage finds a value: a name, and its place if that is a vector. Sent there if it lives elsewhere."""
+        if (stage, var) not in self.held:
+            home = self.source[var].stage if var in self.source else self.made[var].stage
+            source, part = self.held[home, var]
+            if (stage, source) not in self.arrived:
+                self.arrived[stage, source] = target = self._fresh(stage, var)
+                aval: jax.ShapeDtypeStruct = aval_of(var) if part is None else self.vectors[source]
+                if part is not None:
+                    self.vectors[target] = aval
+                self.builder.send(f"send {describe(aval)} to stage {stage}", source, target)
+            self.held[stage, var] = self.arrived[stage, source], part
+        return self.held[stage, var]
+
+    def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
+        """The old versions of this program's results that nobody reads later, in the order of the results.
+
+        In that order each result takes over the buffer of its own old version; any other pairing costs copies.
+        """
+        donated = []
+        for var in [self.old[k] for k in mine if self.donate and k < len(self.old)]:
+            readers = self.readers.get(var, ())
+            alone = all(reader.stage == part.stage for reader in readers) and self.source[var].stage == part.stage
+            if alone and readers and max(readers) == part:
+                donated.append(self.source[var])
+        return donated

@@ -6,7 +6,7 @@ numbers the names, finds the last reader of each value, and frees the value ther
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from jaxpp.schedule.action import Action
 from jaxpp.stages.program import Program, Ref
 from jaxpp.types import Aval, Leaf
 
-__all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "MemoryCopy", "Name"]
+__all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "MemoryCopy", "Name", "last_uses"]
 
 CALLER = -1
 """The stage number of values that come from the caller."""
@@ -161,3 +161,8 @@ class Builder:
     def copy(self) -> "Builder":
         """A builder with the same lines, to which others can be added."""
         return Builder(list(self.lines), dict(self.constants))
+
+
+def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:
+    """The number of the last line that reads or writes each name; the value is freed there."""
+    return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}

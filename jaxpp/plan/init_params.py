@@ -11,7 +11,7 @@ from jax.extend.core import Var
 
 from jaxpp.errors import InitError
 from jaxpp.plan.builder import CALLER, Builder, Name
-from jaxpp.stages.fingerprint import Known, fingerprint
+from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import Atom, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
@@ -40,29 +40,26 @@ def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
     try:
         graph, shapes = trace(flat, key)
     except jax.errors.TracerArrayConversionError as error:
-        raise InitError(
-            "Pipeline.init(init, key, batch)",
-            "init is traced by jax.jit, so that each device makes only its own parameters",
-            "a conversion to NumPy inside init",
-            "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)",
-        ) from error
+        rule = "init is traced by jax.jit, so that each device makes only its own parameters"
+        fix = "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)"
+        raise InitError("Pipeline.init(init, key, batch)", rule, "a conversion to NumPy inside init", fix) from error
     except Exception as error:
         error.add_note("jaxpp: raised while tracing init")
         raise
     return graph, trees[-1].unflatten(shapes)
 
 
-def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Sequence[Atom]) -> Known:
+def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Sequence[Atom]) -> ComparableFunction:
     """A piece as a function of ``inputs``, its constants put in."""
     constants = {var: graph.constants[var] for var in piece.inputs if var in graph.constants}
     run = graph.function(piece.eqns, [*inputs, *constants], atoms)
     does = fingerprint([graph.eqns[i] for i in piece.eqns], inputs, atoms, constants)
-    return Known(lambda *args: run(*args, *constants.values()), does)
+    return ComparableFunction(lambda *args: run(*args, *constants.values()), does)
 
 
-def lower_init(graph: Graph, given: Sequence[Name], made: Sequence[Name], what: str = "init") -> Builder:
+def lower_init(graph: Graph, sources_of: Sequence[Name], made: Sequence[Name], what: str = "init") -> Builder:
     """The lines that make leaves of a state from the key, or from other leaves, each stage its own."""
-    builder, sources = Builder(), dict(zip(graph.inputs, given, strict=True))
+    builder, sources = Builder(), dict(zip(graph.inputs, sources_of, strict=True))
     for stage in sorted({name.stage for name in made}):
         mine = [k for k, name in enumerate(made) if name.stage == stage]
         atoms = [graph.outputs[k] for k in mine]

@@ -3,38 +3,42 @@
 A step is written in five passes by one ``Builder``:
 
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
-2. *begin*: one program a stage for what it does once (``plan.stage_setup``);
+2. *begin*: one program a stage for all that it does once: it splits the stage's batch leaves, folds its keys, computes what depends
+   on parameters alone and the weights of the microbatches, and zeroes the sums that no first backward makes;
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
-   those of model state that another stage keeps; around them the copies of residuals that wait in host memory (``plan.offload``);
-4. *sums* (``plan.sum_gradients``): small gradients become leaves where one is read, tied ones go home and are summed, and
+   those of model state that another stage keeps; around them the copies of residuals that wait in host memory (``offload.py``);
+4. *sums*: small gradients become leaves where one is read (``Step.sums`` decides that), tied ones go home and are summed, and
    gradients, loss and aux are summed over the replicas, once;
 5. *reduce*: aux values that were held for the end of the step are reduced.
 
-The optimizer's lines follow (``optim.emit``).
+The optimizer's lines follow (``optim/update.py``).
 """
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
-from jaxpp.plan.builder import CALLER, Builder, Name
-from jaxpp.plan.model_state import Passing
+from jaxpp.errors import CutError
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Name
 from jaxpp.plan.offload import Offloading
-from jaxpp.plan.stage_setup import add_stage_setup
-from jaxpp.plan.step import Step, local_name, param_name, scale_name, total_name
-from jaxpp.plan.sum_gradients import add_replica_sums, add_tied_sums, add_unpacking
+from jaxpp.plan.step import GradientSums, Step, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.aux import REDUCERS, Reducer, join
-from jaxpp.stages.loss.microbatch import Split, scale_dtype
-from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Array
+from jaxpp.stages.loss.microbatch import Split, fold_keys, scale_dtype, slice_batch
+from jaxpp.stages.program import Pack, Program, Ref, Role
+from jaxpp.types import Array, Aval
 
-__all__ = ["add_wait", "forward_actions", "lower"]
+__all__ = ["add_gradients", "add_wait", "add_zero_gradients", "forward_actions", "lower"]
 
 
 def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -58,8 +62,8 @@ def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None,
     _feed(builder, lasting or builder, step)
     chosen, zeros = step.choose(actions)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
-        add_stage_setup(builder, step, stage, zeros[stage], lasting)
-    passing, offloading, programs = Passing(builder, step), Offloading(builder, step, offloaded), dict(chosen)
+        _begin(builder, step, stage, zeros[stage], lasting)
+    passing, offloading, programs = _ModelState(builder, step), Offloading(builder, step, offloaded), dict(chosen)
     for action in actions:
         offloading.bring_back(action)
         if (program := programs.get(action)) is not None:
@@ -67,10 +71,13 @@ def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None,
             _act(builder, step, action, program, offloading)
             passing.note(action, program)
         offloading.take_out(action)
-    add_unpacking(builder, step)
-    add_tied_sums(builder, step)
-    for stage in range(step.num_stages):
-        add_replica_sums(builder, step, stage)
+    for stage, sums in enumerate(step.sums):
+        if not sums.stays_packed:
+            _unpack(builder, step, stage, sums.packs)
+    for stage, sums in enumerate(step.sums):
+        _add_tied(builder, step, stage, sums)
+    for stage, sums in enumerate(step.sums):
+        _sum_replicas(builder, step, stage, sums)
     _reduce(builder, step)
     passing.go_home()
     return builder
@@ -78,8 +85,8 @@ def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None,
 
 def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
     for stage in range(step.num_stages):
-        given = [*map(step.batch_ref, step.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in step.read(stage, Role.KEY))]
-        for ref in given:
+        refs = [*map(step.batch_ref, step.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in step.read(stage, Role.KEY))]
+        for ref in refs:
             builder.send(f"send {ref.role} {ref.index} to stage {stage}", Name(CALLER, ref), Name(stage, ref))
         for k in step.read(stage, Role.LOSS_SCALE):
             builder.send(f"send loss scale to stage {stage}", scale_name(step.loss_stage, k), scale_name(stage, k))
@@ -87,6 +94,113 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
             if step.owner[leaf] != stage:
                 path = step.cuts[0].loss.param_paths[leaf]
                 lasting.send(f"send {path} to stage {stage}", param_name(step.owner[leaf], leaf), param_name(stage, leaf))
+
+
+class _Part(NamedTuple):
+    """A part of the program that begins a step: a function, what it reads, the shapes of what it reads, and what it makes."""
+
+    function: Callable[..., Sequence[Array]]
+    inputs: Sequence[Name]
+    avals: Sequence[Aval]
+    outputs: Sequence[Name]
+
+
+def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], lasting: Builder | None) -> None:
+    """One program for all that a stage does once per step before its first forward.
+
+    What depends on parameters alone is a program of its own among the lines of ``lasting``, if these are given.
+    """
+    statics = []
+    for variant, code in enumerate(step.codes(stage)):
+        constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): Constant(v) for k, v in enumerate(code.constants)}
+        for target in (builder, lasting or builder):
+            target.constants |= constants
+        inputs, outputs = (
+            [local_name(stage, ref, -1, variant) for ref in refs] for refs in (code.statics.inputs, code.statics.outputs)
+        )
+        if lasting is None:
+            statics.append(_Part(code.statics.function, inputs, code.statics.avals, outputs))
+        elif outputs:
+            lasting.compute(f"parameters of stage {stage}", code.statics, stage, inputs, outputs, ())
+    zeros = _Part(functools.partial(_zeros, totals.values()), [], [], [Name(stage, ref) for ref in totals])
+    parts = [*statics, *_batch(builder, step, stage), *_keys(builder, step, stage), *_scales(builder, step, stage), zeros]
+    parts = [part for part in parts if part.outputs]
+    if not parts:
+        return
+
+    def begin(*args: Array) -> list[Array]:
+        supply, results = iter(args), []
+        for part in parts:
+            results += part.function(*(next(supply) for _ in part.inputs))
+        return results
+
+    names_in = [name for part in parts for name in part.inputs]
+    names_out = [name for part in parts for name in part.outputs]
+    avals = shapes_of(aval for part in parts for aval in part.avals)
+    refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+    program = Program(begin, *refs, avals, name=f"begin_stage_{stage}")
+    builder.compute(f"begin stage {stage}", program, stage, names_in, names_out, ())
+
+
+def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The batch leaves, split into microbatches; one microbatch is the batch."""
+    leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
+    names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
+    if count == 1:
+        for k, whole in zip(leaves, names, strict=True):
+            builder.send(f"batch leaf {k} of the only microbatch", whole, whole._replace(microbatch=0))
+        return []
+
+    def split(*batch: Array) -> list[Array]:
+        return [piece for row in slice_batch(batch, step.sizes) for piece in row]
+
+    return [_Part(split, names, [step.batch[k] for k in leaves], [n._replace(microbatch=i) for i in range(count) for n in names])]
+
+
+def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The key of each microbatch; the microbatches of replica r are numbered from r times their number."""
+    if step.key is None or not step.read(stage, Role.KEY):
+        return []
+    names, avals, count = [Name(stage, Ref(Role.KEY))], [step.key], len(step.sizes)
+    if step.num_replicas > 1:
+        replica = Name(stage, Ref(Role.REPLICA))
+        builder.constants[replica] = Constant(np.arange(step.num_replicas), split=True)
+        names, avals = [*names, replica], [*avals, builder.constants[replica].aval]
+
+    def fold(key: Array, replica: Array | int = 0) -> list[Array]:
+        return fold_keys(key, step.implementation, replica * count, count)
+
+    return [_Part(fold, names, avals, [Name(stage, Ref(Role.KEY), i) for i in range(count)])]
+
+
+def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
+    """The weight of each microbatch: constants, or shares of what ``Step.weigh`` computes on the loss's stage."""
+    names = [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+    if step.weigh is None:
+        builder.constants |= dict(zip(names, _shares(step), strict=True))
+        return []
+    source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
+    if stage == step.loss_stage:
+        builder.compute("weigh", step.weigh, stage, [Name(stage, ref) for ref in step.weigh.inputs], [source], ())
+    else:
+        builder.send(f"send scales to stage {stage}", source, here)
+
+    def divided(scales: Float[Array, " microbatches"]) -> list[Float[Array, ""]]:
+        return [scales[i] for i in range(len(names))]
+
+    return [_Part(divided, [here], [jax.ShapeDtypeStruct((len(names),), scale_dtype())], names)]
+
+
+def _shares(step: Step) -> list[Constant]:
+    """Each microbatch's share of the examples; the last microbatch of an idle replica has none."""
+    total = step.split.num_examples(step.num_replicas)
+    by_size = {size: Constant(np.asarray(size / total, scale_dtype())) for size in step.sizes}
+    shares = [by_size[size] for size in step.sizes]
+    if step.split.num_idle:
+        last = np.full(step.num_replicas, step.sizes[-1] / total, scale_dtype())
+        last[step.num_replicas - step.split.num_idle :] = 0
+        shares[-1] = Constant(last, split=True)
+    return shares
 
 
 def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: Offloading) -> None:
@@ -99,12 +213,63 @@ def _act(builder: Builder, step: Step, action: Action, program: Program, offload
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
     builder.compute(label, program, stage, inputs, outputs, action=action)
     for ref in program.outputs:
-        if ref.role == Role.ACTIVATION:
-            for peer in cut.consumers[ref.index]:
-                builder.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), action)
-        elif ref.role == Role.COTANGENT:
-            peer = cut.producer[ref.index]
+        peers = cut.consumers[ref.index] if ref.role == Role.ACTIVATION else ()
+        for peer in (cut.producer[ref.index],) if ref.role == Role.COTANGENT else peers:
             builder.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), action)
+
+
+class _ModelState:
+    """Where each model state leaf is, as every microbatch finds it, while the lines of a step are written.
+
+    The stage that makes a leaf's new value keeps it. A stage further on that reads the old one is sent it once a microbatch; one
+    that nobody changes, once a step. (No stage before it reads it: no cut lies there.)
+    """
+
+    def __init__(self, builder: Builder, step: Step):
+        self._builder, self._step = builder, step
+        self._made = {(leaf, 0): state_name(stage, leaf) for leaf, stage in enumerate(step.state_owner)}
+        self._there = set(self._made.values())
+        self._sent: dict[tuple[Name, int], Name] = {}
+
+    def supply(self, action: Action, program: Program) -> None:
+        """Send an action the model state that it reads and its stage does not have."""
+        stage, _, i = action
+        for ref in program.inputs:
+            if ref.role == Role.STATE:
+                self._bring(ref.index, i, stage, str(action))
+
+    def note(self, action: Action, program: Program) -> None:
+        """Note the model state that a forward has made."""
+        stage, _, i = action
+        made = {(ref.index, i + 1): state_name(stage, ref.index, i + 1) for ref in program.outputs if ref.role == Role.STATE}
+        self._made |= made
+        self._there |= set(made.values())
+
+    def go_home(self) -> None:
+        """Bring the leaves to their owners, as the last microbatch left them."""
+        for leaf, stage in enumerate(self._step.state_owner):
+            self._bring(leaf, len(self._step.sizes), stage, "the step")
+
+    def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
+        """Make a leaf, as a microbatch finds it, known to a stage; it is sent there if need be."""
+        source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
+        if target not in self._there:
+            self._there.add(target)
+            near = self._sent.setdefault((source, stage), target)  # what a stage was sent serves as long as nobody changes it
+            path = self._step.cuts[0].loss.state_paths[leaf]
+            self._builder.send(f"send {path} to stage {stage} for {reader}", source if near == target else near, target)
+
+    def _find(self, leaf: int, microbatch: int) -> Name:
+        """Where a leaf is that no microbatch has changed since."""
+        while (leaf, microbatch) not in self._made:
+            microbatch -= 1
+            loss = self._step.cuts[self._step.variants[microbatch]].loss
+            if leaf not in loss.unchanged:
+                where = f"model_state {loss.state_paths[leaf]}"
+                rule = "a stage reads what a later stage makes of the microbatch before, and does not wait for it"
+                got = f"microbatch {microbatch + 1} of {len(self._step.sizes)} reads it before {microbatch} has made it"
+                raise CutError(where, rule, got, "update the state where it is read, or pass fewer stages")
+        return self._made[leaf, microbatch]
 
 
 def add_wait(builder: Builder, what: str, names: Sequence[Name]) -> None:
@@ -114,6 +279,104 @@ def add_wait(builder: Builder, what: str, names: Sequence[Name]) -> None:
         return jax.block_until_ready(values)[:1]
 
     builder.call(f"the wait for host callbacks of {what}", wait, names[0].stage, names, names[:1])
+
+
+def add_gradients(builder: Builder, step: Step) -> None:
+    """The gradients of all leaves for the caller: those that stayed parts of vectors as leaves, and zeros of what has none."""
+    for stage, sums in enumerate(step.sums):
+        if sums.stays_packed:
+            _unpack(builder, step, stage, sums.packs, shared=True)
+    add_zero_gradients(builder, step, range(len(step.owner)))
+
+
+def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> None:
+    """The gradients of those of the leaves that have none: zeros, on their owners."""
+    missing = [leaf for leaf in wanted if leaf not in step.trained and Ref(Role.GRAD, leaf) not in step.packed]
+    for stage in range(step.num_stages):
+        names = [total_name(stage, Role.GRAD, leaf) for leaf in missing if step.owner[leaf] == stage]
+        if names:
+            zeros = functools.partial(_zeros, [step.params[name.ref.index] for name in names])
+            refs = tuple(n.ref for n in names)
+            program = step.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
+            builder.compute(f"zeros stage {stage}", program, stage, [], names, ())
+
+
+def _zeros(avals: Collection[Aval]) -> list[Array]:
+    return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+
+
+def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, shared: bool = False) -> None:
+    """Gradients that were summed as one vector become leaves; ``shared``: those of the whole step."""
+    if not packs:
+        return
+    members, vectors = tuple(ref for pack in packs for ref in pack.members), tuple(pack.ref for pack in packs)
+
+    def unpack(*values: Array) -> list[Array]:
+        return [part for pack, vector in zip(packs, values, strict=True) for part in pack.split(vector).values()]
+
+    name, avals = f"stage_{stage}_unpack", tuple(pack.aval for pack in packs)
+    program = step.once(("unpack", stage, packs), lambda: Program(unpack, vectors, members, avals, name=name))
+    names_out = [Name(stage, replace(ref, shared=shared)) for ref in members]
+    builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out, ())
+
+
+def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> None:
+    """Gradients of parameters used away from home go back, once, and are summed."""
+    back: dict[int, list[Name]] = {}
+    for stage, ref in sums.coming_home:
+        target = Name(home, Ref(Role.GRAD, ref.index, stage))
+        path = step.cuts[0].loss.param_paths[ref.index]
+        builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
+        back.setdefault(ref.index, [Name(home, Ref(Role.GRAD, ref.index))]).append(target)
+    if not back:
+        return
+    groups = list(back.values())
+    names, totals = [name for group in groups for name in group], [group[0] for group in groups]
+
+    def tie(*args: Array) -> list[Array]:
+        supply = iter(args)
+        return [functools.reduce(operator.add, [next(supply) for _ in group]) for group in groups]
+
+    refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
+    avals = shapes_of(step.params[name.ref.index] for name in names)
+    program = step.once(("tie", refs), lambda: Program(tie, *refs, avals, name=f"stage_{home}_tie"))
+    donated = tuple(k for k, name in enumerate(names) if name in totals)
+    builder.compute(f"tie stage {home}", program, home, names, totals, donated)
+
+
+def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
+    """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
+    own = [ref for ref in sums.leaves if (Role.GRAD, ref.index) in step.own]
+    _mean_of_own(builder, step, stage, own)
+    totals = [(ref, step.params[ref.index]) for ref in sums.leaves if ref not in own]
+    if stage == step.loss_stage:
+        forward = step.codes(stage)[0].forward
+        results = zip(forward.outputs, forward.results, strict=True)
+        totals += [(ref, aval) for ref, aval in results if ref.role in (Role.LOSS, Role.AUX)]
+    refs = tuple(ref for ref, _ in totals)
+    names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
+    if step.num_replicas == 1:
+        for source, target in zip(*names, strict=True):
+            builder.send(f"rename {source.ref.role} {source.ref.index} of stage {stage}", source, target)
+    elif totals:
+        avals = tuple(jax.ShapeDtypeStruct((step.num_replicas, *aval.shape), aval.dtype) for _, aval in totals)
+        outputs = tuple(name.ref for name in names[1])
+        make = functools.partial(Program, _sum_rows, refs, outputs, avals, spans=True)
+        builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names, ())
+
+
+def _mean_of_own(builder: Builder, step: Step, stage: int, refs: Sequence[Ref]) -> None:
+    """The gradients of parameters of which each replica has its own, each over the replicas with the same."""
+    if refs:
+        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+        mean = GroupMean(tuple(step.params[ref.index] for ref in refs))
+        totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
+        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in refs), *scales], totals)
+
+
+def _sum_rows(*values: Array) -> list[Array]:
+    """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
+    return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
 
 def _reduce(builder: Builder, step: Step) -> None:

@@ -69,16 +69,18 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
     ]
 
     def scales(*batch_leaves: Array) -> list[Array]:
-        each = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(*lead)] if lead else []
-        pieces = [piece for leaves in each or [batch_leaves] for piece in slice_batch(leaves, parts, shared)]
-        found = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
-        if any(value.shape != () for value in found):
-            shape = describe(next(value for value in found if value.shape != ()))
+        rows = (
+            [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)] if lead else []
+        )
+        pieces = [piece for leaves in rows or [batch_leaves] for piece in slice_batch(leaves, parts, shared)]
+        weights = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
+        if any(value.shape != () for value in weights):
+            shape = describe(next(value for value in weights if value.shape != ()))
             raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
         counts = np.ones((num_replicas, len(parts)))
         counts[num_replicas - split.num_idle :, -1] = 0
-        stacked = jnp.where(counts.ravel() > 0, jnp.stack(found).astype(scale_dtype()), 0)
-        return [(stacked / stacked.sum()).reshape(*lead, len(parts)), *found]
+        stacked = jnp.where(counts.ravel() > 0, jnp.stack(weights).astype(scale_dtype()), 0)
+        return [(stacked / stacked.sum()).reshape(*lead, len(parts)), *weights]
 
     graph, _ = trace(scales, *leaves)
     _check_constants(graph)
@@ -108,12 +110,9 @@ def _check(weights: Sequence[float], *, whole: bool = True) -> None:
     """Refuse weights that have no mean."""
     if all(map(math.isfinite, weights)) and (sum(weights) != 0 or not whole):
         return
-    raise LossError(
-        "weight",
-        "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0",
-        [f"microbatch {k}: {value:g}" for k, value in enumerate(weights)],
-        "return how much of a microbatch counts, such as the number of its tokens, and leave out batches in which nothing does",
-    )
+    rule = "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0"
+    fix = "return how much of a microbatch counts, such as the number of its tokens, and leave out batches in which nothing does"
+    raise LossError("weight", rule, [f"microbatch {k}: {value:g}" for k, value in enumerate(weights)], fix)
 
 
 def _is_whole(leaf: Leaf) -> bool:

@@ -14,8 +14,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpp.plan.builder import Builder, Line, MemoryCopy, Name
-from jaxpp.plan.slot_lifetimes import last_uses
+from jaxpp.plan.builder import Builder, Line, MemoryCopy, Name, last_uses
 from jaxpp.plan.step import Step, local_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.offload import Offloaded
@@ -37,10 +36,10 @@ class Offloading:
 
     def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
         self._builder, self._step = builder, step
-        self._leave = {each.forward for each in offloaded}
+        self._leave = {moved.forward for moved in offloaded}
         self._return: defaultdict[Action, list[Action]] = defaultdict(list)
-        for each in offloaded:
-            self._return[each.ahead].append(each.forward)
+        for moved in offloaded:
+            self._return[moved.ahead].append(moved.forward)
         self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}
         self._back: dict[Name, Name] = {}
 
@@ -72,13 +71,13 @@ class Offloading:
         variant = self._step.variants[i]
         code = self._step.cuts[variant].stages[stage]
         made = {ref for ref in code.forward.outputs if ref.role == Role.RESIDUAL}
-        found: dict[Ref, None] = {}
+        refs: dict[Ref, None] = {}
         for backward in code.backward.values():
             for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True):
                 plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
                 if plain and (ref in made or ref.role == Role.ACTIVATION):
-                    found[ref] = None
-        return [local_name(stage, ref, i, variant) for ref in found]
+                    refs[ref] = None
+        return [local_name(stage, ref, i, variant) for ref in refs]
 
 
 def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:

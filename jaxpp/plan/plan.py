@@ -3,7 +3,7 @@
 A slot is used again once the last reader of its value has run, so the number of slots is the number of values alive at once.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxpp.plan.builder import MemoryCopy
 from jaxpp.types import Array, Device
 
-__all__ = ["About", "Instruction", "Plan"]
+__all__ = ["About", "Instruction", "Plan", "SlotNumbers"]
 
 
 class Instruction(NamedTuple):
@@ -92,3 +92,26 @@ class Plan:
 
 def _numbers(slots: Sequence[int]) -> str:
     return " ".join(map(str, slots)) or "-"
+
+
+class SlotNumbers:
+    """Numbers for names, those used last first."""
+
+    def __init__(self):
+        self._taken: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self.size = 0
+
+    def __getitem__(self, name: Hashable) -> int:
+        if name not in self._taken:
+            if not self._free:
+                self._free.append(self.size)
+                self.size += 1
+            self._taken[name] = self._free.pop()
+        return self._taken[name]
+
+    def release(self, names: Iterable[Hashable]) -> list[int]:
+        """The slots of values that nobody reads any more; they may be used again."""
+        freed = [self._taken.pop(name) for name in names]
+        self._free += freed
+        return freed

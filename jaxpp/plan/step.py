@@ -1,12 +1,14 @@
 """What is to be lowered, and the names of its values.
 
 A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves: all that decides the lines of a step,
-but for the order of its actions.
+but for the order of its actions. ``Leaves`` are the leaves of a state by what they are, instead of by their place in a flat list.
 """
 
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
 
 from jaxpp.plan.builder import Name
 from jaxpp.plan.microbatch_weights import Weights
@@ -14,14 +16,91 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.microbatch import Split
-from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Program, Ref, Role
+from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Pack, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 from jaxpp.types import Aval
 
-__all__ = ["ZEROED", "Step", "grad_name", "local_name", "param_name", "scale_name", "state_name", "total_name"]
+__all__ = ["ZEROED", "GradientSums", "Leaves", "Step", "local_name", "param_name", "scale_name", "state_name", "total_name"]
+
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+
+class Leaves(NamedTuple, Generic[_T]):
+    """Something for each leaf of a state: an array, a name, a shape, a home.
+
+    A plan takes and gives the groups one after another, in this order.
+
+    Attributes:
+        params: the parameters that all replicas share.
+        own_params: the parameters of which each replica has its own (those of a task).
+        opt: the optimizer state of ``params``.
+        own_opt: the optimizer state of ``own_params``.
+        model_state: what the loss hands on from microbatch to microbatch.
+        loss_scale: the loss scale.
+    """
+
+    params: Sequence[_T] = ()
+    own_params: Sequence[_T] = ()
+    opt: Sequence[_T] = ()
+    own_opt: Sequence[_T] = ()
+    model_state: Sequence[_T] = ()
+    loss_scale: Sequence[_T] = ()
+
+    @property
+    def all_params(self) -> list[_T]:
+        """The parameters, shared and own, in the order in which they are numbered."""
+        return [*self.params, *self.own_params]
+
+    @property
+    def all_opt(self) -> list[_T]:
+        """The optimizer state, shared and own, in the order in which its leaves are numbered."""
+        return [*self.opt, *self.own_opt]
+
+    @property
+    def own(self) -> list[_T]:
+        """What each replica has of its own."""
+        return [*self.own_params, *self.own_opt]
+
+    @property
+    def shared(self) -> "Leaves[_T]":
+        """Without what each replica has of its own."""
+        return self._replace(own_params=(), own_opt=())
+
+    def flat(self) -> list[_T]:
+        """All groups, one after another."""
+        return list(itertools.chain.from_iterable(self))
+
+    def fill(self, values: Sequence[_S]) -> "Leaves[_S]":
+        """The same groups with other values, given one after another."""
+        supply: Iterator[_S] = iter(values)
+        return Leaves(*(list(itertools.islice(supply, len(group))) for group in self))
+
+    def with_own(self, values: Sequence[_T], like: "Leaves[_S]") -> "Leaves[_T]":
+        """The same with ``values`` as what each replica has of its own, divided as in ``like``."""
+        count = len(like.own_params)
+        return self._replace(own_params=values[:count], own_opt=values[count:])
+
 
 ZEROED = 1 << 25
 """Bytes of a stage's sums up to which they are zeroed when a step begins."""
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """How the gradients of a stage's own parameters are summed after the last backward.
+
+    Attributes:
+        packs: the small ones, which the backwards sum as vectors.
+        stays_packed: whether nothing before the update reads a packed one: no other stage, no replica.
+        leaves: those that are leaves when they are summed over the replicas.
+        coming_home: those that other stages sum, with these stages.
+    """
+
+    packs: tuple[Pack, ...]
+    stays_packed: bool
+    leaves: tuple[Ref, ...]
+    coming_home: tuple[tuple[int, Ref], ...]
 
 
 @dataclass(frozen=True)
@@ -74,10 +153,10 @@ class Step:
 
     def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
         """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once."""
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = make()
-        return found
+        program = self.known.get(key)
+        if program is None:
+            program = self.known[key] = make()
+        return program
 
     @property
     def num_stages(self) -> int:
@@ -106,16 +185,16 @@ class Step:
 
     def accumulators(self, stage: int) -> dict[Ref, Aval]:
         """The sums the stage keeps, and their shapes."""
-        found: dict[Ref, Aval] = {}
+        sums: dict[Ref, Aval] = {}
         for code in self.codes(stage):
             for program in _programs(code):
-                found |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
+                sums |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
         if not self.trains:
-            return found
+            return sums
         packs = self.codes(stage)[0].packs
         owned = {Ref(Role.GRAD, leaf): self.params[leaf] for leaf in self.trained if self.owner[leaf] == stage}
         unpacked = {ref: aval for ref, aval in owned.items() if ref not in self.packed}
-        return found | {pack.ref: pack.aval for pack in packs} | unpacked
+        return sums | {pack.ref: pack.aval for pack in packs} | unpacked
 
     @cached_property
     def calls_host(self) -> bool:
@@ -134,15 +213,31 @@ class Step:
         return tuple(leaf for leaf in range(len(self.params)) if any(loss.params[leaf] in loss.carries for loss in losses))
 
     @cached_property
-    def away(self) -> tuple[tuple[int, Ref], ...]:
-        """The gradients that a stage sums for parameters of another, and that stage."""
-        sums = [(stage, ref) for stage in range(self.num_stages) for ref in self.accumulators(stage)]
-        return tuple((s, ref) for s, ref in sums if ref.role == Role.GRAD and ref.index >= 0 and self.owner[ref.index] != s)
+    def sums(self) -> tuple[GradientSums, ...]:
+        """How each stage sums the gradients of the parameters that it owns."""
+        accumulated = [(stage, ref) for stage in range(self.num_stages) for ref in self.accumulators(stage)]
+        away = [(s, ref) for s, ref in accumulated if ref.role == Role.GRAD and ref.index >= 0 and self.owner[ref.index] != s]
+        sums = []
+        for stage in range(self.num_stages):
+            coming_home = tuple((peer, ref) for peer, ref in away if self.owner[ref.index] == stage)
+            packs = self.codes(stage)[0].packs
+            members = {ref for pack in packs for ref in pack.members}
+            stays_packed = self.num_replicas == 1 and members.isdisjoint(ref for _, ref in coming_home)
+            leaves = [Ref(Role.GRAD, leaf) for leaf in self.trained if self.trains and self.owner[leaf] == stage]
+            leaves = [ref for ref in leaves if not (stays_packed and ref in self.packed)]
+            sums.append(GradientSums(packs, stays_packed, tuple(leaves), coming_home))
+        return tuple(sums)
 
     @cached_property
     def packed(self) -> frozenset[Ref]:
         """The gradients that are summed as parts of vectors."""
         return frozenset(ref for code in self.cuts[0].stages for pack in code.packs for ref in pack.members)
+
+    @property
+    def packed_sums(self) -> dict[int, tuple[Name, Pack]]:
+        """The gradients that stay parts of vectors after the last backward: for each leaf, its vector, and what is where in it."""
+        packs = [(stage, pack) for stage, sums in enumerate(self.sums) if sums.stays_packed for pack in sums.packs]
+        return {ref.index: (Name(stage, pack.ref), pack) for stage, pack in packs for ref in pack.members}
 
     def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Aval]]]:
         """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
@@ -178,11 +273,6 @@ def _programs(code: StageCode) -> list[Program]:
 def param_name(stage: int, leaf: int) -> Name:
     """A parameter leaf, as the stage holds it."""
     return Name(stage, Ref(Role.PARAM, leaf))
-
-
-def grad_name(stage: int, leaf: int) -> Name:
-    """The gradient of a parameter leaf, as each replica of the stage sums it."""
-    return Name(stage, Ref(Role.GRAD, leaf))
 
 
 def total_name(stage: int, role: Role, index: int = 0) -> Name:

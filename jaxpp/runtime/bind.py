@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name, last_uses
 from jaxpp.plan.offload import leave_out_needless
-from jaxpp.plan.plan import About, Instruction, Plan
-from jaxpp.plan.slot_lifetimes import SlotNumbers, last_uses
+from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, processes_of

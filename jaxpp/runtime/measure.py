@@ -23,7 +23,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
 from jaxpp.stages.cuts.cut_loss import CutLoss
-from jaxpp.stages.loss.trace import key_implementation
+from jaxpp.stages.loss.traced_loss import key_implementation
 from jaxpp.stages.program import Role
 from jaxpp.types import Aval, Device
 

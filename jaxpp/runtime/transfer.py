@@ -17,8 +17,8 @@ from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.runtime.send import HOST_MEMORY
-from jaxpp.stages.loops.stacked import Slices
 from jaxpp.stages.program import Ref
+from jaxpp.stages.stacked import Slices
 from jaxpp.types import Array, Home, Leaf, Tree
 
 __all__ = [

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
 from jaxpp.errors.checks import check_function
 from jaxpp.stages.cuts.cut_loss import CutLoss
-from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
+from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Array, Batch, Key, Params, Tree
 
 __all__ = ["by_hand", "check_stages", "compose", "scope"]
@@ -85,12 +85,8 @@ def by_hand(
         def run(params: Params, x: dict[int, Array], batch: Batch, key: Key | None = None) -> Tree:
             cut = cut_at(batch, key)
             if has_state:
-                raise StateError(
-                    f"pipe.stages[{stage}].forward",
-                    "a stage is run by hand on its parameters, its input and the batch",
-                    "a loss with model state",
-                    "run one without has_state, closing over the state",
-                )
+                where, rule = f"pipe.stages[{stage}].forward", "a stage is run by hand on its parameters, its input and the batch"
+                raise StateError(where, rule, "a loss with model state", "run one without has_state, closing over the state")
             return _run(cut, stage, jax.tree.leaves(slicing.of(params)), x, batch, key)
 
         return jax.jit(run)

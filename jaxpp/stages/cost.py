@@ -40,9 +40,9 @@ def count_flops(eqn: JaxprEqn) -> float:
 
 def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> DType | None:
     """The floating type with the fewest digits that is computed with, looking into loops and calls; None without any."""
-    found: list[DType] = []
+    dtypes: list[DType] = []
     for eqn in eqns:
-        found += [getattr(var.aval, "dtype", None) for var in eqn.outvars]
-        found += [coarsest_dtype(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn)]
-    floating = [dtype for dtype in found if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+        dtypes += [getattr(var.aval, "dtype", None) for var in eqn.outvars]
+        dtypes += [coarsest_dtype(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn)]
+    floating = [dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
     return max(floating, key=lambda dtype: jnp.finfo(dtype).eps, default=None)

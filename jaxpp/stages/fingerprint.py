@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.jaxpr import CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
 
-__all__ = ["Known", "fingerprint"]
+__all__ = ["ComparableFunction", "fingerprint"]
 
 _LARGE = 1 << 16
 """Bytes of a constant above which it is not read back from its device for a digest."""
@@ -30,8 +30,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """A function and a value that says all it does.
+class ComparableFunction:
+    """A function that can be compared: with a value that says all it does.
 
     Attributes:
         run: the function.
@@ -61,15 +61,15 @@ def fingerprint(
         outputs: the results.
         constants: arrays that the equations read besides, by variable.
     """
-    found = _Digest()
+    digest = _Digest()
     try:
         for var, value in (constants or {}).items():
-            found.define(var)
-            found.value(value)
-        found.body(eqns, inputs, outputs)
+            digest.define(var)
+            digest.value(value)
+        digest.body(eqns, inputs, outputs)
     except _UnknownError:
         return None
-    return found.finish()
+    return digest.finish()
 
 
 class _Digest:

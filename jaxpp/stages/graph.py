@@ -209,15 +209,15 @@ def ancestors(graph: Graph, results: Iterable[Var]) -> set[Var]:
 
 def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
     """The marks (bits of an integer) of all variables that each variable is computed from, its own among them; in one pass."""
-    found = dict(marks)
+    marks_of = dict(marks)
     for eqn in graph.eqns:
         union = 0
         for atom in eqn.invars:
             if not isinstance(atom, Literal):
-                union |= found.get(atom, 0)
+                union |= marks_of.get(atom, 0)
         if union:
-            found.update(dict.fromkeys(eqn.outvars, union))
-    return found
+            marks_of.update(dict.fromkeys(eqn.outvars, union))
+    return marks_of
 
 
 def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var, _Color] | None = None) -> dict[_Color, Piece]:

@@ -6,7 +6,7 @@ an equation, the kinds of effects, or the name stack. Everything that jaxpp reli
 ``jaxpr.eqns``, and ``eqn.invars``, ``outvars``, ``effects`` and ``primitive``.
 
 ``kind_of`` names what an equation does. It is the name of its primitive, except where JAX has had several names for one primitive.
-Tables of kinds that belong to one decision stand where that decision is made (``remat/repeatable.py``).
+Tables of kinds that belong to one decision stand where that decision is made (``repeatable.py``).
 """
 
 import math
@@ -20,49 +20,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jaxpp.types import Aval, Leaf, Tree
 
 __all__ = [
-    "CALLS",
-    "CHEAP",
-    "CHECKPOINTS",
-    "CUSTOM_RULES",
-    "ELEMENTWISE",
-    "FREE",
-    "LAYOUT",
-    "Atom",
-    "Checkpoint",
-    "Scan",
-    "Window",
-    "Written",
-    "aval_of",
-    "branches_of",
-    "called",
-    "calls_host",
-    "checkpoint_like",
-    "columns_of",
-    "concatenated_rows",
-    "context_of",
-    "describe",
-    "equations_of",
-    "function_of",
-    "inner_jaxprs",
-    "is_cast",
-    "is_ordered",
-    "kind_of",
-    "length_of",
-    "module_path",
-    "multiplies",
-    "new_variable",
-    "number_in",
-    "scan_of",
-    "shapes_of",
-    "sliced_like",
-    "source_frames",
-    "split_rows",
-    "terms",
-    "variables",
-    "window_of",
-    "with_body",
-    "writes_of",
-]
+    "CALLS", "CHEAP", "CHECKPOINTS", "CUSTOM_RULES", "ELEMENTWISE", "FREE", "LAYOUT", "Atom", "Checkpoint", "Scan", "Window",
+    "Write", "aval_of", "branches_of", "called", "calls_host", "checkpoint_like", "columns_of", "concatenated_rows", "context_of",
+    "describe", "equations_of", "function_of", "inner_jaxprs", "is_cast", "is_ordered", "kind_of", "length_of", "module_path",
+    "multiplies", "new_variable", "number_in", "scan_of", "shapes_of", "sliced_like", "source_frames", "split_rows", "terms",
+    "variables", "window_of", "with_body", "writes_of",
+]  # fmt: skip
 
 Atom = Var | Literal
 """What an equation reads: a variable or a number."""
@@ -267,8 +230,8 @@ def module_path(eqn: JaxprEqn) -> str:
 
 def source_frames(eqn: JaxprEqn) -> list[Any]:
     """The frames of the Python stack that traced an equation, the innermost first; each has a ``file_name`` and a ``line_num``."""
-    found = eqn.source_info.traceback
-    return [] if found is None else list(found.frames)
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else list(traceback.frames)
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
@@ -330,7 +293,7 @@ def columns_of(eqn: JaxprEqn) -> tuple[Atom, ...]:
     return parts if all(eqn.params["dimension"] == len(shape) - 1 and shape[-1] == 1 for shape in shapes) else ()
 
 
-class Written(NamedTuple):
+class Write(NamedTuple):
     """Where along an axis of its first operand an equation puts values: ``rows`` from what a column of another operand says."""
 
     axis: int
@@ -339,18 +302,18 @@ class Written(NamedTuple):
     rows: int
 
 
-def writes_of(eqn: JaxprEqn) -> tuple[Written, ...]:
+def writes_of(eqn: JaxprEqn) -> tuple[Write, ...]:
     """Where a ``dynamic_update_slice`` or a scatter writes; nothing for any other equation."""
     kind = kind_of(eqn)
     if kind == "dynamic_update_slice":
-        return tuple(Written(axis, 2 + axis, 0, rows) for axis, rows in enumerate(aval_of(eqn.invars[1]).shape))
+        return tuple(Write(axis, 2 + axis, 0, rows) for axis, rows in enumerate(aval_of(eqn.invars[1]).shape))
     if kind not in ("scatter", "scatter-add"):
         return ()
     named, updates = eqn.params["dimension_numbers"], aval_of(eqn.invars[2]).shape
     single = (*named.inserted_window_dims, *named.operand_batching_dims)
     kept = [axis for axis in range(len(aval_of(eqn.invars[0]).shape)) if axis not in single]
     windows = dict(zip(kept, (updates[axis] for axis in named.update_window_dims), strict=True))
-    return tuple(Written(axis, 1, column, windows.get(axis, 1)) for column, axis in enumerate(named.scatter_dims_to_operand_dims))
+    return tuple(Write(axis, 1, column, windows.get(axis, 1)) for column, axis in enumerate(named.scatter_dims_to_operand_dims))
 
 
 def split_rows(eqn: JaxprEqn) -> tuple[list[int], bool] | None:
@@ -370,10 +333,10 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
         return Window(start, stop, strides or ones)
     if kind == "dynamic_slice":
         sizes = eqn.params["slice_sizes"]
-        given = [index for index in map(integer, eqn.invars[1:]) if index is not None]
-        if len(given) != len(shape):
+        indices = [index for index in map(integer, eqn.invars[1:]) if index is not None]
+        if len(indices) != len(shape):
             return None
-        start = tuple(min(max(a, 0), full - size) for a, size, full in zip(given, sizes, shape, strict=True))
+        start = tuple(min(max(a, 0), full - size) for a, size, full in zip(indices, sizes, shape, strict=True))
         return Window(start, tuple(a + size for a, size in zip(start, sizes, strict=True)), ones)
     if kind == "gather":  # of one row: jnp.take(w, 3, axis=0)
         named, row = eqn.params["dimension_numbers"], integer(eqn.invars[1])

@@ -89,10 +89,10 @@ def join_optimizers(shared: optax.GradientTransformation, own: optax.GradientTra
         return parts[0].init(params.shared), parts[1].init(params.own)
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Tree) -> tuple[Tree, Tree]:
-        given = (None, None) if params is None else (params.shared, params.own)
+        both = (None, None) if params is None else (params.shared, params.own)
         made = [
             part.update(grad, old, mine, **extra)
-            for part, grad, old, mine in zip(parts, (updates.shared, updates.own), state, given, strict=True)
+            for part, grad, old, mine in zip(parts, (updates.shared, updates.own), state, both, strict=True)
         ]
         return Joint(made[0][0], made[1][0]), (made[0][1], made[1][1])
 

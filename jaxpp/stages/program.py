@@ -3,18 +3,28 @@
 A name (``Ref``) says what a value is for the stage that holds it; the plan turns names into slots. Values of a role in
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
 ``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
+
+What a program pays for each array it is given or gives costs more than a small array's work: biases, norm scales and their
+gradients, masks and statistics are often a few kilobytes each. Where a program would return many of them at every microbatch, it
+returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same. Sets of parameters that wait on
+the host travel as such vectors too.
 """
 
 import enum
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 
-from jaxpp.stages.fingerprint import Known
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.fingerprint import ComparableFunction
+from jaxpp.types import Aval, DType
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "Backward", "Program", "Ref", "Role"]
+__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "SMALL", "Backward", "Pack", "Program", "Ref", "Role", "packed", "packs_of"]
 
 
 class Role(enum.StrEnum):
@@ -102,7 +112,7 @@ class Program:
     @property
     def does(self) -> Hashable:
         """Equal for programs that do the same, whatever they are called; None if that takes a trace to see."""
-        does = self.function.does if isinstance(self.function, Known) else None
+        does = self.function.does if isinstance(self.function, ComparableFunction) else None
         return None if does is None else (does, self.inputs, self.outputs, self.avals, self.spans, self.lean)
 
     @property
@@ -127,3 +137,90 @@ class Backward:
     def made(self) -> frozenset[Ref]:
         """The sums it makes or adds to."""
         return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
+
+
+SMALL = 1 << 12
+"""Bytes up to which an array is packed."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A vector that holds several arrays of one dtype, end to end.
+
+    Attributes:
+        ref: the name of the vector.
+        members: the names of the arrays in it.
+        shapes: their shapes.
+        dtype: their dtype.
+    """
+
+    ref: Ref
+    members: tuple[Ref, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: DType
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Where each array begins and ends."""
+        ends = list(itertools.accumulate(map(math.prod, self.shapes)))
+        return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the vector."""
+        return jax.ShapeDtypeStruct((self.bounds[-1][1],), self.dtype)
+
+    def join(self, values: Mapping[Ref, jax.Array]) -> jax.Array:
+        """The vector of the arrays."""
+        return jnp.concatenate([jnp.ravel(values[ref]) for ref in self.members])
+
+    def split(self, vector: jax.Array) -> dict[Ref, jax.Array]:
+        """The arrays of the vector."""
+        parts = zip(self.members, self.shapes, self.bounds, strict=True)
+        return {ref: jax.lax.slice(vector, (start,), (end,)).reshape(shape) for ref, shape, (start, end) in parts}
+
+
+def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
+    """Group the small arrays by dtype.
+
+    Returns:
+        one pack a dtype that has at least two small arrays.
+    """
+    by_dtype: dict[DType, list[tuple[Ref, tuple[int, ...]]]] = {}
+    for ref, aval in zip(refs, avals, strict=True):
+        if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            by_dtype.setdefault(aval.dtype, []).append((ref, aval.shape))
+    groups = [(dtype, group) for dtype, group in by_dtype.items() if len(group) > 1]
+    return tuple(
+        Pack(replace(name, index=-1 - k), tuple(ref for ref, _ in group), tuple(shape for _, shape in group), dtype)
+        for k, (dtype, group) in enumerate(groups)
+    )
+
+
+def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:
+    """The same program, reading some of its arguments from packs and writing some of its results to packs.
+
+    A pack keeps the members that the program does not write: as they were if it is also read, else zero.
+    """
+    read_refs = {ref for pack in reads for ref in pack.members}
+    written_refs = {ref for pack in writes for ref in pack.members}
+    used = [pack for pack in reads if not set(pack.members).isdisjoint(program.inputs)]
+    plain = [(ref, aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref not in read_refs]
+    inputs = (*(ref for ref, _ in plain), *(pack.ref for pack in used))
+    outputs = [*(ref for ref in program.outputs if ref not in written_refs), *(pack.ref for pack in writes)]
+    outputs.sort(key=lambda ref: ref.role not in ACCUMULATED)  # each sum takes over its own old buffer, not a twin's
+
+    def function(*args: jax.Array) -> list[jax.Array]:
+        values = dict(zip(inputs, args, strict=True))
+        for pack in used:
+            values |= pack.split(values[pack.ref])
+        for pack in writes:
+            missing = {ref: jnp.zeros(shape, pack.dtype) for ref, shape in zip(pack.members, pack.shapes, strict=True)}
+            values = missing | values
+        results = program.function(*(values[ref] for ref in program.inputs))
+        values |= zip(program.outputs, results, strict=True)
+        values |= {pack.ref: pack.join(values) for pack in writes}
+        return [values[ref] for ref in outputs]
+
+    avals = (*(aval for _, aval in plain), *(pack.aval for pack in used))
+    return replace(program, function=function, inputs=inputs, outputs=tuple(outputs), avals=avals)

@@ -1,27 +1,51 @@
-"""One stage of a cut loss: the programs that run its forward and its backward, and what they keep.
+"""One stage of a cut loss: its slice traced, coloured, and made into the programs of its forward and its backward.
 
-The stage's slice of the loss is run under ``jax.vjp`` and traced once, forward and pullback together (``stage_trace.py``). What
-goes into which program is decided in ``stage_programs.py``.
+The slice is run under ``jax.vjp`` and traced once, forward and pullback together. Every equation has its place by what it depends
+on:
+
+* on the cotangent: the *backward*, whose halves are I and W;
+* on data: the *forward*; what the backward reads of it is the residuals;
+* on parameters alone (a bf16 cast, a transposed kernel): the *statics*, computed once per step, so that no residual is ever a
+  weight, or a copy, cast or transpose of one;
+* on nothing that costs anything to redo: wherever it is needed.
+
+What the forward computes and the stage's policy (``remat.py``) does not keep is done again wherever the backward needs it. Nothing
+else changes, for forward and backward are programs of their own.
+
+I takes what the input's cotangent needs, W takes the rest, and the values that cross from I to W are kept as I's residuals, so that
+I and W together are exactly B. (Asking XLA for the gradients and dropping what is not used makes W repeat the chain of cotangents:
+a third more work.) A gradient that falls out of an equation of I (a ``scan`` over layers or a ``jax.checkpoint``, whose backward is
+one equation) is summed in I. A stage whose input wants no cotangent, as the first, has nothing in I.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxpp.stages.graph import Piece
-from jaxpp.stages.jaxpr import calls_host, shapes_of
-from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.packing import Pack, packs_of
-from jaxpp.stages.program import Backward, Program, Ref, Role
-from jaxpp.stages.remat.checkpoint_loops import checkpoint_loops
-from jaxpp.stages.remat.least import Least, reuse_maximum
-from jaxpp.stages.remat.policy import Kept
-from jaxpp.stages.stage_programs import StagePrograms
-from jaxpp.stages.stage_trace import StageSlice
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
+from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
+from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
+from jaxpp.stages.loss.microbatch import scale_dtype
+from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
+from jaxpp.stages.program import Backward, Pack, Program, Ref, Role, packed, packs_of
+from jaxpp.stages.remat import RematPolicy
+from jaxpp.types import Aval, Tree
 
-__all__ = ["StageBuilder", "StageCode"]
+__all__ = ["BACKWARD", "StageBuilder", "StageCode", "StagePrograms"]
+
+BACKWARD = "backward"
+"""The colour of the equations of B."""
+_T = TypeVar("_T")
+_STATICS, _FORWARD, _INPUT, _WEIGHT = "statics", "forward", "input", "weight"
+_OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
+_OF_MICROBATCH = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
+_NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
 
 
 @dataclass(frozen=True)
@@ -61,56 +85,97 @@ class StageCode:
 
 
 @dataclass(frozen=True)
+class _Slice:
+    """What a stage runs: its equations, the name of each of their inputs, and what it returns, by name."""
+
+    stage: int
+    piece: Piece
+    inputs: list[Ref]
+    outputs: list[tuple[Ref, Atom]]
+    constants: list[Var]
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """A stage's forward and pullback as one graph.
+
+    Attributes:
+        graph: of the inputs and cotangents, to the results and what the pullback returns.
+        inputs: the name of each input.
+        results: the name of each result of the forward.
+        returned: the inputs whose gradients or cotangents the pullback returns.
+        seeds: the inputs that are the cotangent of the loss.
+    """
+
+    graph: Graph
+    inputs: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    returned: tuple[Ref, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StageBuilder:
-    """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
+    """What is the same for every stage of a cut; ``build`` makes one stage's programs.
+
+    Attributes:
+        loss: what was cut.
+        last: the last stage.
+        owner: the stage of each parameter leaf.
+        homes: the stage that returns each result of the loss.
+        crossing: the values that cross between stages.
+        carried: for each of them the stages that send its cotangent back.
+        made: the stage that makes each of them.
+        rows: the aux leaves that are held, not averaged.
+        packs: the gradients that each stage packs, if that is decided.
+        train: whether there are backwards.
+        scaled_by: the number of the loss scale's leaf that the backward starts from, if it does not start from 1.
+        pack_below: bytes up to which values are packed.
+    """
 
     loss: TracedLoss
     last: int
     owner: tuple[int, ...]
-    homes: dict[Var, int]
-    crossing: list[Var]
-    carried: tuple[tuple[int, ...], ...]
-    made: dict[Var, int]
-    rows: frozenset[int]
-    packs: Sequence[tuple[Pack, ...]] | None
-    train: bool
-    scaled_by: int | None
-    pack_below: int
+    homes: Mapping[Var, int]
+    crossing: Sequence[Var] = ()
+    carried: tuple[tuple[int, ...], ...] = ()
+    made: Mapping[Var, int] = field(default_factory=dict)
+    rows: frozenset[int] = frozenset()
+    packs: Sequence[tuple[Pack, ...]] | None = None
+    train: bool = True
+    scaled_by: int | None = None
+    pack_below: int = 0
 
-    def build(self, stage: int, piece: Piece, remat: Kept = None) -> StageCode:
-        """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps, None: everything."""
-        loss = self.loss
-        body, constants = self._body(stage, piece)
-        programs, keepable = self._programs(body, stage, len(constants), remat)
+    def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
+        """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
+        loss, body = self.loss, self._slice(stage, piece)
+        programs, keepable = self._programs(body, remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
         backward = {kind: programs.backward(kind, packs) for kind in "BIW"} if self.train else {}
-        values = [loss.graph.constants[var] for var in constants]
         mine = set(piece.eqns)
         return StageCode(
             index=stage,
             statics=programs.statics(),
             forward=programs.forward(programs.small if self.train else ()),
-            backward={kind: found for kind, found in backward.items() if found is not None},
+            backward={kind: program for kind, program in backward.items() if program is not None},
             packs=packs,
             residuals=shapes_of(programs.residuals),
             kept=programs.kept_bytes,
             keepable=keepable,
-            constants=(*values, *programs.new_constants),
+            constants=(*(loss.graph.constants[var] for var in body.constants), *programs.traced.graph.constants.values()),
             params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
 
-    def colored(self, stage: int, piece: Piece, remat: Kept = None) -> StagePrograms:
+    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> "StagePrograms":
         """The equations of a stage as its programs run them, of which ``build`` makes the programs themselves."""
-        body, constants = self._body(stage, piece)
-        return self._programs(body, stage, len(constants), remat)[0]
+        return self._programs(self._slice(stage, piece), remat)[0]
 
-    def _body(self, stage: int, piece: Piece) -> tuple[StageSlice, list[Var]]:
-        """What a stage runs, with the names of what goes in and comes out; and the constants among its inputs."""
+    def _slice(self, stage: int, piece: Piece) -> _Slice:
         loss = self.loss
         numbers = {var: k for k, var in enumerate(self.crossing)}
         refs = {var: Ref(Role.PARAM, k) for k, var in enumerate(loss.params)}
@@ -126,21 +191,307 @@ class StageBuilder:
         named += [(Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux)]
         named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
-        return StageSlice(loss, piece, [refs[var] for var in piece.inputs], [*sent, *results]), constants
+        return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], constants)
 
-    def _programs(self, body: StageSlice, stage: int, num_constants: int, remat: Kept) -> tuple[StagePrograms, int]:
+    def _programs(self, body: _Slice, remat: RematPolicy) -> tuple["StagePrograms", int]:
         """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
-        graphs, loops = [self.loss.graph], isinstance(remat, Least) and self.train and self.loss.remat is None
-        graphs += checkpoint_loops(self.loss.graph, body.piece.eqns) if loops else []
-        given = stage, self.rows, num_constants, remat, self.scaled_by, self.pack_below
-        traces = [body.trace(stage, self.carried, self.train, graph) for graph in graphs]
-        if isinstance(remat, Least):
-            traces = [replace(traced, graph=reuse_maximum(traced.graph)) for traced in traces]
-        found = [StagePrograms(traced, *given) for traced in traces]
-        return min(found, key=lambda programs: programs.kept_bytes), found[0].keepable_bytes
+        graphs = [self.loss.graph]
+        if self.train and self.loss.remat is None:
+            graphs += remat.loops(self.loss.graph, body.piece.eqns)
+        traces = [self._trace(body, graph) for graph in graphs]
+        traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
+        candidates = [StagePrograms(self, traced, body.stage, len(body.constants), remat) for traced in traces]
+        return min(candidates, key=lambda programs: programs.kept_bytes), candidates[0].keepable_bytes
 
-    def _packs(self, stage: int, programs: StagePrograms) -> tuple[Pack, ...]:
+    def _trace(self, body: _Slice, whole: Graph) -> TracedStage:
+        """Trace a slice, under ``jax.vjp`` if it is to be trained."""
+        remat, inputs, outputs = self.loss.remat, body.inputs, body.outputs
+        run = whole.function(body.piece.eqns, body.piece.inputs, [atom for _, atom in outputs])
+        avals = shapes_of(body.piece.inputs)
+        results = [ref for ref, _ in outputs]
+        if not self.train:
+            return TracedStage(trace(run, *avals)[0], tuple(inputs), tuple(results), (), ())
+        wants = [
+            self._differentiable(ref, var) and (ref.role == Role.PARAM or body.stage in self.carried[ref.index])
+            for ref, var in zip(inputs, body.piece.inputs, strict=True)
+        ]
+        gives = [
+            self._differentiable(ref, atom) and (ref.role == Role.LOSS or bool(self.carried[ref.index])) for ref, atom in outputs
+        ]
+        cotangents: list[Ref] = []
+        shapes: list[jax.ShapeDtypeStruct] = []
+        for (ref, atom), give in zip(outputs, gives, strict=True):
+            peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if give else ()
+            cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
+            shapes += shapes_of([atom]) * len(peers)
+
+        def both(args: Sequence[jax.Array], received: Sequence[jax.Array]) -> tuple[Tree, Tree]:
+            def forward(wanted: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+                supply = iter(wanted)
+                values = run(*(next(supply) if want else arg for arg, want in zip(args, wants, strict=True)))
+                return _divided(values, gives)
+
+            outs, pullback, rest = jax.vjp(remat(forward) if remat else forward, _divided(args, wants)[0], has_aux=True)
+            sums: dict[int, jax.Array] = {}  # one activation, several readers
+            for ref, value in zip(cotangents, received, strict=True):
+                number = ref.index if ref.peer >= 0 else -1
+                sums[number] = sums[number] + value if number in sums else value
+            return (outs, rest), pullback(list(sums.values()))
+
+        graph, _ = trace(both, avals, shapes, opened=True)
+        differentiable, others = _divided(results, gives)
+        returned = _divided(inputs, wants)[0]
+        seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
+        return TracedStage(graph, (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
+
+    def _differentiable(self, ref: Ref, atom: Atom) -> bool:
+        return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)
+
+    def _packs(self, stage: int, programs: "StagePrograms") -> tuple[Pack, ...]:
         """The packs of the stage's own small gradients; gradients that go home to another stage are not packed."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
         return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)
+
+
+class StagePrograms:
+    """Colours the equations of a traced stage and turns the pieces into programs."""
+
+    def __init__(self, builder: StageBuilder, traced: TracedStage, stage: int, num_constants: int, remat: RematPolicy):
+        self.traced, self.stage, self._builder = traced, stage, builder
+        graph, below = traced.graph, builder.pack_below
+        does = fingerprint(graph.eqns, [*graph.inputs, *graph.constants], graph.outputs)
+        names = traced.inputs, traced.results, traced.returned, traced.seeds
+        self._does = does and (does, names, stage, builder.rows, num_constants, remat, builder.scaled_by, below)
+        self.refs: dict[Var, Ref] = dict(zip(graph.inputs, traced.inputs, strict=True))
+        self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
+        split = len(traced.results)
+        self._forward_atoms, self._backward_atoms = graph.outputs[:split], graph.outputs[split:]
+        homes = dict.fromkeys(variables(self._backward_atoms), BACKWARD) | dict.fromkeys(variables(self._forward_atoms), _FORWARD)
+        before = self._colors()
+        self.lasting = {var for var, ref in self.refs.items() if ref.shared or ref.role in _OF_STEP}
+        self.lasting.update(*(eqn.outvars for eqn, color in zip(graph.eqns, before, strict=True) if color == _STATICS))
+        self.free = {i for i, color in enumerate(before) if color is None}
+        self.again = self._again(before, remat)
+        colors = [None if i in self.again else color for i, color in enumerate(before)]
+        self.pieces = partition(graph, colors, homes)
+        self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
+        sent = {
+            atom: ref
+            for ref, atom in zip(traced.results, self._forward_atoms, strict=True)
+            if ref.role == Role.ACTIVATION and isinstance(atom, Var) and atom not in self.refs
+        }
+        needed = [var for var in self._piece(BACKWARD).inputs if var not in self.refs]
+        self.residuals = [var for var in needed if var not in sent]
+        self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
+        self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), below)
+        everything = partition(graph, before, homes).get(BACKWARD, Piece())
+        self.kept_bytes, self.keepable_bytes = self._held(self._piece(BACKWARD)), self._held(everything)
+        self._returned_by = self._split(colors, remat)
+        self._kept = [var for var in self._piece(_WEIGHT).inputs if var not in self.refs]
+        names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self._kept))]
+        self.refs |= zip(self._kept, names, strict=True)
+        self._small_kept = packs_of(names, shapes_of(self._kept), Ref(Role.RESIDUAL, peer=0), below)
+
+    def _again(self, colors: Sequence[str | None], remat: RematPolicy) -> set[int]:
+        """The equations of the forward that the backward runs again."""
+        graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
+        reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
+        held = set(graph.inputs) - self.lasting
+        return remat.again(graph, forward, self.free, held, [*reads, *variables(self._backward_atoms)])
+
+    def _held(self, piece: Piece) -> int:
+        """Bytes of what a backward reads that was there before it, for this microbatch alone."""
+        passing = self.lasting.union(var for var in self.traced.graph.inputs if self.refs[var].role == Role.COTANGENT)
+        return sum(count_bytes(aval_of(var)) for var in piece.inputs if var not in passing)
+
+    def _piece(self, color: str) -> Piece:
+        return self.pieces.get(color, Piece())
+
+    def _colors(self) -> list[str | None]:
+        graph = self.traced.graph
+        roles: dict[Role, list[Var]] = {role: [] for role in Role}
+        for var in graph.inputs:
+            roles[self.refs[var].role].append(var)
+        data = descendants(graph, [var for role in _OF_MICROBATCH for var in roles[role]])
+        backward = descendants(graph, roles[Role.COTANGENT])
+        barred = descendants(graph, roles[Role.ACTIVATION] + roles[Role.PARAM] + roles[Role.COTANGENT])
+        cheap = cheap_values(graph, roles[Role.BATCH], roles[Role.KEY] + roles[Role.STATE], barred)
+        sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in roles[Role.PARAM]}
+        colors: list[str | None] = []
+        for eqn in graph.eqns:
+            outs = set(eqn.outvars)
+            if not outs.isdisjoint(backward) or (eqn.effects and not backward.isdisjoint(variables(eqn.invars))):
+                colors.append(BACKWARD)  # a host callback may have no results
+            elif not outs.isdisjoint(data) or eqn.effects:
+                colors.append(None if outs <= cheap and not eqn.effects else _FORWARD)
+            else:
+                union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
+                sources.update((var, union) for var in outs)
+                grows = sum(count_bytes(aval_of(v)) for v in outs) > 2 * sum(count_bytes(aval_of(v)) for v in union)
+                again = kind_of(eqn) in LAYOUT or (kind_of(eqn) in CHEAP and grows)
+                colors.append(None if again else _STATICS)
+        return colors
+
+    def _split(self, colors: Sequence[str | None], remat: RematPolicy) -> tuple[str, ...]:
+        """Divide the equations of the backward into the pieces of I and W; the half that returns each of its results."""
+        graph = self.traced.graph
+        results = list(zip(self._backward_atoms, (ref.role == Role.ACTIVATION for ref in self.traced.returned), strict=True))
+        cotangents = {atom for atom, direct in results if direct and isinstance(atom, Var)}
+        backward = {i for i, color in enumerate(colors) if color == BACKWARD}
+        again = self.again.intersection(self._piece(BACKWARD).eqns)
+        needed = _needed(graph, backward, cotangents)
+        parts = [_INPUT if i in needed else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
+        made = cotangents.union(*(graph.eqns[i].outvars for i in needed))
+        if needed:
+            wanted = {atom: _WEIGHT for atom, _ in results if isinstance(atom, Var)}
+            pieces = partition(graph, parts, wanted | dict.fromkeys(cotangents, _INPUT))
+            of_input, of_weight = (pieces.get(half, Piece()) for half in (_INPUT, _WEIGHT))
+            held = {*of_input.inputs, *of_weight.inputs}.difference(self.lasting)
+            shared = remat.between(graph, of_input.eqns, of_weight.eqns, self.free, held)
+            if shared is not None:  # what I and W both run has no colour
+                both, early = shared
+                early |= again & set(of_input.eqns)
+                parts = [None if i in both else _INPUT if i in early else part for i, part in enumerate(parts)]
+                made = cotangents.union(*(graph.eqns[i].outvars for i, part in enumerate(parts) if part == _INPUT), graph.inputs)
+            else:  # what is recomputed is so once, in I
+                parts = [_INPUT if i in again else part for i, part in enumerate(parts)]
+                made.update(*(graph.eqns[i].outvars for i in again))
+        halves = tuple(_INPUT if direct or (isinstance(atom, Var) and atom in made) else _WEIGHT for atom, direct in results)
+        homes = {atom: half for (atom, _), half in zip(results, halves, strict=True) if isinstance(atom, Var)}
+        pieces = partition(graph, parts, homes)
+        self.pieces |= {half: pieces.get(half, Piece()) for half in (_INPUT, _WEIGHT)}
+        return halves
+
+    def statics(self) -> Program:
+        """Computes what depends on parameters alone, once a step."""
+        piece, graph = self._piece(_STATICS), self.traced.graph
+        does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
+        function = ComparableFunction(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
+        program = self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
+        return replace(program, name=f"stage_{self.stage}_statics")
+
+    def forward(self, packs: Sequence[Pack]) -> Program:
+        """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
+        piece = self._piece(_FORWARD)
+        run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
+        held = {
+            ref: Ref(Role.ROWS, ref.index)
+            for ref in self.traced.results
+            if ref.role == Role.AUX and ref.index in self._builder.rows
+        }
+        outputs = [held.get(ref, ref) for ref in self.traced.results]
+        added = [k for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
+        avals = [_average_like(aval_of(self._forward_atoms[k])) for k in added]
+        outputs += [self.refs[var] for var in self.residuals]
+        program = self._accumulating(run, piece.inputs, outputs, added, avals)
+        return self._called("forward", packed(program, (), packs) if packs else program, packs)
+
+    def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
+        """The program of B, I or W; None if it has nothing to do."""
+        halves = {"B": (_INPUT, _WEIGHT), "I": (_INPUT,), "W": (_WEIGHT,)}[kind]
+        chosen = [k for k, half in enumerate(self._returned_by) if half in halves]
+        kept = self._kept if kind == "I" else []
+        if not chosen and not kept:
+            return None
+        piece = self._piece({"B": BACKWARD, "I": _INPUT, "W": _WEIGHT}[kind])
+        first, then = (self._backward(piece, chosen, kept, first=first) for first in (True, False))
+        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
+        residuals = self.small if kind == "B" else (*self.small, *self._small_kept)
+        writes = (*self._small_kept, *sums) if kind == "I" else sums
+        lean = kind == "W" and bool(self._piece(_INPUT).eqns)  # else W is all of B
+        first, then = (replace(program, lean=lean) for program in (first, then))
+        first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
+        return Backward(self._called(f"{_NAMES[kind]}_first", first, packs), self._called(_NAMES[kind], then, packs))
+
+    def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
+        """A program by its name. What it does follows from its name, from the packs, and from what this object was made of."""
+        does = self._does and (self._does, name, tuple(packs))
+        return replace(program, name=f"stage_{self.stage}_{name}", function=ComparableFunction(program.function, does))
+
+    def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
+        graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by
+        seeds = {graph.inputs[k] for k in traced.seeds}
+        run = graph.function(piece.eqns, piece.inputs, [*(self._backward_atoms[k] for k in chosen), *kept])
+        inputs = [var for var in piece.inputs if var not in seeds]
+        scaled = [Ref(Role.LOSS_SCALE, scaled_by)] if scaled_by is not None and len(inputs) < len(piece.inputs) else []
+
+        def seeded(*args: jax.Array) -> list[jax.Array]:
+            seed = args[-1] if scaled else jnp.ones(())
+            supply = iter(args)
+            return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
+
+        returned = [traced.returned[k] for k in chosen]
+        outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
+        added = [k for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
+        avals = shapes_of(self._backward_atoms[chosen[k]] for k in added)
+        outputs += [self.refs[var] for var in kept]
+        return self._accumulating(seeded, inputs, outputs, added, avals, scaled, first=first)
+
+    def _accumulating(
+        self,
+        run: Callable[..., list[jax.Array]],
+        inputs: Sequence[Var],
+        outputs: Sequence[Ref],
+        added: Sequence[int],
+        avals: Sequence[jax.ShapeDtypeStruct],
+        scaled: Sequence[Ref] = (),
+        *,
+        first: bool = False,
+    ) -> Program:
+        """A program whose results ``added`` are weighted, and added to what was there before unless they are the ``first``.
+
+        ``scaled`` is the loss scale, where the program starts from one; ``run`` takes it last.
+        """
+        seed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled]
+        if not added:
+            return self._program(run, inputs, outputs, scaled, seed)
+        split = len(inputs) + len(scaled)
+
+        def function(*args: jax.Array) -> list[jax.Array]:
+            results = list(run(*args[:split]))
+            scale, totals = args[split], args[split + 1 :]
+            for number, k in enumerate(added):
+                dtype = avals[number].dtype
+                share = scale.astype(dtype) * jnp.asarray(results[k], dtype)
+                results[k] = share if first else totals[number] + share
+            return results
+
+        totals = [] if first else [outputs[k] for k in added]
+        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *([] if first else avals)]
+        return self._program(function, inputs, outputs, [*scaled, Ref(Role.SCALE), *totals], [*seed, *extra])
+
+    def _program(
+        self,
+        function: Callable[..., list[jax.Array]],
+        inputs: Sequence[Var],
+        outputs: Sequence[Ref],
+        more: Sequence[Ref] = (),
+        more_avals: Sequence[jax.ShapeDtypeStruct] = (),
+    ) -> Program:
+        names = (*(self.refs[var] for var in inputs), *more)
+        return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
+
+
+def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:
+    """The values with their flag set, and the others."""
+    return list(itertools.compress(values, flags)), [value for value, flag in zip(values, flags, strict=True) if not flag]
+
+
+def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom]) -> set[int]:
+    """The equations of the backward that the cotangents are computed by."""
+    producers = graph.producers()
+    needed: set[int] = set()
+    pending = variables(cotangents)
+    while pending:
+        i = producers.get(pending.pop())
+        if i is not None and i in backward and i not in needed:
+            needed.add(i)
+            pending += variables(graph.eqns[i].invars)
+    return needed
+
+
+def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:
+    """The aval of a mean of values like ``aval``: floats stay, counts become floats."""
+    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

@@ -43,12 +43,8 @@ class Pullback:
             PullbackError: the second time.
         """
         if self._vjp is None:
-            raise PullbackError(
-                f"pullback of stage {self._stage}",
-                "a pullback runs once, because it gives its residuals back",
-                "a second call",
-                f"call pipe.stages[{self._stage}].forward again for a new pullback",
-            )
+            where, rule = f"pullback of stage {self._stage}", "a pullback runs once, because it gives its residuals back"
+            raise PullbackError(where, rule, "a second call", f"call pipe.stages[{self._stage}].forward again for a new pullback")
         vjp, self._vjp = self._vjp, None
         return vjp(cotangent)
 

@@ -33,8 +33,7 @@ from jaxpp.errors import BankError
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.packing import Pack, packs_of
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import Pack, Ref, Role, packs_of
 from jaxpp.types import Array, Device, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
@@ -59,7 +58,7 @@ class _Bundle(NamedTuple):
 class SetPacking:
     """How all sets whose leaves have these shapes and device shardings (homes) travel: vectors first, then the leaves left alone.
 
-    The vectors are those of ``jaxpp.stages.packing``, for each home, with the same vectors on the host. They hold unsigned
+    The vectors are those of ``jaxpp.stages.program``, for each home, with the same vectors on the host. They hold unsigned
     integers, one vector for each width: a backend may carry narrow floats through float32, which changes signalling NaNs.
 
     Attributes:

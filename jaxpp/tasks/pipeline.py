@@ -26,7 +26,7 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.plan.leaves import Leaves
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
 from jaxpp.runtime.replica_groups import shards_of

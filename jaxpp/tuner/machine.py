@@ -41,8 +41,8 @@ from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.record import Stamps
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
-from jaxpp.plan.leaves import Leaves
 from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.measure import copy_times
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all

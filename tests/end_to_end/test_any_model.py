@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jaxpp.engine.engine import open_engine
 from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES, Schedule, make
-from jaxpp.stages.loops.stacked import assembled
 from jaxpp.stages.loss.aux import REDUCERS, join
+from jaxpp.stages.stacked import assembled
 from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
 from tests.layers import BY_NAME, EXACT, FRAMES, LAYERS, RANDOM, SKIPS, STATES, counter, floats_as, stateless, stream
 

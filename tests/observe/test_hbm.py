@@ -127,7 +127,7 @@ def test_a_stage_recomputes_where_copies_take_longer_and_the_step_equals_the_ora
     full, room = least.index(max(least)), max(least) - 1
     pipe, case = pipeline(run, hbm=room)
     state = pipe.init(case.params, case.batch)
-    recomputes = [callable(kept) for kept in pipe.engine.options.remat]
+    recomputes = [kept.recomputes for kept in pipe.engine.options.remat]
     assert recomputes == [stage == full for stage in range(count)] and not pipe.engine.options.offloaded
     # A forward more for each microbatch, on one stage: the clock says what that costs.
     (remark,) = pipe.stages.remarks
@@ -159,7 +159,7 @@ def test_no_other_choice_that_fits_is_cheaper(num_devices, copy, costs):
         options = pipe.engine.options
         offload = options.offload or (None, None)
         chosen = tuple(
-            "recompute" if callable(kept) else "least" if except_last is None else "offload"
+            "recompute" if kept.recomputes else "least" if except_last is None else "offload"
             for kept, except_last in zip(options.remat, offload, strict=True)
         )
         assert max(known[chosen]) <= room

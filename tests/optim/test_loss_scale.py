@@ -52,7 +52,7 @@ def blow(stage: int, microbatch: int):
     return BATCH | {"blow": BATCH["blow"].at[3 * microbatch, stage].set(1)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.long)])
 def test_steps_equal_those_with_flaxs_dynamic_scale(schedule):
     optimizer = optax.chain(optax.clip_by_global_norm(1e-4), optax.adam(1e-2))
     pipe = pipeline(schedule=schedule)
@@ -78,7 +78,7 @@ def test_steps_equal_those_with_flaxs_dynamic_scale(schedule):
     assert isinstance(state.loss_scale, DynamicScale)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 2, 3))])
 def test_an_overflow_in_one_microbatch_of_one_stage_changes_nothing_anywhere_but_halves_the_scale(stage):
     pipe = pipeline(with_state, has_state=True)
     state = pipe.init((PARAMS, {"seen": jnp.asarray(0)}), BATCH)
@@ -106,6 +106,7 @@ def test_scaling_saves_gradients_that_would_vanish():
         assert (float(metrics.grad_norm) > 0) == learns
 
 
+@pytest.mark.long
 def test_a_scaled_state_is_saved_and_restored():
     pipe, other = pipeline(), pipeline(num_stages=2)
     state, _ = pipe.step(pipe.init(PARAMS, BATCH), BATCH)

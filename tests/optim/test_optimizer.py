@@ -38,7 +38,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+SHORT = {"clip", "apply_if_finite"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in OPTIMIZERS])
 @pytest.mark.parametrize("stages", [3])
 def test_the_update_equals_plain_optax_fed_with_the_same_gradients(name, stages):
     case = mlp_case(batch_size=12)
@@ -63,8 +66,9 @@ def test_the_update_equals_plain_optax_fed_with_the_same_gradients(name, stages)
         params, opt_state = jaxpp.gather((state.params, state.opt_state))
 
 
-def test_every_leaf_is_on_its_owner_after_every_step():
-    case = gpt_case()
+@pytest.mark.parametrize("make_case", [mlp_case, pytest.param(gpt_case, marks=pytest.mark.long)], ids=["mlp", "gpt"])
+def test_every_leaf_is_on_its_owner_after_every_step(make_case):
+    case = make_case()
     pipe = jaxpp.Pipeline(case.loss_fn, OPTIMIZERS["clip"](), num_stages=3, num_microbatches=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
     for _ in range(2):

@@ -28,9 +28,10 @@ from tests.end_to_end import test_model_state as normed
 
 CASES = {"mlp": (mlp_case, 6), "gpt": (functools.partial(gpt_case, batch_size=8), 4)}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-min")
-EACH = [(name, each) for name in CASES for each in SCHEDULES]
-SLOW = [("gpt", each) for each in SCHEDULES if each not in ("1f1b", "zb-v")]
-RUNS = [pytest.param(*each, marks=pytest.mark.slow if each in SLOW else ()) for each in EACH]
+EACH = [(name, schedule) for name in CASES for schedule in SCHEDULES]
+SLOW = [("gpt", schedule) for schedule in SCHEDULES if schedule not in ("1f1b", "zb-v")]
+SHORT = [("mlp", "1f1b"), ("mlp", "zb-h1")]
+RUNS = [pytest.param(*run, marks=pytest.mark.slow if run in SLOW else pytest.mark.long if run not in SHORT else ()) for run in EACH]
 HOSTED = "pinned_host"
 
 
@@ -96,7 +97,7 @@ def test_a_step_has_the_same_bits_whether_residuals_wait_on_the_device_or_on_the
     assert len(hosted_arrays()) == before, "a step leaves nothing in host memory"
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("mlp", "1f1b"), ("gpt", "zb-v")])
+@pytest.mark.parametrize(("name", "schedule"), [("mlp", "1f1b"), pytest.param("gpt", "zb-v", marks=pytest.mark.long)])
 def test_a_step_equals_the_oracle(name, schedule):
     case, pipe, state, _ = trained(name, "offload", schedule)
     pipe.verify(state, case.batch, case.key)
@@ -128,7 +129,13 @@ def test_what_goes_out_comes_back_once_and_the_backward_reads_what_came_back(nam
         assert all(action[::2] == forward[::2] and action.kind != Kind.F for action in readers)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("mlp", "gpipe"), ("mlp", "zb-h1"), ("gpt", "1f1b"), ("gpt", "zb-v")])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("mlp", "zb-h1"),
+        *(pytest.param(*run, marks=pytest.mark.long) for run in [("mlp", "gpipe"), ("gpt", "1f1b"), ("gpt", "zb-v")]),
+    ],
+)
 def test_devices_hold_what_the_forecast_says_to_the_byte(name, schedule):
     case, pipe, state, _ = trained(name, "offload", schedule)
     batch = jax.tree.map(np.asarray, case.batch)
@@ -142,7 +149,7 @@ def test_devices_hold_what_the_forecast_says_to_the_byte(name, schedule):
     assert "in host memory, at most: residuals of" in str(forecast)
 
 
-@pytest.mark.parametrize(("schedule", "ratio"), [("1f1b", 0.8), ("gpipe", 0.5)])
+@pytest.mark.parametrize(("schedule", "ratio"), [("1f1b", 0.8), pytest.param("gpipe", 0.5, marks=pytest.mark.long)])
 def test_where_residuals_are_most_of_the_memory_the_forecast_is_lower(schedule, ratio):
     case = large_case()
     least, offload = (pipeline(case, remat, schedule, microbatches=8) for remat in ("least", "offload"))
@@ -163,7 +170,7 @@ def test_the_stages_before_the_last_three_of_1f1b_move_residuals_and_the_table_s
     assert [", offloaded" in row for row in rows] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("except_last", [0, 1, 2])
+@pytest.mark.parametrize("except_last", [0, 2, pytest.param(1, marks=pytest.mark.long)])
 def test_except_last_says_how_many_microbatches_stay(except_last):
     case = mlp_case(batch_size=24)
     kept = pipeline(case, "least", "gpipe")
@@ -194,6 +201,7 @@ def test_each_stage_may_have_its_own_way():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_replicas_and_shards_move_their_own_parts(name):
     case = {"mlp": mlp_case, "gpt": gpt_case}[name](batch_size=16)
     rules = {"mlp": {"dense_[024]": "column", "dense_[135]": "row"}, "gpt": {"*/fc": "column", "*/proj": "row", "*/attn": "heads"}}
@@ -210,6 +218,7 @@ def test_replicas_and_shards_move_their_own_parts(name):
         assert sample.kinds == tuple(ledger.liveness.levels[device][sample.moment])
 
 
+@pytest.mark.long
 def test_value_and_grad_and_stages_by_hand_take_it_too():
     case = mlp_case()
     options = {"num_stages": 4, "num_microbatches": 5, "schedule": "gpipe", "has_aux": True}
@@ -228,6 +237,7 @@ def test_value_and_grad_and_stages_by_hand_take_it_too():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_model_state_passes_on_beside_it(x64):
     pipes = [normed.pipeline(4, 5, "gpipe", remat=remat) for remat in ("least", "offload")]
     found = []
@@ -240,6 +250,7 @@ def test_model_state_passes_on_beside_it(x64):
     pipes[1].verify(state, normed.BATCH)
 
 
+@pytest.mark.long
 def test_debugging_nans_finds_nothing_in_what_was_away():
     case = mlp_case()
     pipe = pipeline(case, "offload", "gpipe")
@@ -313,6 +324,7 @@ def test_the_direct_copy_is_used_where_jax_has_it_and_only_if_it_really_copies(m
         assert not tried(home, there)
 
 
+@pytest.mark.long
 def test_a_forecast_that_does_not_fit_names_it_and_says_what_the_copies_need():
     case = large_case()
     pipe = pipeline(case, "least", "gpipe", microbatches=8)
@@ -377,6 +389,7 @@ def test_a_device_without_such_memory_is_refused(monkeypatch):
     assert jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2)
 
 
+@pytest.mark.long
 def test_a_pipeline_that_only_runs_forward_moves_nothing():
     case, pipe, state, _ = trained("mlp", "offload", "gpipe")
     lowered = pipe.engine.lower("forward", case.batch, case.key)
@@ -384,6 +397,7 @@ def test_a_pipeline_that_only_runs_forward_moves_nothing():
     assert np.isfinite(float(pipe.evaluate(state, case.batch).loss))
 
 
+@pytest.mark.long
 def test_a_profile_has_a_span_for_each_copy_in_a_lane_of_its_own():
     case, pipe, state, _ = trained("mlp", "offload", "gpipe")
     profile = pipe.profile(state, case.batch, num_steps=1)

@@ -19,8 +19,11 @@ from jaxpp.runtime import send
 from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
+SHORT = {"1f1b"}
+"""The schedules of the short tier, where the others prove the same."""
 OPTIONS = {"has_aux": True, "weight": None, "cuts": None, "devices": None}
 
 
@@ -56,15 +59,17 @@ def residual_peaks(case, name, p, m):
     return peaks
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in (*SHORT, "gpipe"))) for name in SCHEDULES]
+)
 def test_a_run_holds_the_residuals_that_the_simulation_counts(name):
     case = mlp_case(batch_size=16)
     schedule = make(name, num_ranks=3, num_microbatches=8)
     assert residual_peaks(case, name, 3, 8) == list(simulate(schedule).peak_residuals)
 
 
-@pytest.mark.parametrize("m", [2, 8, 100])
-def test_a16_1f1b_holds_p_minus_r_microbatches_and_gpipe_all_of_them(m):
+@pytest.mark.parametrize("m", [2, 8, pytest.param(100, marks=pytest.mark.long)])
+def test_1f1b_holds_p_minus_r_microbatches_and_gpipe_all_of_them(m):
     case = mlp_case(batch_size=100)
     assert residual_peaks(case, "1f1b", 4, m) == [min(m, 4 - r) for r in range(4)]
     assert residual_peaks(case, "gpipe", 4, m) == [m] * 4
@@ -89,8 +94,14 @@ class Watch:
 SLOW = {"gpipe", "looped-bfs", "zb-h2", "v-half", "v-min"}
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SCHEDULES])
-def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule):
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) or [pytest.mark.long] * (name not in SHORT))
+        for name in SCHEDULES
+    ],
+)
+def test_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule):
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, schedule=schedule, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
@@ -103,7 +114,7 @@ def test_a10_after_a_step_no_residual_activation_or_cotangent_is_alive(schedule)
     assert not [label for label, ref, _ in watch.made if ref() is not None and id(ref()) not in kept]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.long)])
 def test_a_residual_is_let_go_at_its_backward_not_at_the_end_of_the_step(schedule):
     case = mlp_case(batch_size=16)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, schedule=schedule, has_aux=True)
@@ -124,6 +135,7 @@ def test_a_residual_is_let_go_at_its_backward_not_at_the_end_of_the_step(schedul
     assert checked >= {f"{stage}F{i}" for stage in (0, 1) for i in range(4)}
 
 
+@pytest.mark.long
 def test_two_hundred_steps_leave_live_bytes_unchanged():
     case = mlp_case(batch_size=8)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=3, num_microbatches=4, has_aux=True)
@@ -141,7 +153,8 @@ def test_two_hundred_steps_leave_live_bytes_unchanged():
     assert live_bytes() == before
 
 
-def test_a11_residuals_stay_on_the_device_of_their_stage():
+@pytest.mark.long
+def test_residuals_stay_on_the_device_of_their_stage():
     case = gpt_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=2, has_aux=True)
     state = pipe.init(case.init, jax.random.key(0), case.batch)
@@ -151,7 +164,7 @@ def test_a11_residuals_stay_on_the_device_of_their_stage():
         assert devices == {pipe.stages[int(label[0])].device}
 
 
-def test_a15_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeypatch):
+def test_the_sends_of_a_step_are_the_boundary_moves_and_nothing_more(monkeypatch):
     width, batch_size, p, m = 16, 24, 4, 6
     case = mlp_case(batch_size=batch_size, width=width)
     put, moved = jax.device_put, []
@@ -217,6 +230,7 @@ def test_small_gradients_stay_one_vector_until_the_update_unless_something_else_
         chex.assert_trees_all_close(jaxpp.gather(found), grads, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_tied_parameter_is_sent_once_and_its_gradient_comes_back_once():
     case = gpt_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, has_aux=True)
@@ -230,6 +244,7 @@ def test_a_tied_parameter_is_sent_once_and_its_gradient_comes_back_once():
     assert pipe.stages[2].borrowed == ("embed/embedding",)
 
 
+@pytest.mark.long
 def test_stages_on_one_device_send_nothing_to_one_another():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=4, has_aux=True, devices=jax.devices()[:2])
@@ -307,3 +322,16 @@ def test_a_batch_the_user_overwrites_while_the_step_runs_is_not_read_again():
         for leaf in jax.tree.leaves(mine):
             leaf[...] = 0
         np.testing.assert_array_equal(found[0][0], want[0][0])
+
+
+def test_each_microbatch_has_its_share_and_its_own_key():
+    def loss_fn(params, batch, key):
+        x = jnp.tanh(batch @ params["a"])
+        x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ params["b"]
+        return (x**2).mean()
+
+    params, batch, key = {"a": jnp.eye(4) / 2, "b": jnp.eye(4) / 3}, jnp.arange(28.0).reshape(7, 4) / 28, jax.random.key(3)
+    found = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=3)(params, batch, key)
+    loss, _, grads = oracle(loss_fn, params, batch, key, 3)
+    compare("loss", found[0], loss)
+    compare("grads", found[1], grads, floor=GRAD_FLOOR)

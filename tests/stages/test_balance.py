@@ -12,9 +12,8 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import CutError
-from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance, least_largest
-from jaxpp.stages.cuts.by_name import resolve
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance, least_largest, resolve
+from jaxpp.stages.loss.traced_loss import trace_loss
 from models.gpt import GPT
 
 SIZE = 4
@@ -167,7 +166,7 @@ def least_by_brute_force(costs, num_stages):
     return best[-1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * ("GPT" in name)) for name in MODELS])
 def test_the_largest_stage_is_within_five_percent_of_the_least_possible_over_all_cuts(name):
     loss = traced(name)
     for num_stages in range(2, min(6, len(loss.spine)) + 1):

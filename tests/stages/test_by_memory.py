@@ -24,8 +24,8 @@ from jaxpp.stages.cuts import by_memory
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.by_memory import MEMORY_SLACK, StageBytes, balance_memory, kept_uses
 from jaxpp.stages.cuts.cut_loss import cut
-from jaxpp.stages.loss.trace import trace_loss
-from jaxpp.stages.remat.least import Least
+from jaxpp.stages.loss.traced_loss import trace_loss
+from jaxpp.stages.remat import Least, RematPolicy
 from models.resnet import ResNet
 from tests.conftest import gpt_case, mlp_case
 
@@ -124,7 +124,7 @@ def traced(name):
     return trace_loss(loss_fn, variables[0], jax.eval_shape(lambda: batch), key, **options)
 
 
-@pytest.mark.parametrize("kept", [Least(1.0), None], ids=["least", "keep"])
+@pytest.mark.parametrize("kept", [Least(1.0), RematPolicy()], ids=["least", "keep"])
 @pytest.mark.parametrize(
     "name", ["mlp", pytest.param("gpt", marks=pytest.mark.long), pytest.param("disagreeing", marks=pytest.mark.long)]
 )

@@ -16,7 +16,7 @@ from jaxpp.schedule.registry import make
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cuts.balance import SLACK, balance
 from jaxpp.stages.cuts.by_time import Links, balance_time, predicted
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import trace_loss
 from tests.stages.test_balance import MODELS, traced
 
 

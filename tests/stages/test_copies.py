@@ -9,7 +9,7 @@ import jaxpp
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.passes import Lasting, Passes
 from jaxpp.runtime.transfer import put
-from jaxpp.stages.loss.copies import StateCopy
+from jaxpp.stages.cuts.cut_loss import StateCopy
 
 RNG = np.random.default_rng(0)
 DEPTH, WIDTH, ROOM = 4, 8, 16

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxpp.stages import jaxpr as inside
 from jaxpp.stages.graph import trace
-from jaxpp.stages.loops.rows import _Integers
+from jaxpp.stages.layers import _Integers
 
 X = jnp.ones((6, 4))
 

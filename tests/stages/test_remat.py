@@ -1,5 +1,17 @@
-"""What a stage's forward keeps: everything, its inputs only, or what a policy says; the gradients are the same."""
+"""What a stage keeps: everything, its inputs, what a policy says, or the least; the gradients are the same.
 
+Of the least: never more than everything, nothing costly computed again, and as exact as before. Nearly all is read off the
+equations of the programs; nothing is compiled for that.
+"""
+
+import collections
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,15 +19,24 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxpp
+from jaxpp.engine.engine import open_engine
 from jaxpp.errors import ArgumentError
+from jaxpp.options import Options
+from jaxpp.schedule.registry import make_for_stages
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.aux import join
-from jaxpp.stages.loss.trace import trace_loss
+from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
+from jaxpp.stages.remat import Least, RematPolicy, policies_of
+from jaxpp.stages.stacked import assembled
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
+from models.gpt import GPT
 from tests.conftest import gpt_case, mlp_case
-from tests.stages.test_split_backward import matmul_flops
+from tests.end_to_end.test_zoo import CASES
+from tests.random_models import LAYERS, from_host, half, random_model
+from tests.stages.test_stage import matmul_flops
 
 POLICIES = jax.checkpoint_policies
 
@@ -24,14 +45,19 @@ def cut_case(case, stages, policy):
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape[1:]), x.dtype), case.batch)
     loss = trace_loss(case.loss_fn, case.params, batch, case.key, has_aux=True)
     cuts = balance(loss, stages)
-    return cut(loss, cuts, owners(loss, cuts), remat=(policy,) * stages)
+    return cut(loss, cuts, owners(loss, cuts), remat=policies_of(policy, stages, "cpu"))
 
 
 @pytest.mark.parametrize(
     ("schedule", "remat"),
-    [("1f1b", "recompute"), ("zb-h1", POLICIES.dots_saveable), ("zb-h1", ["recompute", "keep", "recompute"])],
+    [
+        pytest.param("1f1b", "recompute", marks=pytest.mark.long),
+        pytest.param("zb-h1", POLICIES.dots_saveable, marks=pytest.mark.long),
+        ("zb-h1", ["recompute", "keep", "recompute"]),
+    ],
     ids=["recompute", "policy", "stages"],
 )
+@pytest.mark.parametrize("make_case", [mlp_case, pytest.param(gpt_case, marks=pytest.mark.long)], ids=["mlp", "gpt"])
 def test_gradients_do_not_depend_on_what_is_kept(make_case, schedule, remat):
     case = make_case()
     options = {"num_stages": 3, "num_microbatches": 3, "schedule": schedule, "has_aux": True, "remat": remat}
@@ -44,9 +70,11 @@ def test_gradients_do_not_depend_on_what_is_kept(make_case, schedule, remat):
     compare("grads", grads, expected_grads, floor=GRAD_FLOOR)
 
 
-@pytest.mark.parametrize(("make_case", "stages"), [(mlp_case, 3), (gpt_case, 2)], ids=["mlp", "gpt"])
+@pytest.mark.parametrize(
+    ("make_case", "stages"), [(mlp_case, 3), pytest.param(gpt_case, 2, marks=pytest.mark.long)], ids=["mlp", "gpt"]
+)
 def test_with_recompute_only_stage_inputs_are_kept_and_the_forward_is_done_once_more(make_case, stages):
-    plain = cut_case(make_case(), stages, None).stages
+    plain = cut_case(make_case(), stages, "keep").stages
     for code, kept in zip(cut_case(make_case(), stages, POLICIES.nothing_saveable).stages, plain, strict=True):
         assert kept.residuals
         assert not code.residuals
@@ -77,7 +105,7 @@ def test_a_policy_by_name_keeps_what_is_named():
 
     params, x = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 8))}, jnp.ones((2, 4))
     loss = trace_loss(loss_fn, params, x, None, has_aux=False)
-    stages = cut(loss, (), (0, 0), remat=(POLICIES.save_only_these_names("mine"),)).stages
+    stages = cut(loss, (), (0, 0), remat=policies_of(POLICIES.save_only_these_names("mine"), 1, "cpu")).stages
     assert [aval.shape for aval in stages[0].residuals] == [(2, 8)]
 
 
@@ -107,6 +135,7 @@ def test_a_policy_that_offloads_is_refused_and_named():
         pipe.init(case.params, case.batch)
 
 
+@pytest.mark.long
 def test_a_second_batch_shape_keeps_as_little_as_the_first():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=2, num_microbatches=2, has_aux=True, remat="recompute")
@@ -123,3 +152,358 @@ def test_a_policy_that_raises_is_named():
     with pytest.raises(TypeError) as error:
         pipe.init(case.params, case.batch)
     assert any("passed as remat" in note for note in error.value.__notes__)
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+KEPT_FOR_A_MICROBATCH = (Role.RESIDUAL, Role.ACTIVATION, Role.STATE, Role.BATCH)
+NEVER_AGAIN = frozenset(
+    "dot_general conv_general_dilated threefry2x32 random_bits sort top_k argmax argmin gather scatter scatter-add cumsum cummax "
+    "cumprod cumlogsumexp reduce_window_max select_and_scatter_add fft scan while cond pure_callback debug_callback".split()
+)
+
+
+def shapes(tree, size=None):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size or leaf.shape[0], *leaf.shape[1:]), leaf.dtype), tree)
+
+
+def cut_with(loss, stages, *ways):
+    """The loss cut at the same places, one cut a way to keep."""
+    cuts = balance(loss, stages)
+    return [cut(loss, cuts, owners(loss, cuts), remat=(way,) * stages, pack=False).stages for way in ways]
+
+
+def traced(case):
+    """The loss of a case of the zoo."""
+    options = {} if case.model_state is None else {"model_state": case.model_state}
+    return trace_loss(case.loss_fn, case.params, shapes(case.batch), case.key, has_aux=False, **options)
+
+
+def kept(code, kind="B"):
+    """Bytes that a program of the backward reads and that are there for it alone; for W what I holds for it, cotangents too."""
+    if kind not in code.backward or (kind == "W" and "I" not in code.backward):
+        return 0
+    roles = (*KEPT_FOR_A_MICROBATCH, Role.COTANGENT) if kind == "W" else KEPT_FOR_A_MICROBATCH
+    program = code.backward[kind].then
+    return sum(
+        count_bytes(aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in roles and not ref.shared
+    )
+
+
+def work(code, kinds):
+    """How often each primitive stands in the forward and these programs of the backward, loops and calls looked into."""
+    found = collections.Counter()
+
+    def add(jaxpr):
+        for eqn in jaxpr.eqns:
+            found[eqn.primitive.name] += 1
+            for value in eqn.params.values():
+                for item in value if isinstance(value, (tuple, list)) else (value,):
+                    inner = getattr(item, "jaxpr", item)
+                    if hasattr(inner, "eqns"):
+                        add(inner)
+
+    for program in (code.forward, *(code.backward[kind].then for kind in kinds if kind in code.backward)):
+        add(jax.make_jaxpr(program.function)(*program.avals).jaxpr)
+    return found
+
+
+def check_random(seed, transcendental, *, count=True):
+    model = random_model(seed)
+    loss = trace_loss(model.loss_fn, model.params, shapes(model.batch), model.key, has_aux=False, frozen=model.frozen)
+    for before, after in zip(*cut_with(loss, model.stages, RematPolicy(), Least(transcendental)), strict=True):
+        where = f"random_model({seed}), stage {after.index}: {model}"
+        for kind in "BW":
+            assert kept(after, kind) <= kept(before, kind), f"{kind} of {where}"
+        for kinds in ("B", "IW") if count else ():
+            then, now = work(before, kinds), work(after, kinds)
+            assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}, f"{kinds} of {where}"
+
+
+@pytest.mark.parametrize("tens", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_random_model_keeps_more_than_everything_or_does_costly_work_again(tens):
+    for seed in range(10 * tens, 10 * tens + 10):
+        check_random(seed, float(seed % 2))
+
+
+@pytest.mark.long
+def test_no_random_model_keeps_more_than_everything():
+    for seed in range(20, 40):
+        check_random(seed, float(seed % 2), count=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transcendental", [0.0, 1.0])
+def test_of_300_random_models_none_keeps_more_or_does_costly_work_again(transcendental):
+    for seed in range(300):
+        check_random(seed, transcendental)
+
+
+def gpt_loss(dtype, dropout, *, depth=4, width=256, length=64, heads=4, size=8):
+    model = GPT(256, max_length=length, width=width, depth=depth, num_heads=heads, dropout=dropout, dtype=dtype)
+
+    def loss_fn(params, batch, key):
+        logits = model.apply({"params": params}, batch[:, :-1], rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), batch[:, 1:]).mean()
+
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda k: model.init({"params": k, "dropout": k}, jnp.zeros((1, length), int))["params"], key)
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((size, length + 1), jnp.int32), key, has_aux=False)
+    return loss, size * length * width * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "most"),
+    [("bfloat16", 0.1, 13), *(pytest.param("float32", *case, marks=pytest.mark.long) for case in [(0.0, 12), (0.1, 13)])],
+)
+@pytest.mark.parametrize("transcendental", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_gpt_keeps_a_dozen_activations_a_block(dtype, dropout, most, transcendental):
+    loss, activation = gpt_loss(dtype, dropout)
+    for before, after in zip(*cut_with(loss, 2, RematPolicy(), Least(transcendental)), strict=True):
+        assert kept(before) / 2 / activation > 30
+        assert kept(after) / 2 / activation <= most + (after.index == 1) / 2  # the last stage also keeps its head's operand
+        assert kept(after, "W") <= kept(before, "W")
+
+
+NORMALISED = {"gpt", "resnet", "unet", "seq2seq", "nnx_gpt"}
+"""Where gelu, softmax or normalisation stand."""
+
+
+SLOW = {"unet", "seq2seq", "nnx_gpt"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) or [pytest.mark.long] * (name != "gpt")) for name in CASES],
+)
+def test_every_model_of_the_zoo_keeps_no_more_and_half_where_there_is_much_that_is_cheap(name):
+    loss = traced(CASES[name]("float32"))
+    for stages in (1, 2):
+        before, after = cut_with(loss, stages, RematPolicy(), Least())
+        for then, now in zip(before, after, strict=True):
+            assert kept(now) <= kept(then)
+            assert kept(now, "W") <= kept(then, "W")
+            for kinds in ("B", "IW"):
+                found, wanted = work(now, kinds), work(then, kinds)
+                assert {name: found[name] for name in NEVER_AGAIN} == {name: wanted[name] for name in NEVER_AGAIN}
+        if name in NORMALISED:
+            assert sum(map(kept, after)) <= sum(map(kept, before)) / 2
+
+
+def dropped_out(params, x, key):
+    for k, w in enumerate(params):
+        x = jax.nn.gelu(x @ w)
+        x = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, k), 0.9, x.shape), x / 0.9, 0)
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_dropout_a_byte_an_element_is_kept(dtype):
+    params = [jax.ShapeDtypeStruct((64, 64), dtype)] * 3
+    loss = trace_loss(dropped_out, params, jax.ShapeDtypeStruct((32, 64), dtype), jax.random.key(0), has_aux=False)
+    ((code,),) = cut_with(loss, 1, Least())
+    masks = [aval for aval in code.residuals if aval.dtype == bool]
+    assert [aval.shape for aval in masks] == [(32, 64)] * 3
+    floats = [aval for aval in code.residuals if aval.dtype != bool]
+    assert all(aval.dtype == dtype for aval in floats), "neither random bits nor floats made of them"
+    assert kept(code) <= (4 * jnp.dtype(dtype).itemsize + 3) * 32 * 64
+
+
+def test_what_is_named_is_kept_and_not_made_again():
+    def loss_fn(params, x):
+        x = checkpoint_name(jnp.tanh(x @ params[0]), "mine")
+        return ((jnp.exp(x) @ params[1]) ** 2).mean()
+
+    params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 8), jnp.float32), None, has_aux=False)
+    ((code,),) = cut_with(loss, 1, Least())
+    assert work(code, "B")["tanh"] == 1
+    assert kept(code) == 3 * 4 * 8 * 4  # the input, what is named, the second product
+
+
+def test_a_value_and_its_maximum_are_made_again_together():
+    def loss_fn(params, x):
+        y = (x @ params) * 50 + 7
+        return jnp.log(1e-6 + y.max(-1, keepdims=True) - y).mean()  # steep where they are equal
+
+    params, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (4, 8))
+    loss = trace_loss(loss_fn, params, x, None, has_aux=False)
+    ((code,),) = cut_with(loss, 1, Least())
+    made = work(code, "B")["reduce_max"]
+    assert made == 2 or not any(aval.shape[-1:] == (1,) for aval in code.residuals)
+
+
+def test_what_the_user_checkpoints_stays_checkpointed():
+    def loss_fn(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda x, w: jnp.sin(jnp.tanh(x @ w) @ w))(x, w)
+        return (x**2).mean()
+
+    params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 8), jnp.float32), None, has_aux=False)
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
+    assert kept(after) <= kept(before)
+    assert work(after, "B") == work(before, "B")
+
+
+def test_effects_happen_once(capfd):
+    def loss_fn(params, x):
+        h = jnp.tanh(x @ params)
+        jax.debug.print("once {v}", v=h.shape[0])
+        return jnp.exp(h).mean()
+
+    options = Options.of(loss_fn, num_stages=1, num_microbatches=2)
+    engine = open_engine(options, None, (jnp.eye(4),), jnp.ones((4, 4)), None)
+    engine.run("grads", engine.bring(jnp.eye(4)), jnp.ones((4, 4)), None)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.splitlines() == ["once 2"] * 2
+
+
+def test_beside_boundaries_without_gradient_and_frozen_parameters_no_more_is_kept():
+    def loss_fn(params, x):
+        for k in range(3):
+            x = jax.nn.softmax(jax.nn.gelu(x @ params[k]) * 2)
+        return jnp.sin(x).mean()
+
+    params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
+    batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    for frozen, boundaries in (((), (1,)), ((), (0,)), ((0,), ()), ((0, 2), ())):
+        loss = trace_loss(loss_fn, params, batch, None, has_aux=False, frozen=frozenset(frozen))
+        cuts = balance(loss, 3)
+        before, after = (
+            cut(loss, cuts, owners(loss, cuts), remat=(way,) * 3, cut_gradient=boundaries, pack=False).stages
+            for way in (RematPolicy(), Least())
+        )
+        for then, now in zip(before, after, strict=True):
+            assert kept(now) <= kept(then)
+            assert kept(now, "W") <= kept(then, "W")
+            assert set(now.backward) == set(then.backward)
+
+
+def test_a_relu_is_as_cheap_as_what_it_is_made_of():
+    def loss_fn(params, x):
+        for w in params:
+            x = x @ w
+            x = jax.nn.relu((x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 0.1))
+        return (x @ params[0]).mean()
+
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((32, 64), jnp.float32), None, has_aux=False)
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
+    assert kept(after) <= (1 + 3 + 3 / 4 + 0.5) * 32 * 64 * 4  # the input; of each layer a product and a mask, and rows of one
+    assert kept(after) <= kept(before) / 2
+
+
+def test_a_loop_over_layers_keeps_half_and_multiplies_no_more():
+    def loss_fn(params, x, key):
+        def block(x, row):
+            w, key = row
+            y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 0.1)
+            y = jax.nn.gelu(y @ w)
+            return x + jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0) @ w.T, None
+
+        x, _ = jax.lax.scan(block, x, (params, jax.random.split(key, 6)))
+        return (x**2).mean()
+
+    params = jax.ShapeDtypeStruct((6, 16, 64), jnp.float32)
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.random.key(0), has_aux=False)
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
+    assert kept(after) <= kept(before) / 2
+    then, now = work(before, "B"), work(after, "B")
+    assert {name: now[name] for name in NEVER_AGAIN} == {name: then[name] for name in NEVER_AGAIN}
+
+
+def many_equations(depth):
+    def loss_fn(params, x):
+        for k in range(depth):
+            x = jax.nn.gelu(x * params["scale"] + params["bias"]) if k % 8 else x @ params["w"]
+        return (x**2).mean()
+
+    leaf = jax.ShapeDtypeStruct((16,), jnp.float32)
+    params = {"scale": leaf, "bias": leaf, "w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+    return trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 16), jnp.float32), None, has_aux=False)
+
+
+@pytest.mark.long
+def test_a_stage_of_thousands_of_equations_is_cut():
+    before, after = cut_with(many_equations(80), 1, RematPolicy(), Least())
+    assert kept(after[0]) < kept(before[0]) / 4
+
+
+EXACT_LAYERS = tuple(layer for layer in LAYERS if layer not in (half, from_host))  # bfloat16; a host that has no float64
+EXACT = [
+    (1, "float64"),
+    pytest.param(3, "float64", marks=pytest.mark.long),
+    pytest.param(8, "float64", marks=pytest.mark.slow),
+    pytest.param(17, "float32", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("seed", "dtype"), EXACT)
+def test_random_models_equal_the_oracle_and_schedules_that_add_in_the_same_order_give_the_same_bits(seed, dtype):
+    with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
+        model = random_model(seed, dtype, EXACT_LAYERS)
+        loss, _, grads = oracle(model.loss_fn, model.params, model.batch, model.key, 2)
+        options = {"has_aux": False, "weight": None, "cuts": None, "devices": None}
+        first = open_engine(
+            Options.of(model.loss_fn, num_stages=2, num_microbatches=2, schedule="1f1b", **options),
+            None,
+            (model.params,),
+            model.batch,
+            model.key,
+        )
+        found = {}
+        for name in ("1f1b", "gpipe", "zb-h1"):
+            made = make_for_stages(name, num_stages=2, num_microbatches=2)
+            engine = first.with_schedule(made)
+            held = engine.slicing.of(model.params)
+            found[name] = engine.run("grads", engine.bring(held), model.batch, model.key)
+            compare(f"{name} loss", found[name].loss, loss)
+            spread = assembled(jax.tree.structure(held).unflatten(found[name].grads))
+            compare(f"{name} grads", spread, grads, floor=GRAD_FLOOR)
+        chex.assert_trees_all_equal(found["1f1b"], found["gpipe"])
+
+
+@pytest.mark.long
+def test_matrix_products_and_convolutions_of_compiled_programs_are_those_of_everything_kept():
+    def loss_fn(params, batch):
+        x = jax.nn.gelu(batch["x"] @ params["a"])
+        x = jax.lax.conv_general_dilated(x, params["taps"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        x = jax.nn.softmax(x @ params["b"]) * x
+        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 0.1)
+        return jnp.square(jax.nn.silu(x @ params["c"])).mean()
+
+    params = {"a": (6, 8), "b": (8, 8), "c": (8, 6), "taps": (3, 8, 8)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    batch = {"x": jax.ShapeDtypeStruct((4, 5, 6), jnp.float32)}
+    loss = trace_loss(loss_fn, params, batch, None, has_aux=False)
+    for before, after in zip(*cut_with(loss, 2, RematPolicy(), Least()), strict=True):
+        assert kept(after) < kept(before)
+        for kinds in ("B", "IW"):
+            flops = [
+                sum(multiplied(code.backward[kind].then) for kind in kinds if kind in code.backward) + multiplied(code.forward)
+                for code in (before, after)
+            ]
+            assert flops[0] == flops[1] > 0
+
+
+def multiplied(program):
+    """FLOPs of matrix products, and a number that grows with every convolution."""
+    text = jax.jit(program.function).lower(*program.avals).compile().as_text()
+    return matmul_flops(program) + 1e9 * text.count(" convolution(")
+
+
+@pytest.mark.slow
+def test_what_is_decided_at_a_tie_is_decided_once_at_the_default_optimisation():
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "optimization_level" not in flag and "fusion_emitters" not in flag]
+    command = [sys.executable, "-m", "tests.ties"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": " ".join(flags)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "equal\n"

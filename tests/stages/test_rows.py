@@ -44,6 +44,7 @@ def owned(pipe):
     return [stage.params for stage in pipe.stages]
 
 
+@pytest.mark.long
 def test_each_stage_owns_its_rows_with_their_gradient_and_optimizer_state(x64):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     pipe, given = pipeline(optimizer=optimizer), params()
@@ -139,6 +140,7 @@ def test_a_row_counted_from_a_truth_is_0_or_1(x64):
     pipe.verify(pipe.init({"b": params(4)["b"]}, BATCH), BATCH)
 
 
+@pytest.mark.long
 def test_schedules_give_the_same_bits_and_the_loop_those_of_a_scan():
     def looped(params, batch):
         return (jax.lax.scan(lambda x, row: (layer(x, row["w"], row["b"]), None), batch, params)[0] ** 2).mean()
@@ -152,6 +154,7 @@ def test_schedules_give_the_same_bits_and_the_loop_those_of_a_scan():
     chex.assert_trees_all_close(found[0], found[3], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_value_and_grad_gives_gradients_where_the_parameters_are(x64):
     given = params()
     loss, grads = jaxpp.value_and_grad(loss_fn, num_stages=3, num_microbatches=2)(given, BATCH)
@@ -165,11 +168,15 @@ def test_value_and_grad_gives_gradients_where_the_parameters_are(x64):
     ("optimizer", "whole"),
     [
         (optax.lamb(1e-2), {"w", "b"}),
-        (optax.adafactor(1e-2, min_dim_size_to_factor=2), {"w", "b"}),
+        pytest.param(optax.adafactor(1e-2, min_dim_size_to_factor=2), {"w", "b"}, marks=pytest.mark.long),
         (optax.multi_transform({"norm": optax.lamb(1e-2), "rows": optax.adam(1e-2)}, {"w": "norm", "b": "rows"}), {"w"}),
-        (optax.adamw(1e-2, mask=lambda p: jax.tree_util.tree_map_with_path(lambda k, _: k[-1].key == "w", p)), {"w"}),
-        (optax.lion(1e-2), set()),
-        (optax.MultiSteps(optax.adamw(1e-2), 2), set()),
+        pytest.param(
+            optax.adamw(1e-2, mask=lambda p: jax.tree_util.tree_map_with_path(lambda k, _: k[-1].key == "w", p)),
+            {"w"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(optax.lion(1e-2), set(), marks=pytest.mark.long),
+        pytest.param(optax.MultiSteps(optax.adamw(1e-2), 2), set(), marks=pytest.mark.long),
     ],
     ids=["lamb", "adafactor", "one of two", "mask by path", "lion", "MultiSteps"],
 )
@@ -205,6 +212,7 @@ def test_cuts_can_be_named_by_row():
         pipeline(stages=2, cuts=["w[8]"]).init(params(dtype="float32"), jnp.asarray(BATCH, jnp.float32))
 
 
+@pytest.mark.long
 def test_rows_beside_a_loop_over_layers(x64):
     def loss(params, batch):
         x = loss_layers(params["rows"], batch)
@@ -225,6 +233,7 @@ def test_rows_beside_a_loop_over_layers(x64):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_a_penalty_on_the_whole_leaf_leaves_the_rows_where_they_are(x64):
     penalised = lambda params, batch: loss_fn(params, batch) + 0.1 * (params["w"] ** 2).sum()  # noqa: E731
     pipe = pipeline(penalised)
@@ -233,6 +242,7 @@ def test_a_penalty_on_the_whole_leaf_leaves_the_rows_where_they_are(x64):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_rows_on_a_mesh_are_slices_unless_they_are_sharded():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("pipe", "data", "model"))
     batch = jnp.asarray(BATCH[:4], jnp.float32)
@@ -243,6 +253,7 @@ def test_rows_on_a_mesh_are_slices_unless_they_are_sharded():
         pipe.verify(state, batch)
 
 
+@pytest.mark.long
 def test_rows_of_theta_are_slices_and_a_task_keeps_its_own_whole():
     def loss(params, task, batch):
         x = batch

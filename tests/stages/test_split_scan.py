@@ -81,6 +81,7 @@ def test_twelve_scanned_layers_become_four_stages_of_three():
     assert np.isfinite(model.apply({"params": restored}, TOKENS, rngs={"dropout": jax.random.key(0)})).all()
 
 
+@pytest.mark.long
 def test_scanned_equals_unrolled():
     params = make(ScannedGPT(depth=4))[1](jax.random.key(0))
 
@@ -125,7 +126,7 @@ PARAMS = {"w": jax.random.normal(jax.random.key(0), (5, 4, 4)), "shared": jnp.on
 BATCH = jnp.asarray(np.random.default_rng(1).normal(size=(7, 4)), jnp.float32)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_loops_in_reverse_with_outputs_and_shared_layers_equal_the_oracle(schedule):
     pipe = jaxpp.Pipeline(reversed_loop, optax.adam(1e-2), num_stages=4, num_microbatches=3, schedule=schedule)
     state = pipe.init(PARAMS, BATCH)
@@ -136,6 +137,7 @@ def test_loops_in_reverse_with_outputs_and_shared_layers_equal_the_oracle(schedu
     assert state.opt_state[0].mu["w"].shape == (5, 4, 4)
 
 
+@pytest.mark.long
 def test_slices_of_unequal_length_are_put_together_and_restored_elsewhere():
     def loop(params, batch):
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["w"])
@@ -159,6 +161,7 @@ def test_slices_of_unequal_length_are_put_together_and_restored_elsewhere():
         pipe.step(state, BATCH)
 
 
+@pytest.mark.long
 def test_no_residual_is_a_cast_of_the_weights():
     loss_fn, init = make(ScannedGPT(depth=4, dtype=jnp.bfloat16))
     pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=4)
@@ -168,6 +171,7 @@ def test_no_residual_is_a_cast_of_the_weights():
         assert sum(map(count_bytes, code.statics.results)) > 2 * 2 * 2 * 16 * 64
 
 
+@pytest.mark.long
 def test_a_loop_over_parameters_that_were_cast_before_is_cut_too():
     def loss_fn(params, batch):
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -201,11 +205,14 @@ def test_an_optimizer_that_looks_at_more_than_rows_is_refused(optimizer, line):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.sgd(0.1, momentum=0.9),
-        optax.lion(1e-3),
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.long),
+        pytest.param(optax.lion(1e-3), marks=pytest.mark.long),
         optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))),
         optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, {"w": "a", "shared": "b"}),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), mask={"w": True, "shared": False}),
+        pytest.param(
+            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), mask={"w": True, "shared": False}),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["momentum", "lion", "clip-adamw", "multi", "schedule"],
 )
@@ -228,7 +235,7 @@ def test_a_global_norm_is_exact_where_the_first_leaf_of_all_is_a_stack():
     pipe.verify(state, BATCH)
 
 
-@pytest.mark.parametrize("frozen", ["a", "w", "z"])
+@pytest.mark.parametrize("frozen", ["w", *(pytest.param(name, marks=pytest.mark.long) for name in "az")])
 def test_frozen_parameters_beside_and_in_a_stack(frozen):
     # A review found their numbers taken for those of the sliced tree; the step failed and the state was lost.
     def loss_fn(params, batch):
@@ -248,6 +255,7 @@ def test_frozen_parameters_beside_and_in_a_stack(frozen):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_a_checkpointed_loss_with_a_loop_is_cut():
     pipe = jaxpp.Pipeline(jax.checkpoint(reversed_loop), optax.adam(1e-2), num_stages=3, num_microbatches=2)
     state = pipe.init(PARAMS, BATCH)
@@ -267,6 +275,7 @@ def test_a_mask_that_looks_for_the_end_of_a_path_is_refused_where_it_finds_other
     pipe("bias").init(PARAMS, BATCH)
 
 
+@pytest.mark.long
 def test_cuts_can_be_named_by_layer():
     loss_fn, init = make(ScannedGPT(depth=4))
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, cuts=["layers[1]"])

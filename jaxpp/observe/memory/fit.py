@@ -26,7 +26,7 @@ from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.offload import offloads
-from jaxpp.stages.remat.policy import RECOMPUTE, kept_of
+from jaxpp.stages.remat import RECOMPUTE, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Batch, Device, Key
 
@@ -79,7 +79,7 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
 def _is_free(options: Options) -> bool:
     """Whether it is left to jaxpp what the stages keep: remat is the default, and each stage can be measured on one device."""
     platform = options.devices[0].platform
-    least = kept_of("least", options.schedule.num_stages, platform)
+    least = policies_of("least", options.schedule.num_stages, platform)
     return options.remat == least and not options.offloaded and options.placement.num_shards == 1
 
 

@@ -34,8 +34,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
-from jaxpp.stages.remat.offload import offload_of
-from jaxpp.stages.remat.policy import kept_of
+from jaxpp.stages.remat import offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
@@ -318,7 +317,7 @@ def _engine_of(engine: Engine, options: Options, batch: Batch, key: Key | None) 
 
 def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
     """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
-    schedule, again = options.schedule, [callable(kept) for kept in options.remat or ()]
+    schedule, again = options.schedule, [kept.recomputes for kept in options.remat or ()]
     if purpose != "update":
         count = min(schedule.num_microbatches, check_batch(batch, 1, shared=options.shared))
         schedule, again = forward(schedule.num_stages, count), []
@@ -393,7 +392,7 @@ def _stages(now: Options, count: int) -> str:
 
 def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
     """The options that ``remat=`` of all stages stands for."""
-    return {"remat": kept_of(way, stages, platform), "offload": offload_of(way, stages)}
+    return {"remat": policies_of(way, stages, platform), "offload": offload_of(way, stages)}
 
 
 def _scheduled(now: Options, name: str, stages: int, microbatches: int, **more: object) -> Iterator[Options]:

@@ -7,9 +7,9 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.observe.memory.ledger import Ledger, homes_of, sample_step
 from jaxpp.observe.memory.liveness import step_liveness
-from jaxpp.observe.profile.record import RingPass, join_liveness, join_plans, schedule_of
-from jaxpp.plan.leaves import Leaves
+from jaxpp.observe.profile.joined import RingPass, join_liveness, join_plans, schedule_of
 from jaxpp.plan.plan import Plan
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.execute import Observer
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Array, Batch, Key, Tree

@@ -32,7 +32,7 @@ from jaxpp.runtime.processes.here import elsewhere, is_here
 from jaxpp.runtime.send import Send
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loops.stacked import Slices, joined, whole_shape
+from jaxpp.stages.stacked import Slices, joined, whole_shape
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
 
 __all__ = ["are_across", "array_handler", "gather", "slices_of", "stand_in_for"]

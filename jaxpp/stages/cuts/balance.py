@@ -1,4 +1,4 @@
-"""Where to cut: ``num_stages - 1`` positions on the spine of the traced loss.
+"""Where to cut: ``num_stages - 1`` positions on the spine of the traced loss, found or named by the user.
 
 Problem: a pipeline is as fast as its largest stage, every stage should have something to do, and little should cross between them.
 Idea: satisfy these in that order. The yardstick is the least that the largest stage can cost over all cuts. Of the cuts whose
@@ -7,20 +7,28 @@ of these, take the one that sends the fewest bytes. Mechanism: the yardstick by 
 prefix sums. On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
 
 A second trace of the same model (another batch shape, an evaluation loss) must leave every parameter with its owner, so it is cut
-where it fits the owners best (``align``); what does not fit is copied.
+where it fits the owners best (``align``); what does not fit is copied. ``resolve`` cuts where the user says. Work that cannot be
+divided evenly is refused where a pipeline would be pointless (``check_giant``), otherwise told with what would help (``uneven``).
 """
 
+import difflib
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jaxtyping import Float, Int
 
-from jaxpp.errors import CutError
+from jaxpp.errors import CutError, warn
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.jaxpr import multiplies
+from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
+from jaxpp.stages.layers import same_layer
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
-__all__ = ["SLACK", "Cuts", "align", "balance", "balance_for_sends", "balance_within", "least_largest", "owners", "prefix_sums"]
+__all__ = [
+    "SLACK", "UNEVEN", "Cuts", "UnevenStagesWarning", "align", "balance", "balance_for_sends", "balance_within", "check_giant",
+    "least_largest", "owners", "prefix_sums", "resolve", "uneven", "warn_of",
+]  # fmt: skip
 
 Cuts = tuple[int, ...]
 """``cuts[k]`` is the spine position at which stage k + 1 begins."""
@@ -59,7 +67,7 @@ def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> C
         CutError: there are no such cuts.
     """
     num_stages = len(first)
-    return _cheapest(loss, num_stages, first, np.zeros(first.shape), poor=_Poor.of(loss, prefix_sums(loss), num_stages))
+    return _cheapest(loss, num_stages, first, np.zeros(first.shape), poor=_Faults.of(loss, prefix_sums(loss), num_stages))
 
 
 def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
@@ -80,7 +88,7 @@ def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], 
         return np.where(cost <= most, 0.0, np.inf)
 
     first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
-    poor = _Poor.of(loss, total, num_stages)
+    poor = _Faults.of(loss, total, num_stages)
     try:
         return _cheapest(loss, num_stages, first, np.zeros(hops.shape), poor=poor, price=price, barred=barred)
     except CutError:
@@ -118,7 +126,7 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-class _Poor:
+class _Faults:
     """Says which stages have no real work, by how many hundreds too little, no matrix product, or no parameter.
 
     Args:
@@ -131,10 +139,10 @@ class _Poor:
     def __init__(self, total: np.ndarray, floor: float, wanted: Sequence[Sequence[int]], price: float):
         self._total, self._floor, self._price = total, floor, price
         ends = np.arange(len(total))
-        self._last = [np.asarray([-1, *found])[np.searchsorted(np.asarray(found, int), ends)] for found in wanted]
+        self._last = [np.asarray([-1, *positions])[np.searchsorted(np.asarray(positions, int), ends)] for positions in wanted]
 
     @classmethod
-    def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Poor":
+    def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Faults":
         """What is poor of a loss cut into so many stages."""
         reading = [k for k, uses in enumerate(loss.param_uses) if uses]
         products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
@@ -171,14 +179,14 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     """The stage that owns each parameter leaf: the first that uses it; an unused leaf stays with the leaf before it."""
-    found: dict[int, int] = {}
+    owner: dict[int, int] = {}
     for k, uses in enumerate(loss.param_uses):
         stage = int(np.searchsorted(cuts, k, side="right"))
         for leaf in uses:
-            found.setdefault(leaf, stage)
+            owner.setdefault(leaf, stage)
     result: list[int] = []
     for leaf in range(len(loss.params)):
-        result.append(found.get(leaf, result[-1] if result else 0))
+        result.append(owner.get(leaf, result[-1] if result else 0))
     return tuple(result)
 
 
@@ -191,12 +199,10 @@ def _check_size(loss: TracedLoss, num_stages: int) -> None:
     size, noun = len(loss.spine), loss.noun
     if size < num_stages and not (num_stages == 1 and not loss.is_loss):
         reads = f"check that {'loss_fn' if loss.is_loss else 'fn'} reads its batch"
-        raise CutError(
-            f"num_stages={num_stages}",
-            f"each stage needs at least one equation of the {noun} that works on data",
-            f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most",
-            f"pass num_stages={max(size, 1)}{' or fewer' * (size > 1)}, or {reads}" if num_stages > 1 else reads,
-        )
+        where = f"num_stages={num_stages}"
+        got = f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most"
+        fix = f"pass num_stages={max(size, 1)}{' or fewer' * (size > 1)}, or {reads}" if num_stages > 1 else reads
+        raise CutError(where, f"each stage needs at least one equation of the {noun} that works on data", got, fix)
 
 
 def _divided(loss: TracedLoss, num_stages: int) -> CutError:
@@ -217,7 +223,7 @@ def _cheapest(
     first: np.ndarray,
     misplaced: np.ndarray,
     *,
-    poor: _Poor | None = None,
+    poor: _Faults | None = None,
     price: np.ndarray | None = None,
     barred: Callable[[int, slice, int], np.ndarray] | None = None,
 ) -> Cuts:
@@ -284,3 +290,212 @@ def _untidiness(loss: TracedLoss) -> list[int]:
         shared = next((depth for depth, (a, b) in enumerate(pairs) if a != b), min(len(paths[k - 1]), len(paths[k])))
         untidy[k] = 2 * shared + (paths[k - 1] == paths[k]) + (not loss.param_uses[k])
     return untidy
+
+
+def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
+    """Cut where the user says: stage k + 1 begins at the module, or the first use of the parameters, called ``names[k]``.
+
+    ``w[3]`` is a layer of a loop, or the first use of row 3 of the parameter ``w`` (or of all parameters under that path).
+
+    Raises:
+        CutError: a name that is neither, or names out of order.
+    """
+    where = f"cuts={list(names)!r}"
+    places = [_place(loss, name) for name in names]
+    unknown = [name for name, place in zip(names, places, strict=True) if place is None]
+    if unknown:
+        names_there = _known_names(loss)
+        near = [match for name in unknown for match in difflib.get_close_matches(str(name), names_there, n=1)]
+        error = CutError(
+            where,
+            "a cut names a module path or a parameter prefix of the model",
+            [repr(name) for name in unknown],
+            f"write {near[0]!r}" if near else "use one of the names below",
+            "names: " + ", ".join(names_there),
+        )
+        error.unknown = tuple(unknown)
+        raise error
+    cuts = tuple(place for place in places if place is not None)
+    if list(cuts) != sorted(set(cuts)) or cuts[:1] == (0,) or cuts[-1:] == (len(loss.spine),):
+        rule = "cuts stand in the order in which the model runs, each after the start and before the end"
+        got = [f"{name!r} begins at equation {cut} of {len(loss.spine)}" for name, cut in zip(names, cuts, strict=True)]
+        raise CutError(where, rule, got, "list the names in the order the model runs them, each once, without the first module")
+    barred = loss.barred
+    divided = [f"{name!r} divides model_state {barred[cut]}" for name, cut in zip(names, cuts, strict=True) if cut in barred]
+    if divided:
+        raise CutError(where, STATE_RULE, divided, "begin the stage before or after the module that updates this state")
+    return cuts
+
+
+def _components(name: str) -> str:
+    return f"/{same_layer(name).strip('/')}/"
+
+
+def _place(loss: TracedLoss, name: str) -> int | None:
+    wanted = _components(str(name))
+    for k, i in enumerate(loss.spine):
+        if wanted in _components(loss.graph.names[i]):
+            return k
+    pairs = enumerate(zip(loss.param_paths, loss.own_paths, strict=True))
+    leaves = {leaf for leaf, paths in pairs if any(_components(path).startswith(wanted) for path in paths)}
+    for k, uses in enumerate(loss.param_uses):
+        if uses & leaves:
+            return _retreat(loss, k)
+    indexed = re.fullmatch(r"(.+)\[(\d+)\]", str(name))
+    position = _first_use_of_row(loss, _components(indexed[1]), int(indexed[2])) if indexed else None
+    return None if position is None else _retreat(loss, position)
+
+
+def _first_use_of_row(loss: TracedLoss, wanted: str, row: int) -> int | None:
+    """Where a row is first read, of the parameters with a path that begins so; not with all others, unless it only is so."""
+    uses_of_row: list[tuple[bool, int]] = []
+    for leaf, (path, first) in enumerate(loss.stacks):
+        length = sum(aval_of(loss.params[leaf]).shape[:1])
+        if _components(path).startswith(wanted) and 0 <= row - first < length:
+            is_slice = loss.param_paths[leaf] != path
+            reads = (read for read in loss.reads if read.leaf == leaf and read.start <= row - first < read.stop)
+            uses_of_row += [(not is_slice and read.stop - read.start == length, read.position) for read in reads]
+            uses_of_row += [(False, k) for k, uses in enumerate(loss.param_uses) if is_slice and leaf in uses]
+    return min(uses_of_row, default=(False, None))[1]
+
+
+def _retreat(loss: TracedLoss, position: int) -> int:
+    """From the first use of a parameter back to where least crosses, not before the last use of an earlier one."""
+    low = max((k + 1 for k in range(position) if loss.param_uses[k]), default=0)
+    return min(range(position, low - 1, -1), key=lambda k: loss.boundary_bytes[k])
+
+
+def _known_names(loss: TracedLoss) -> list[str]:
+    if tuple(loss.graph.names[i] for i in loss.spine) != loss.modules:
+        return [name.replace(".", "/") for name in dict.fromkeys(loss.modules) if name]
+    modules = dict.fromkeys(loss.graph.names[i] for i in loss.spine)
+    depth_two = dict.fromkeys("/".join(name.split("/")[1:2]) for name in modules)
+    tops = dict.fromkeys(path.split("/")[0] for path in loss.own_paths)
+    return [name for name in dict.fromkeys([*depth_two, *tops]) if name]
+
+
+UNEVEN = 1.5
+"""How many times the mean the largest stage may cost before a warning says so."""
+
+
+class UnevenStagesWarning(UserWarning):
+    """The automatic cut is uneven, because no cut of this loss into so many stages is even."""
+
+
+def check_giant(loss: TracedLoss, num_stages: int) -> None:
+    """Refuse a loss in which one loop, branch or call does more than two stages' work.
+
+    Raises:
+        CutError: naming the equation, with advice for its kind and the largest number of stages that works.
+    """
+    giant = max(range(len(loss.spine)), key=loss.costs.__getitem__, default=None)
+    if giant is None or not _too_large(loss, giant, num_stages):
+        return
+    eqn = loss.graph.eqns[loss.spine[giant]]
+    kind, advice = _kind_and_advice(loss, eqn)
+    where = f"{kind} in {loss.graph.names[loss.spine[giant]] or f'the {loss.noun}'}"
+    reads = sorted(loss.param_uses[giant])
+    shown = ", ".join(loss.param_paths[leaf] for leaf in reads[:3]) + (", ..." if len(reads) > 3 else "")
+    fewer = max((n for n in range(1, num_stages) if not _too_large(loss, giant, n)), default=1)
+    raise CutError(
+        f"num_stages={num_stages}",
+        f"stages of equal work need a {loss.noun} that can be cut, and one equation of it cannot",
+        [f"{where}: {_share(loss, giant):.0%} of the work", f"it reads {shown or 'no parameter'}"],
+        f"{advice}; say where stages begin with cuts=[...]; or pass num_stages={fewer}",
+    )
+
+
+def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
+    """What to warn of: the largest stage of the best cut costs more than ``UNEVEN`` times the mean. None if it does not."""
+    num_stages = len(cuts) + 1
+    costs = np.asarray(loss.costs)
+    stages = [costs[start:end] for start, end in zip([0, *cuts], [*cuts, len(costs)], strict=True)]
+    sums = [float(stage.sum()) for stage in stages]
+    total, largest = sum(sums), int(np.argmax(sums))
+    if sums[largest] <= UNEVEN * total / num_stages:
+        return None
+    start = [0, *cuts][largest]
+    weights: dict[str, float] = {}
+    for k, cost in enumerate(stages[largest], start):
+        name = loss.modules[k] or "equations outside any module"
+        weights[name] = weights.get(name, 0.0) + float(cost)
+    module, weight = max(weights.items(), key=lambda item: item[1])
+    heaviest = start + int(np.argmax(stages[largest]))
+    eqn = loss.graph.eqns[loss.spine[heaviest]]
+    share = sums[largest] / total
+    lines = [
+        f"num_stages={num_stages}: the stages are uneven, and no other cut of this {loss.noun} is much better.",
+        f"Got: stage {largest} does {share:.0%} of the work, {share * num_stages:.1f} times the mean, so {num_stages} stages are "
+        f"at most {1 / share:.2f} times as fast as one device. {module} weighs most in it: {weight / total:.0%} of the work, "
+        f"{_share(loss, heaviest):.0%} in one {eqn.primitive.name}.",
+        f"Fix: {_remedy(loss, range(start + 1, start + len(stages[largest])), eqn, num_stages)}.",
+    ]
+    return "\n  ".join(lines)
+
+
+def warn_of(unevenness: str | None) -> None:
+    """Warn, at the user's own line, of what ``uneven`` found.
+
+    Warns:
+        UnevenStagesWarning: it found something.
+    """
+    if unevenness is not None:
+        warn(unevenness, UnevenStagesWarning)
+
+
+def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> str:
+    """What helps where the stage of the spine positions ``inside`` is too large, in which ``eqn`` weighs most."""
+    total = sum(loss.costs)
+    fits = [n for n in range(2, num_stages) if (least_largest(loss, n) or total) * n <= UNEVEN * total]
+    fewer = f"pass num_stages={fits[-1]}" if fits else "use one device, or data parallelism alone"
+    held = sorted({loss.barred[k] for k in inside if k in loss.barred})
+    if held:
+        other = f"update model_state {', '.join(held[:3])} where it is read, so that a stage can begin in between"
+    elif inner_jaxprs(eqn):
+        other = _kind_and_advice(loss, eqn)[1]
+    else:
+        other = f"shard its parameters with {'Pipeline' if loss.is_loss else 'Forward'}(mesh=..., shardings=...)"
+    quiet = 'warnings.filterwarnings("ignore", category=jaxpp.UnevenStagesWarning)'
+    return f"{fewer}; or {other}; if the stages are there for memory, {quiet}"
+
+
+def _share(loss: TracedLoss, position: int) -> float:
+    return loss.costs[position] / max(sum(loss.costs), 1.0)
+
+
+def _too_large(loss: TracedLoss, position: int, num_stages: int) -> bool:
+    share = _share(loss, position)
+    whole = bool(inner_jaxprs(loss.graph.eqns[loss.spine[position]]))
+    return whole and num_stages > 1 and (share * num_stages > 2 or share > 0.9)
+
+
+_LAYERS = (
+    "loop over layers with lax.scan over parameters stacked along their first axis (as they are, or cast), "
+    "without stacked model state"
+)
+_ADVICE = {
+    "while": ("a while loop", _LAYERS),
+    "cond": ("a cond", "choose the branch outside the loss (a loss for each), or compute both and choose with jnp.where"),
+    "checkpoint": (
+        "a jax.checkpoint",
+        'put jax.checkpoint around each layer instead of all, or leave it out and pass remat="recompute"',
+    ),
+    "custom_vjp": ("a custom_vjp function", "put the custom rule around each layer instead of all"),
+    "custom_jvp": ("a custom_jvp function", "put the custom rule around each layer instead of all"),
+}
+
+
+def _kind_and_advice(loss: TracedLoss, eqn: JaxprEqn) -> tuple[str, str]:
+    """What an equation that cannot be cut is called, and what its author can do."""
+    if kind_of(eqn) != "scan":
+        return _ADVICE.get(kind_of(eqn), (eqn.primitive.name, "split it into one call for each layer"))
+    loop = scan_of(eqn)
+    rows = [] if loop is None else eqn.invars[loop.num_before :]
+    if loop is not None and not rows:
+        return "a loop that counts (fori_loop, or scan without xs)", _LAYERS
+    if not loss.of_params.isdisjoint(variables(rows)):
+        return "a scan over parameters", _LAYERS
+    return (
+        "a scan over the data (over time, say)",
+        "give each layer a loop of its own, so that a stage can begin between two of them",
+    )

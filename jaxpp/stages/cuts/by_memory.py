@@ -30,13 +30,11 @@ from jaxpp.stages.cuts.balance import Cuts, balance, balance_within
 from jaxpp.stages.cuts.cut_loss import uncut
 from jaxpp.stages.graph import Graph, Piece
 from jaxpp.stages.jaxpr import Atom, aval_of, function_of, variables
-from jaxpp.stages.loops.rows import Read
+from jaxpp.stages.layers import Read
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Role
-from jaxpp.stages.remat.least import Least
-from jaxpp.stages.remat.policy import Kept
-from jaxpp.stages.split_backward import BACKWARD
-from jaxpp.stages.stage import StageCode
+from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.stage import BACKWARD, StageCode
 
 __all__ = ["MEMORY_SLACK", "StageBytes", "Use", "balance_memory", "kept_uses"]
 
@@ -78,7 +76,7 @@ class StageBytes:
     of_user: tuple[float, ...]
     of_owner: tuple[float, ...]
     num_kept: tuple[int, ...]
-    policies: tuple[Kept, ...]
+    policies: tuple[RematPolicy, ...]
     devices: tuple[int, ...]
 
     def fullest(self, stages: Sequence[StageCode], owner: Sequence[int]) -> float:
@@ -145,10 +143,10 @@ class _Stretches:
                 before = at
         return changes.cumsum(axis=0).cumsum(axis=1)[:count, :count]
 
-    def _kept(self, loss: TracedLoss, policy: Kept) -> Float[np.ndarray, " starts ends"]:
+    def _kept(self, loss: TracedLoss, policy: RematPolicy) -> Float[np.ndarray, " starts ends"]:
         """What the forward of a stage keeps; one that computes things again holds the activations that it begins with."""
         table = self._table(kept_uses(loss, policy))
-        if policy is None or isinstance(policy, Least):
+        if not policy.recomputes:
             return table
         return table + np.asarray([loss.boundary_bytes[k] if k else 0 for k in self.places], float)[:, None]
 
@@ -212,7 +210,7 @@ class _Stretches:
                 return tuple(ends)
 
 
-def kept_uses(loss: TracedLoss, kept: Kept) -> list[Use]:
+def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
     """The values that one microbatch keeps from its forward to its backward, and where the backward reads them.
 
     Batch leaves are left out: they are on the device for the whole step, whatever the backward reads.

@@ -1,24 +1,37 @@
-"""A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs."""
+"""A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs.
+
+What crosses a boundary are the cheapest values from which the next stage can compute what it reads. A stage may read a value and
+its square, or a float32 copy of a bfloat16 value. Cheap equations between what is sent and what is read are run again by the reader
+where fewer bytes cross then; the choice is a minimum cut, as that of the residuals (``remat.py``). An equation that reads a
+parameter, the model state, the batch or a key is not run again.
+
+A leaf of the model state that several stages read, such as the position in a cache, can be one leaf for each of them, so that it is
+not sent at every pass: its new value follows from the old one and the batch by a few cheap equations, which are written once more
+for every further stage, reading that stage's leaf (``with_copies``). A leaf that nobody changes has a copy on each stage for the
+same reason.
+"""
 
 import bisect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts
-from jaxpp.stages.cuts.boundary import partition_stages
-from jaxpp.stages.graph import Piece
-from jaxpp.stages.jaxpr import shapes_of, variables
+from jaxpp.stages.graph import Graph, Piece, Rewriter, descendants, partition
+from jaxpp.stages.jaxpr import Atom, aval_of, new_variable, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.packing import SMALL, Pack
-from jaxpp.stages.remat.policy import Kept
-from jaxpp.stages.stage import StageBuilder, StageCode
-from jaxpp.stages.stage_programs import StagePrograms
+from jaxpp.stages.min_cut import SINK, SOURCE, Network
+from jaxpp.stages.program import SMALL, Pack
+from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.repeatable import price_of, repeatable
+from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
 
-__all__ = ["CutLoss", "cut", "uncut"]
+__all__ = ["CutLoss", "StateCopy", "copies_of", "cut", "partition_stages", "uncut", "with_copies"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     reducers: Mapping[int, Reducer] | None = None,
     packs: Sequence[tuple[Pack, ...]] | None = None,
     train: bool = True,
-    remat: Sequence[Kept] | None = None,
+    remat: Sequence[RematPolicy] | None = None,
     cut_gradient: Collection[int] = (),
     state_owner: Sequence[int] | None = None,
     scaled_by: int | None = None,
@@ -69,7 +82,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         reducers: of the aux leaves that are held and reduced at the end of a step, rather than averaged.
         packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
         train: whether to build backwards.
-        remat: what the forward of each stage keeps; None, for a stage or for all: everything.
+        remat: what the forward of each stage keeps; everything unless given.
         cut_gradient: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
         state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
         scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.
@@ -95,21 +108,21 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     builder = StageBuilder(
         loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, SMALL * pack
     )
-    policies = remat or (None,) * len(ends)
+    policies = remat or (RematPolicy(),) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))
     return CutLoss(
         loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home, reducers or {}
     )
 
 
-def uncut(loss: TracedLoss, kept: Kept) -> StagePrograms:
+def uncut(loss: TracedLoss, kept: RematPolicy) -> StagePrograms:
     """The whole loss as one stage whose forward keeps what ``kept`` says: its equations, not yet made into programs."""
     colors: list[int | None] = [None] * len(loss.graph.eqns)
     for i in loss.spine:
         colors[i] = 0
     homes = _homes(loss, 0, (0,) * len(loss.state))
     piece = partition_stages(loss.graph, colors, homes).get(0, Piece())
-    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes, [], (), {}, frozenset(), None, True, None, 0)
+    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes)
     return builder.colored(0, piece, kept)
 
 
@@ -119,8 +132,8 @@ def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tu
     homes = []
     for leaf, (place, source) in enumerate(zip(loss.state_spans, loss.sources, strict=True)):
         made = isinstance(source, Var) and source in spine
-        known = 0 if owner is None else owner[leaf]
-        homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else known)
+        default = 0 if owner is None else owner[leaf]
+        homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else default)
     return tuple(homes)
 
 
@@ -130,3 +143,109 @@ def _homes(loss: TracedLoss, last: int, state_home: Sequence[int]) -> dict[Var, 
     return homes | {
         atom: state_home[k] for k, atom in enumerate(loss.new_state) if isinstance(atom, Var) and k not in loss.unchanged
     }
+
+
+def partition_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[Var, int]) -> dict[int, Piece]:
+    """Split a loss into stages so that the fewest bytes cross.
+
+    Returns:
+        a piece for each stage.
+    """
+    plain = partition(graph, colors, homes)
+    again = _again(graph, colors, plain)
+    if not again:
+        return plain
+    leaner = partition(graph, [None if i in again else color for i, color in enumerate(colors)], homes)
+    return leaner if _sent(leaner) < _sent(plain) else plain
+
+
+def _sent(pieces: Mapping[int, Piece]) -> int:
+    """Bytes that the stages read from others, once for each reader."""
+    made = {var for piece in pieces.values() for var in piece.outputs}
+    return sum(count_bytes(aval_of(var)) for piece in pieces.values() for var in piece.inputs if var in made)
+
+
+def _again(graph: Graph, colors: Sequence[int | None], pieces: Mapping[int, Piece]) -> set[int]:
+    """The equations that stages do better to run again than to receive the results of."""
+    may, producers = repeatable(graph), graph.producers()
+    from_inputs = descendants(graph, (*graph.inputs, *graph.constants))
+    for i, eqn in enumerate(graph.eqns):
+        stays = any(var in from_inputs and colors[producers[var]] is None for var in variables(eqn.invars) if var in producers)
+        may[i] &= not stays and all(var in producers or var not in from_inputs for var in variables(eqn.invars))
+    cheaper: set[int] = set()
+    for piece in pieces.values():
+        reads = [var for var in piece.inputs if var in producers]
+        network, pending, seen = Network(), [producers[var] for var in reads], set[int]()
+        while pending:
+            i = pending.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            eqn = graph.eqns[i]
+            network.edge(SOURCE, i, *([price_of(eqn, 0.0)] if may[i] else []))
+            for var in eqn.outvars:
+                network.edge(i, var, count_bytes(aval_of(var)))
+            for var in variables(eqn.invars) if may[i] else ():
+                if var in from_inputs:
+                    network.edge(var, i)
+                    pending.append(producers[var])
+        for var in reads:
+            network.edge(var, SINK)
+        if any(may[i] for i in seen):
+            cheaper |= seen & network.sink_side()
+    return cheaper
+
+
+class StateCopy(NamedTuple):
+    """A further copy of a leaf: the number of the leaf, and the stage that keeps the copy."""
+
+    leaf: int
+    stage: int
+
+
+def copies_of(loss: TracedLoss, cuts: Cuts) -> tuple[StateCopy, ...]:
+    """The copies that are needed so that no leaf is sent: one for each stage that reads a leaf, but for the first."""
+    readers: list[set[int]] = [set() for _ in loss.state]
+    for k, uses in enumerate(loss.state_uses):
+        for leaf in uses:
+            readers[leaf].add(bisect.bisect_right(cuts, k))
+    made = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
+    alone = [isinstance(source, Var) and source in made for source in loss.sources]
+    copied = [leaf for leaf in range(len(loss.state)) if not alone[leaf]]
+    return tuple(StateCopy(leaf, stage) for leaf in copied for stage in sorted(readers[leaf])[1:])
+
+
+def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> TracedLoss:
+    """The loss whose last model state leaves are these copies: each stage reads its own.
+
+    The loss was traced with the copies as leaves that it returns as they are. Positions on the spine stay what they were.
+    """
+    if not copies:
+        return loss
+    graph, count = loss.graph, len(loss.state) - len(copies)
+    stage_of = {i: bisect.bisect_right(cuts, k) for k, i in enumerate(loss.spine)}
+    replaced: dict[int, dict[Atom, Var]] = {}
+    for number, (leaf, stage) in enumerate(copies):
+        replaced.setdefault(stage, {})[loss.state[leaf]] = loss.state[count + number]
+    moving = descendants(graph, [loss.state[leaf] for leaf, _ in copies])
+    rewriter = Rewriter()
+    for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
+        stage = stage_of.get(i)
+        rewriter.emit(eqn if stage is None else _reading(eqn, replaced.get(stage, {})), name)
+        if stage is None and not moving.isdisjoint(eqn.outvars):
+            for own in replaced.values():
+                if not own.keys().isdisjoint(variables(eqn.invars)):
+                    own.update((var, new_variable(var)) for var in eqn.outvars)
+                    rewriter.emit(_reading(eqn, own).replace(outvars=[own[var] for var in eqn.outvars]), name)
+    outputs, first = list(graph.outputs), len(graph.outputs) - len(copies)
+    for number, (leaf, stage) in enumerate(copies):
+        if leaf not in loss.unchanged:
+            outputs[first + number] = replaced[stage].get(loss.new_state[leaf], loss.new_state[leaf])
+    return replace(loss, graph=rewriter.graph(replace(graph, outputs=tuple(outputs))))
+
+
+def _reading(eqn: JaxprEqn, replaced: Mapping[Atom, Var]) -> JaxprEqn:
+    """An equation that reads what stands for its operands on a stage."""
+    if replaced.keys().isdisjoint(variables(eqn.invars)):
+        return eqn
+    return eqn.replace(invars=[replaced.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars])

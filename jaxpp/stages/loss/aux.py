@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jaxtyping import Float
 
-from jaxpp.errors import ArgumentError, JaxppError, LossError, OutputError
+from jaxpp.errors import ArgumentError
 from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
 
-__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of", "words_of"]
+__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
 
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]
 """Takes the values of the microbatches, and their weights, which sum to 1."""
@@ -62,12 +62,9 @@ def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.A
         if not (callable(reducer) or (isinstance(reducer, str) and reducer in REDUCERS))
     ]
     if wrong:
-        raise ArgumentError(
-            "reduce_aux",
-            f"an aux leaf is reduced by {', '.join(map(repr, REDUCERS))}, or a function of (values, weights)",
-            wrong,
-            'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}',
-        )
+        where = "reduce_aux"
+        rule = f"an aux leaf is reduced by {', '.join(map(repr, REDUCERS))}, or a function of (values, weights)"
+        raise ArgumentError(where, rule, wrong, 'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}')
     return {str(path).strip("/"): reducer for path, reducer in named.items()}
 
 
@@ -80,40 +77,32 @@ def reducers_of(
         ArgumentError: a path that is not there.
         LossError: a leaf that cannot be averaged.
     """
-    tree = loss.aux_tree.unflatten(range(loss.aux_tree.num_leaves))
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
         what = "the loss's aux" if loss.is_loss else "the output"
         near = [match for name in unknown for match in difflib.get_close_matches(name, paths, n=1)]
-        raise ArgumentError(
-            "reduce_aux",
-            f"each path is one of {what} leaves, or the beginning of one",
-            [repr(name) for name in unknown],
-            f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}",
-        )
+        rule = f"each path is one of {what} leaves, or the beginning of one"
+        fix = f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}"
+        raise ArgumentError("reduce_aux", rule, [repr(name) for name in unknown], fix)
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
-    found: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
+    reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     same = frozenset() if loss.is_loss else _same_everywhere(loss) - chosen.keys()
-    found |= dict.fromkeys(same, REDUCERS["last"])
-    if len(found) < len(paths):
-        found |= {k: join for k in rows() if k not in found}
-    _try(loss, paths, found)
-    where, name, error = words_of(loss)
+    reducers |= dict.fromkeys(same, REDUCERS["last"])
+    if len(reducers) < len(paths):
+        reducers |= {k: join for k in rows() if k not in reducers}
+    _try(loss, paths, reducers)
+    where, name, error = loss.words.where, loss.words.aux, loss.words.error
     wrong = [
         f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
-        if found.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
+        if reducers.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
     ]
     if wrong:
-        raise error(
-            where,
-            f"an {name} leaf without an average needs another reducer",
-            wrong,
-            'leave it out, or pass for example reduce_aux={"<path>": "last"}',
-        )
-    return {k: reducer for k, reducer in found.items() if reducer is not None}
+        rule = f"an {name} leaf without an average needs another reducer"
+        raise error(where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
+    return {k: reducer for k, reducer in reducers.items() if reducer is not None}
 
 
 def _same_everywhere(loss: TracedLoss) -> frozenset[int]:
@@ -132,21 +121,14 @@ def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Reducer 
             try:
                 jax.eval_shape(lambda *args, r=reducer: jnp.asarray(r(args[:2], args[2])), aval, aval, jnp.zeros(2))
             except Exception as error:
-                raise ArgumentError(
-                    f"reduce_aux for {paths[k] or 'aux'}",
-                    "a reducer makes one array of the values of the microbatches",
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (for {describe(aval)})",
-                    "choose another by its path, or pass a function of (values, weights) that jax can trace",
-                ) from error
+                where = f"reduce_aux for {paths[k] or 'aux'}"
+                got = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (for {describe(aval)})"
+                fix = "choose another by its path, or pass a function of (values, weights) that jax can trace"
+                raise ArgumentError(where, "a reducer makes one array of the values of the microbatches", got, fix) from error
 
 
 def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
-
-
-def words_of(loss: TracedLoss) -> tuple[str, str, type[JaxppError]]:
-    """What a message calls the function and its leaves, and the class of the error."""
-    return ("loss_fn", "aux", LossError) if loss.is_loss else ("fn", "output", OutputError)
 
 
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
@@ -155,19 +137,15 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> 
     Raises:
         LossError: naming them all.
     """
-    tree = losses[0].aux_tree.unflatten(range(losses[0].aux_tree.num_leaves))
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = losses[0].aux_paths
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
-    where, name, error = words_of(losses[0])
+    where, name, error = losses[0].words.where, losses[0].words.aux, losses[0].words.error
     wrong = [
-        f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(found))}"
-        for k, (path, found) in enumerate(zip(paths, shapes, strict=True))
-        if len(set(found)) > 1 and reducers.get(k) is not join
+        f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(described))}"
+        for k, (path, described) in enumerate(zip(paths, shapes, strict=True))
+        if len(set(described)) > 1 and reducers.get(k) is not join
     ]
     if wrong:
-        raise error(
-            where,
-            f"an {name} leaf has one shape at all microbatches, unless it is joined along its first axis",
-            wrong,
-            f"reduce it in {where}, move the examples to the first axis and join, or let num_microbatches divide the batch size",
-        )
+        rule = f"an {name} leaf has one shape at all microbatches, unless it is joined along its first axis"
+        fix = f"reduce it in {where}, move the examples to the first axis and join, or let num_microbatches divide the batch size"
+        raise error(where, rule, wrong, fix)

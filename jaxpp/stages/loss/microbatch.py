@@ -28,19 +28,9 @@ from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Batch, DType, Leaf
 
 __all__ = [
-    "Split",
-    "batch_avals",
-    "check_batch",
-    "check_shared",
-    "fold_keys",
-    "num_examples",
-    "resized",
-    "scale_dtype",
-    "shared_leaves",
-    "sizes",
-    "slice_batch",
-    "split_any",
-]
+    "Split", "batch_avals", "check_batch", "check_shared", "fold_keys", "num_examples", "resized", "scale_dtype", "shared_leaves",
+    "sizes", "slice_batch", "split_any",
+]  # fmt: skip
 
 _SHOWN = 8
 
@@ -121,8 +111,8 @@ def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Batch:
 
 def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
     """The numbers of the leaves that every microbatch gets as they are: numbers, and those of a path or pattern of paths."""
-    found = enumerate(jax.tree_util.tree_leaves_with_path(batch))
-    return frozenset(k for k, (path, leaf) in found if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
+    leaves = enumerate(jax.tree_util.tree_leaves_with_path(batch))
+    return frozenset(k for k, (path, leaf) in leaves if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
 
 
 def num_examples(leaves: Sequence[Leaf], shared: Collection[int]) -> int:
@@ -169,27 +159,18 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shar
             examples than microbatches, or examples that cannot be divided evenly among the replicas.
     """
     size = _check_leaves(batch, shared)
+    counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
+    where = f"batch, num_microbatches={num_microbatches}"
     if size % num_replicas:
-        raise BatchError(
-            f"batch, {num_replicas} replicas",
-            "each replica gets as many examples as the others",
-            f"{size} example{'s' * (size != 1)} for {num_replicas} replicas",
-            f"pass a batch of {max(size - size % num_replicas, num_replicas)} examples",
-        )
+        rule, fix = "each replica gets as many examples as the others", max(size - size % num_replicas, num_replicas)
+        raise BatchError(f"batch{per_replica}", rule, f"{counted} for {num_replicas} replicas", f"pass a batch of {fix} examples")
     if num_replicas > 1 and size // num_replicas < num_microbatches:
-        raise BatchError(
-            f"batch, num_microbatches={num_microbatches}, {num_replicas} replicas",
-            "each microbatch of each replica needs at least one example",
-            f"{size} example{'s' * (size != 1)} for {num_replicas} x {num_microbatches}",
-            f"pass a batch of {num_replicas * num_microbatches} examples or more",
-        )
+        rule = "each microbatch of each replica needs at least one example"
+        fix = f"pass a batch of {num_replicas * num_microbatches} examples or more"
+        raise BatchError(where + per_replica, rule, f"{counted} for {num_replicas} x {num_microbatches}", fix)
     if size < num_microbatches:
-        raise BatchError(
-            f"batch, num_microbatches={num_microbatches}",
-            "each microbatch needs at least one example",
-            f"{size} example{'s' * (size != 1)} for {num_microbatches} microbatches",
-            f"pass a larger batch, or num_microbatches={max(size, 1)} or fewer",
-        )
+        rule, fix = "each microbatch needs at least one example", f"num_microbatches={max(size, 1)} or fewer"
+        raise BatchError(where, rule, f"{counted} for {num_microbatches} microbatches", f"pass a larger batch, or {fix}")
     return size // num_replicas
 
 
@@ -204,24 +185,16 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
     ]
     if wrong:
-        raise BatchError(
-            "batch",
-            "every batch leaf is an array whose first axis counts the examples, or a number for all of them",
-            wrong,
-            "leave out what is neither, or let the function close over it",
-        )
+        rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
+        raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
     lists = [
         f"batch{jax.tree_util.keystr(path)}: a list of {len(node)} number{'s' * (len(node) != 1)}"
         for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)
         if _is_list(node)
     ]
     if lists:
-        raise BatchError(
-            "batch",
-            "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item",
-            lists,
-            "make arrays of the lists, nested ones included, with np.asarray",
-        )
+        rule = "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item"
+        raise BatchError("batch", rule, lists, "make arrays of the lists, nested ones included, with np.asarray")
     shared = shared_leaves(batch, names)
     described = [
         f"batch{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
@@ -229,12 +202,8 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         for k, (path, leaf) in enumerate(leaves)
     ]
     if len(shared) == len(leaves):
-        raise BatchError(
-            "batch",
-            "at least one batch leaf is an array whose first axis counts the examples",
-            described,
-            "pass arrays, and leave the leaf with the examples out of shared=(...)",
-        )
+        rule = "at least one batch leaf is an array whose first axis counts the examples"
+        raise BatchError("batch", rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
     if len(lengths) > 1:
         raise BatchError(

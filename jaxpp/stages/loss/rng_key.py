@@ -77,20 +77,20 @@ def positional_key(loss_fn: Any, before: int, called: str = "loss_fn") -> Any:
     """
     if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         return loss_fn
-    found = key_argument(loss_fn, before)
-    _check_call(loss_fn, before, found, called)
-    name = found.name if found.by_keyword else None
+    argument = key_argument(loss_fn, before)
+    _check_call(loss_fn, before, argument, called)
+    name = argument.name if argument.by_keyword else None
     return _Loss(loss_fn, name, before) if name or not _hashable(loss_fn) else loss_fn
 
 
-def _check_call(loss_fn: LossFn, before: int, found: KeyArgument, called: str) -> None:
+def _check_call(loss_fn: LossFn, before: int, argument: KeyArgument, called: str) -> None:
     """Refuse a loss that cannot be called with what a loss is given."""
     signature = _signature(loss_fn)
     if signature is None:
         return
-    named = {found.name: None} if found.name is not None and found.by_keyword else {}
+    named = {argument.name: None} if argument.name is not None and argument.by_keyword else {}
     try:
-        signature.bind(*[None] * (before + (found.name is not None and not found.by_keyword)), **named)
+        signature.bind(*[None] * (before + (argument.name is not None and not argument.by_keyword)), **named)
     except TypeError as error:
         names = {3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
         arguments = names.get(before, "params, batch")

@@ -1,4 +1,4 @@
-"""The loss at one microbatch's shapes as a graph, with the role of every value known.
+"""The user's loss traced at one microbatch's shapes, checked, as a graph with the role of every value known.
 
 Three kinds of equations come out:
 
@@ -17,28 +17,71 @@ import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.tree_util import KeyPath
 
+from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.graph import Graph, descendants
-from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, kind_of, variables
-from jaxpp.stages.loops.rows import Read, first_reads
-from jaxpp.stages.loops.split_scan import Layers
+from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
+from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, describe, is_ordered, kind_of, variables
+from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
 from jaxpp.stages.own_params import without_joint
-from jaxpp.types import Tree
+from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
+from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
-__all__ = ["STATE_RULE", "TracedLoss", "cheap_values", "path_name"]
+__all__ = [
+    "STATE_RULE", "TracedLoss", "cheap_values", "check_arrays", "check_floating", "key_implementation", "path_name", "trace_loss",
+]  # fmt: skip
 
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
 """Why no stage may begin at some places (``TracedLoss.barred``)."""
+
+
+class Words(NamedTuple):
+    """What messages call a loss and the parts of its result.
+
+    That is who returns it, the function, the class of its errors, aux, the state, both of these, how to return both, and what the
+    function was called with, around the shapes.
+    """
+
+    where: str
+    noun: str
+    error: type[JaxppError]
+    aux: str
+    state: str
+    pair: str
+    fix: str
+    traced: str
+
+
+_LOSS = Words(
+    "loss_fn",
+    "the loss",
+    LossError,
+    "aux",
+    "model state",
+    "(loss, (new_model_state, aux))",
+    "return the new model state and aux as a pair beside the loss; aux may be {}",
+    "for one microbatch, batch leaves {}",
+)
+_FN = Words(
+    "fn",
+    "fn",
+    OutputError,
+    "output",
+    "carry",
+    "(new_carry, outputs)",
+    "return the new carry and the outputs as a pair; outputs may be {}",
+    "with {} beside its parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +121,17 @@ class TracedLoss:
     def noun(self) -> str:
         """What messages call it."""
         return "loss" if self.is_loss else "function"
+
+    @property
+    def words(self) -> Words:
+        """What messages call its parts."""
+        return _LOSS if self.is_loss else _FN
+
+    @cached_property
+    def aux_paths(self) -> tuple[str, ...]:
+        """The tree path of each aux leaf."""
+        tree = self.aux_tree.unflatten(range(self.aux_tree.num_leaves))
+        return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
     @cached_property
     def params(self) -> tuple[Var, ...]:
@@ -184,7 +238,7 @@ class TracedLoss:
             else:
                 due[i] = min((due[j] for var in outs for j in users.get(var, ())), default=math.inf)
         read = {var: [due[j] for j in users.get(var, ()) if due[j] < math.inf] for var in (*self.params, *self.state)}
-        first = {var: min(found, default=0) for var, found in read.items()}
+        first = {var: min(times, default=0) for var, times in read.items()}
         for i in reversed(aside):
             operands = variables(graph.eqns[i].invars)
             after = [due[producers[var]] if var in producers else first.get(var, 0) for var in operands]
@@ -209,10 +263,10 @@ class TracedLoss:
     def own_paths(self) -> tuple[str, ...]:
         """The path of each parameter leaf below what all of them share (``params``)."""
         shared = posixpath.commonpath([posixpath.dirname(path) for path in self.param_paths] or [""])
-        found = [path[len(shared) :].lstrip("/") for path in self.param_paths]
-        if any(path[:1].isdigit() for path in found):  # a list of layers: its name says more than their numbers
-            found = [path[len(posixpath.dirname(shared)) :].lstrip("/") for path in self.param_paths]
-        return tuple(found)
+        paths = [path[len(shared) :].lstrip("/") for path in self.param_paths]
+        if any(path[:1].isdigit() for path in paths):  # a list of layers: its name says more than their numbers
+            paths = [path[len(posixpath.dirname(shared)) :].lstrip("/") for path in self.param_paths]
+        return tuple(paths)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -222,10 +276,10 @@ class TracedLoss:
         parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
         """
         parts = [[part for part in path.split("/") if part] for path in self.own_paths]
-        known = {part for path in parts for part in path}
+        path_parts = {part for path in parts for part in path}
         names = [self.graph.names[i] for i in self.spine]
         reading = [name for name, uses in zip(names, self.param_uses, strict=True) if uses]
-        if 2 * sum(bool(known.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
+        if 2 * sum(bool(path_parts.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
             return tuple(names)
         of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
         for leaf, (path, row) in enumerate(self.stacks):
@@ -299,24 +353,24 @@ class TracedLoss:
     @cached_property
     def barred(self) -> dict[int, str]:
         """The spine positions where no stage may begin, each with the model state leaf that it would divide."""
-        found: dict[int, str] = {}
+        places: dict[int, str] = {}
         for path, place in zip(self.state_paths, self.state_spans, strict=True):
             if place is not None:
-                found.update((k, path) for k in range(place[0] + 1, place[1] + 1))
-        return found
+                places.update((k, path) for k in range(place[0] + 1, place[1] + 1))
+        return places
 
     def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Atom, frozenset[int]]]:
         """The leaves that each spine equation needs, and the leaves needed by each value that is made again where it is read."""
         spine = set(self.spine)
         needs: dict[Atom, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
-        found: dict[int, frozenset[int]] = {}
+        uses_of: dict[int, frozenset[int]] = {}
         for i, eqn in enumerate(self.graph.eqns):
             uses = frozenset().union(*(needs.get(var, frozenset()) for var in variables(eqn.invars)))
             if i in spine:
-                found[i] = uses
+                uses_of[i] = uses
             else:
                 needs.update((var, uses) for var in eqn.outvars)
-        return tuple(found[i] for i in self.spine), needs
+        return tuple(uses_of[i] for i in self.spine), needs
 
 
 def _passes(eqn: JaxprEqn) -> bool:
@@ -362,3 +416,234 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
 def path_name(path: KeyPath) -> str:
     """A tree path as ``h_2/attn/kernel``."""
     return jax.tree_util.keystr(without_joint(path), simple=True, separator="/")
+
+
+def trace_loss(  # noqa: PLR0913  (what the user has decided)
+    loss_fn: LossFn,
+    params: Params,
+    batch: Batch,
+    key: Aval | None,
+    *,
+    has_aux: bool | None,
+    model_state: Tree = None,
+    differentiable: bool = True,
+    frozen: frozenset[int] = frozenset(),
+    per_layer: bool = False,
+    shared: frozenset[int] = frozenset(),
+    is_loss: bool = True,
+) -> TracedLoss:
+    """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
+
+    Args:
+        loss_fn: the user's loss.
+        params: tree of arrays or shapes.
+        batch: tree of shapes of one microbatch.
+        key: a key, its shape, or None when the loss takes none.
+        has_aux: whether the loss returns ``(loss, aux)``; None: that is seen by what it returns.
+        model_state: tree of shapes of the model state, or None when the loss has none; with one it returns
+            ``(loss, (new_model_state, aux))``.
+        differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
+        frozen: the parameter leaves whose gradient nobody wants.
+        per_layer: whether every layer of a loop over layers becomes an equation of its own.
+        shared: the batch leaves that every microbatch gets as they are.
+        is_loss: False for a function that returns outputs, which become aux: ``fn(params, batch[, key]) -> outputs``, or with a
+            model state ``-> (new_model_state, outputs)``.
+
+    Raises:
+        LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
+            state has other leaves than the old.
+    """
+    param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
+    state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
+    batch_leaves, batch_tree = jax.tree.flatten(batch)
+    keys, wrap = _raw_key(key)
+    words = _LOSS if is_loss else _FN
+    aux_trees: list[Tree] = []
+
+    def flat(leaves: list[Leaf], state: list[Leaf], batch_leaves: list[Leaf], keys: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
+        states = () if model_state is None else (joined(state_tree.unflatten(state), concatenated),)
+        args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
+        result = loss_fn(*args)
+        pair = isinstance(result, tuple) if has_aux is None else has_aux or model_state is not None
+        loss, aux = _check_result(result, pair) if is_loss else (0.0, result)
+        new = state
+        if model_state is not None and (pair or not is_loss):
+            new, aux = _check_state(aux, assembled_shapes(model_state), words)
+            new = split_like(new, model_state)
+        _check_aux(aux, words)
+        aux_leaves, aux_tree = jax.tree.flatten(aux)
+        aux_trees.append(aux_tree)
+        return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
+
+    try:
+        graph, _ = trace(flat, [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys)
+    except Exception as error:
+        if not isinstance(error, JaxppError):
+            shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
+            error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
+        raise
+    graph, remat = inline_remat(graph)
+    graph = place_rows(graph, graph.inputs[: len(param_leaves)])
+    stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: 0 if is_loss else len(state_leaves)]
+    graph, layers = split_scans(graph, *stacked, per_layer=per_layer)
+    _check_order(graph, words)
+    paths = _paths(param_leaves), _paths(state_leaves)
+    whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
+    stacks = tuple((path, row) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for row in first_rows(leaf))
+    traced = TracedLoss(
+        graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks, is_loss=is_loss
+    )
+    if differentiable:
+        _check_depends(traced)
+    return traced
+
+
+def _check_depends(traced: TracedLoss) -> None:
+    """Refuse a loss that has nothing to train."""
+    loss = traced.graph.outputs[0]
+    if isinstance(loss, Literal) or loss not in traced.of_params:
+        rule = "the loss must depend on its parameters, or there is nothing to train"
+        got = f"a loss that reads none of the {len(traced.param_paths)} parameter leaves"
+        raise LossError("loss_fn", rule, got, "compute the loss from the params argument, not from arrays the function closed over")
+
+
+def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
+    """The path of each leaf; NNX's ``value`` at the end of all of them is left out."""
+    paths = [path_name(path) for path, _ in leaves]
+    if paths and all(path.endswith("/value") for path in paths):
+        paths = [path.removesuffix("/value") for path in paths]
+    return tuple(paths)
+
+
+def _check_order(graph: Graph, words: Words) -> None:
+    ordered = [
+        f"{eqn.primitive.name} in {name or words.noun}"
+        for eqn, name in zip(graph.eqns, graph.names, strict=True)
+        if is_ordered(eqn)
+    ]
+    if ordered:
+        rule = "stages run side by side, so side effects have no order among each other"
+        raise words.error(words.where, rule, ordered, f"leave out ordered=True, or return the values as {words.aux}")
+
+
+def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
+    name = name or words.aux
+    wrong = [
+        f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    ]
+    if wrong:
+        raise words.error(words.where, f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
+
+
+def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
+    """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
+    where = f"{words.where} with has_state=True" if words is _LOSS else f"{words.where} with a {words.state}"
+    name = words.state.replace(" ", "_")
+    if not isinstance(aux, tuple) or len(aux) != 2:
+        got = type(aux).__name__ if not isinstance(aux, tuple) else f"a tuple of {len(aux)}"
+        raise words.error(where, f"it returns {words.pair}", f"(loss, {got})" if words is _LOSS else got, words.fix)
+    new, aux = aux
+    before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        had, has = ({jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new))
+        got = [f"without {name}{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
+        raise words.error(
+            where,
+            f"the new {words.state} is a tree like the old one",
+            got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
+            f"return every leaf of the {words.state}, changed or not, and no other",
+        )
+    _check_aux(new, words, name)
+    shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
+    wrong = [
+        f"{name}{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
+        for (path, a), b in zip(before, shapes, strict=True)
+        if (a.shape, a.dtype) != (b.shape, b.dtype)
+    ]
+    if wrong:
+        rule = f"the leaves of the {words.state} keep their shapes and types"
+        raise words.error(where, rule, wrong, "give new values the old shape, and cast them with .astype(old.dtype)")
+    return after, aux
+
+
+def check_floating(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    """Refuse parameter leaves that have no gradient, all of them at once."""
+    where = "params"
+    if not leaves:
+        raise ParamsError(where, "the parameters are a tree of arrays", "a tree without leaves", "pass the model's parameters")
+    wrong = [
+        f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}"
+        for path, leaf in leaves
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        fix = "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)"
+        if any(callable(leaf) for _, leaf in leaves):
+            fix = (
+                "keep the functions out of params, as with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), "
+                "and in the loss model = eqx.combine(params, static)"
+            )
+        raise ParamsError(where, "every parameter leaf must be an array of floating type, because its gradient is", wrong, fix)
+
+
+def check_arrays(model_state: Tree, name: str = "model state") -> None:
+    """Refuse leaves of a model state, or of another tree called ``name``, that are no arrays, all of them at once."""
+    where = name.replace(" ", "_")
+    wrong = [
+        f"{where}{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    ]
+    if wrong:
+        rule = f"every leaf of the {name} is an array"
+        raise ParamsError(where, rule, wrong, "make scalars arrays with jnp.asarray, and close over what never changes")
+
+
+def key_implementation(key: Aval | None) -> str | None:
+    """The implementation of a typed key; None for a raw one (or none at all)."""
+    if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return None
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), key)  # a shape will do
+    return names[0]
+
+
+def _raw_key(key: Aval | None) -> tuple[list[Aval], Callable[[jax.Array], jax.Array]]:
+    if key is None:
+        return [], lambda data: data
+    implementation = key_implementation(key)
+    if implementation is None:
+        return [key], lambda data: data
+    return [jax.eval_shape(jax.random.key_data, key)], lambda data: jax.random.wrap_key_data(data, impl=implementation)
+
+
+def _check_result(result: object, has_aux: bool) -> tuple[Leaf, Tree]:
+    if has_aux:
+        if not isinstance(result, tuple) or len(result) != 2:
+            where, got = "loss_fn", f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result)
+            raise LossError(where, "a loss with aux returns a pair (loss, aux)", got, "return (loss, aux), or leave has_aux out")
+        loss, aux = result
+    else:
+        loss, aux = result, ()
+    if isinstance(loss, tuple):
+        raise LossError(
+            "loss_fn", "the loss is one float scalar", f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss"
+        )
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
+        raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
+    aval = jax.eval_shape(jnp.asarray, loss)
+    if aval.shape != ():
+        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
+    if not jnp.issubdtype(aval.dtype, jnp.floating):
+        fix = "return a loss made of floating numbers; what counts or compares (argmax, ==, a cast to integers) has no gradient"
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            fix = "return a real number, for example with jnp.abs or .real"
+        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), fix)
+    return loss, aux
+
+
+def _called(result: Leaf) -> str:
+    """What a loss returned, as people call it."""
+    return f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__

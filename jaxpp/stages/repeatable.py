@@ -60,16 +60,16 @@ EXACT, _ADDED, _ROUNDED = range(3)
 
 def repeatable(graph: Graph) -> list[bool]:
     """Whether each equation may be run again, whatever is kept."""
-    found, levels, producers = list[bool](), rounding(graph), graph.producers()
+    may, levels, producers = list[bool](), rounding(graph), graph.producers()
     for eqn in graph.eqns:
         loose = any(levels.get(var, EXACT) == _ROUNDED for var in variables(eqn.invars))
-        found.append(kind_of(eqn) in _REPEATABLE and not eqn.effects and not (loose and is_decision(eqn)))
+        may.append(kind_of(eqn) in _REPEATABLE and not eqn.effects and not (loose and is_decision(eqn)))
     for eqn in graph.eqns:
         if kind_of(eqn) == "name":  # the user's word for what is to be kept
             for var in variables(eqn.invars):
                 if var in producers:
-                    found[producers[var]] = False
-    return found
+                    may[producers[var]] = False
+    return may
 
 
 def rounding(graph: Graph) -> dict[Var, int]:

@@ -17,19 +17,9 @@ from jaxpp.errors import StateError
 from jaxpp.types import Leaf, Params, Tree
 
 __all__ = [
-    "Slices",
-    "Slicing",
-    "assembled",
-    "assembled_shapes",
-    "concatenated",
-    "first_rows",
-    "is_slices",
-    "joined",
-    "rows",
-    "slicing_of",
-    "split_like",
-    "whole_shape",
-]
+    "Slices", "Slicing", "assembled", "assembled_shapes", "concatenated", "first_rows", "is_slices", "joined", "rows", "slicing_of",
+    "split_like", "whole_shape",
+]  # fmt: skip
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -145,8 +135,8 @@ def slicing_of(*divisions: Sequence[tuple[int, ...]]) -> Slicing:
     return Slicing(tuple(map(_divided, zip(*divisions, strict=True))))
 
 
-def _divided(each: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    ends = sorted({end for sizes in each for end in itertools.accumulate(sizes)})
+def _divided(divisions: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    ends = sorted({end for sizes in divisions for end in itertools.accumulate(sizes)})
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
 
@@ -160,10 +150,10 @@ def _sliced(leaf: Leaf, sizes: Sequence[int]) -> Slices:
 
 def split_like(leaves: Sequence[Leaf], tree: Tree) -> list[Leaf]:
     """Whole leaves divided as those of a tree, some of which are held as slices."""
-    found: list[Leaf] = []
+    parts: list[Leaf] = []
     for leaf, node in zip(leaves, jax.tree.leaves(tree, is_leaf=is_slices), strict=True):
-        found += [jax.lax.slice_in_dim(leaf, a, b) for a, b in rows(node.sizes)] if isinstance(node, Slices) else [leaf]
-    return found
+        parts += [jax.lax.slice_in_dim(leaf, a, b) for a, b in rows(node.sizes)] if isinstance(node, Slices) else [leaf]
+    return parts
 
 
 def first_rows(node: object) -> list[int]:

@@ -1,0 +1,472 @@
+"""Parameters stacked over layers, cut between two layers: loops over them, and rows of them read one by one.
+
+*Loops*: one ``lax.scan`` becomes several shorter ones. First every layer becomes a loop of its own, and the loss is cut as any
+other. The cuts say which layers each stage runs, and so which rows of the stacked parameters it owns (``slices_between``). From
+then on the parameters come as slices (``stacked.py``), and a loop over them is split where the slices end (``split_scans``). A cast
+of a layer's weights inside a loop would be computed by every microbatch and kept for its backward: a copy of the weights. So a loop
+that is rebuilt casts the weights of all its layers before it begins, once a step.
+
+*Rows*: a model that runs its layers in a Python loop may keep their parameters in one array all the same, and read static rows of
+it: ``w[3]``, ``w[2:4]``, ``for row in w``, ``jax.tree.map(lambda a: a[i], params)``. The stage that runs the layer owns these rows,
+as it would if the loop were a ``scan``. First it is found out which rows are read where (``first_reads``), and the cuts say which
+stage that is (``rows_between``). From then on what is read of the whole is read of the slice that has it (``place_rows``).
+"""
+
+import bisect
+import itertools
+import operator
+import posixpath
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from jaxpp.stages.graph import Graph, Rewriter
+from jaxpp.stages.jaxpr import (
+    CHEAP,
+    ELEMENTWISE,
+    Atom,
+    Scan,
+    aval_of,
+    concatenated_rows,
+    equations_of,
+    function_of,
+    is_cast,
+    kind_of,
+    length_of,
+    module_path,
+    new_variable,
+    scan_of,
+    sliced_like,
+    split_rows,
+    variables,
+    window_of,
+)
+from jaxpp.types import Tree
+
+__all__ = ["Layers", "Read", "first_reads", "place_rows", "rows_between", "same_layer", "slices_between", "split_scans"]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Some layers of a loop, as an equation of their own.
+
+    Attributes:
+        result: what the equation makes first.
+        loop: which of the loops it is from.
+        stacked: the parameters whose rows it reads.
+        start: the first of the layers.
+        stop: the layer after the last.
+    """
+
+    result: Var
+    loop: int
+    stacked: tuple[Atom, ...]
+    start: int
+    stop: int
+
+
+def split_scans(
+    graph: Graph, params: Sequence[Var], state: Sequence[Var] = (), *, per_layer: bool = False
+) -> tuple[Graph, tuple[Layers, ...]]:
+    """Split the loops over stacked parameters, and over stacked leaves of a model state.
+
+    Returns:
+        the graph, and what the loops were split into; casts of stacked parameters are taken out of their loops.
+    """
+    splitter = _Splitter(frozenset(params), frozenset(state), per_layer)
+    for eqn, name in zip(graph.eqns, graph.names, strict=True):
+        splitter.add(splitter.resolved(eqn), name)
+    return splitter.graph(graph), tuple(splitter.layers)
+
+
+def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
+    """The rows of each slice of each parameter; empty for a parameter that is not sliced."""
+    ends: dict[Atom, set[int]] = {}
+    for before, after, stage, following in zip(layers, layers[1:], stages, stages[1:], strict=False):
+        if stage != following and before.loop == after.loop:
+            for var in before.stacked:
+                ends.setdefault(var, set()).add(max(before.start, after.start))
+    cuts = {var: [0, *sorted(starts), aval_of(var).shape[0]] for var, starts in ends.items()}
+    return tuple(tuple(b - a for a, b in itertools.pairwise(cuts.get(var, ()))) for var in params)
+
+
+class _Splitter(Rewriter):
+    """Copies the equations of a graph, each loop over parameters as several."""
+
+    def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool):
+        super().__init__()
+        self.layers: list[Layers] = []
+        self._params, self._state, self._per_layer = params | state, set[Atom](state), per_layer
+        self._loops = 0
+        self._parts: dict[Atom, list[tuple[int, Atom]]] = {}
+        self._casts: dict[Atom, JaxprEqn] = {}
+        self._made: dict[Atom, list[tuple[int, Atom]]] = {}
+
+    def add(self, eqn: JaxprEqn, name: str) -> None:
+        joined = concatenated_rows(eqn)
+        if joined and self._params.issuperset(joined):
+            starts = itertools.accumulate((aval_of(atom).shape[0] for atom in joined[:-1]), initial=0)
+            self._parts[eqn.outvars[0]] = list(zip(starts, joined, strict=True))
+            self._state.update(eqn.outvars if self._state.issuperset(joined) else ())
+        if self._is_made(eqn):
+            start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
+            self.replaced[eqn.outvars[0]] = self._rows(eqn.invars[0], start, stop, name)
+            return
+        if is_cast(eqn) and self._is_stacked(eqn.invars[0]):
+            self._casts[eqn.outvars[0]] = eqn
+        loop = scan_of(eqn) if eqn.outvars else None
+        if loop is None or not self._stacked(eqn, loop):
+            self.emit(eqn, name)
+        else:
+            self._split(eqn, name, loop)
+
+    def _is_made(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
+        if kind_of(eqn) != "slice" or eqn.invars[0] not in self._made:
+            return False
+        window = window_of(eqn, lambda _: None)
+        shape = aval_of(eqn.invars[0]).shape
+        return window is not None and window[:2] == ((window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]))
+
+    def _bounds(self, stacked: Sequence[Var], loop: Scan) -> list[int]:
+        """The layers before which the loop is split, with its ends."""
+        ends = {start for var in stacked for start, _ in self._parts.get(self._origin(var), [])}
+        return sorted((set(range(loop.length)) if self._per_layer else ends) | {0, loop.length})
+
+    def _stacked(self, eqn: JaxprEqn, loop: Scan) -> tuple[Var, ...]:
+        return tuple(var for var in variables(eqn.invars[loop.num_before :]) if self._is_stacked(var))
+
+    def _is_stacked(self, atom: Atom) -> bool:
+        """Whether a value is a parameter, or a parameter put together from slices, or a cast of either."""
+        if isinstance(atom, Literal):
+            return False
+        origin = self._origin(atom)
+        return bool(aval_of(atom).shape) and (origin in self._params or origin in self._parts)
+
+    def _origin(self, atom: Atom) -> Atom:
+        """What a value is a cast of."""
+        while atom in self._casts:
+            atom = self._casts[atom].invars[0]
+        return atom
+
+    def _split(self, eqn: JaxprEqn, name: str, loop: Scan) -> None:
+        stacked = self._stacked(eqn, loop)
+        spans = list(itertools.pairwise(self._bounds(stacked, loop)))
+        consts, carry = list(eqn.invars[: loop.num_fixed]), list(eqn.invars[loop.num_fixed : loop.num_before])
+        whole = eqn.invars[loop.num_before :]
+        pieces: dict[int, list[Atom]] = {}
+        label, *inside = (_inner_name(loop) or "scan").split("/")
+        for start, stop in reversed(spans) if loop.reverse else spans:
+            rows = f"{label}[{start}:{stop}]" if stop - start > 1 else f"{label}[{start}]"
+            path = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
+            inputs = [self._rows(atom, start, stop, path) if len(spans) > 1 else atom for atom in whole]
+            is_param = [self._is_stacked(atom) and self._origin(atom) not in self._state for atom in whole]
+            eqns, results = _over(loop, [*consts, *carry, *inputs], is_param, stop - start)
+            for made in eqns:
+                self.emit(made, path)
+            carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
+            result = next(made.outvars[0] for made in reversed(eqns) if length_of(made) is not None)
+            if len(spans) > 1:
+                self.layers.append(Layers(result, self._loops, tuple(map(self._origin, stacked)), start, stop))
+        self._loops += 1
+        self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
+        for k, var in enumerate(eqn.outvars[loop.num_carry :]):
+            self.replaced[var] = joined = self._joined([pieces[start][k] for start, _ in spans], name)
+            self._made[joined] = [(start, pieces[start][k]) for start, _ in spans]
+
+    def _rows(self, atom: Atom, start: int, stop: int, name: str) -> Atom:
+        """Rows of a stacked operand: the slices that hold them, if there are such slices, else cut out of the whole."""
+        cast = self._casts.get(atom)
+        if cast is not None:
+            rows = self._rows(cast.invars[0], start, stop, name)
+            out = new_variable(atom, (stop - start, *aval_of(atom).shape[1:]))
+            self.emit(cast.replace(invars=[rows], outvars=[out]), name)
+            return out
+        parts = [] if isinstance(atom, Literal) else self._parts.get(atom, self._made.get(atom, []))
+        inside = [part for first, part in parts if start <= first and first + aval_of(part).shape[0] <= stop]
+        if sum(aval_of(part).shape[0] for part in inside) < stop - start:
+            return self.call(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom], name)[0]
+        return self._joined(inside, name)
+
+    def _joined(self, parts: Sequence[Atom], name: str) -> Atom:
+        return parts[0] if len(parts) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), parts, name)[0]
+
+
+def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: int) -> tuple[list[JaxprEqn], list[Atom]]:
+    """Equations that run a loop over other rows.
+
+    Returns:
+        the equations, casts of parameters before the loop; and what they return: what is carried, then the outputs.
+    """
+    moved, rest = _hoisted(loop, is_param)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        consts, carry, rows = args[: loop.num_fixed], list(args[loop.num_fixed : loop.num_before]), args[loop.num_before :]
+        early = jax.vmap(moved)(*itertools.compress(rows, is_param)) if moved else []
+
+        def step(carry: list[jax.Array], row: tuple[list[jax.Array], ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+            results = rest(*consts, *carry, *row[0], *row[1])
+            return results[: loop.num_carry], results[loop.num_carry :]
+
+        options = {"length": length, "reverse": loop.reverse, "unroll": loop.unroll}
+        carry, outputs = jax.lax.scan(step, carry, (list(rows), list(early)), **options)
+        return [*carry, *outputs]
+
+    return equations_of(run, atoms)
+
+
+def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] | None, Callable[..., list[jax.Array]]]:
+    """What the body makes of rows of parameters by cheap operations, if there are casts among them; and the rest of the body.
+
+    Cheap operations have the same bits for all layers at once.
+    """
+    inner = loop.body.jaxpr
+    rows = list(itertools.compress(inner.invars[loop.num_before :], is_param))
+    of_params, moved = set(rows), []
+    for eqn in inner.eqns:
+        operands = variables(eqn.invars)
+        if kind_of(eqn) in CHEAP and operands and of_params.issuperset(operands) and not eqn.effects:
+            moved.append(eqn)
+            of_params.update(eqn.outvars)
+    if not any(map(is_cast, moved)):
+        return None, jaxpr_as_fun(loop.body)
+    rest = [eqn for eqn in inner.eqns if not any(eqn is other for other in moved)]
+    made = {var for eqn in moved for var in eqn.outvars}
+    read = variables([*(atom for eqn in rest for atom in eqn.invars), *inner.outvars])
+    needed = [var for var in read if var in made]
+    return function_of(moved, rows, needed), function_of(rest, [*inner.invars, *needed], inner.outvars)
+
+
+def _inner_name(loop: Scan) -> str:
+    """The module path that all equations inside a loop share."""
+    return posixpath.commonpath(list(filter(None, map(module_path, loop.body.jaxpr.eqns))) or [""])
+
+
+def same_layer(name: str) -> str:
+    """A module path with the first layer instead of all: ``layers[3:6]`` as ``layers[3]``, to find it by that name."""
+    return re.sub(r"\[(\d+):\d+\]", r"[\1]", name)
+
+
+class Read(NamedTuple):
+    """Rows of a parameter, and the first use of them.
+
+    Attributes:
+        leaf: the number of the parameter.
+        start: the first row.
+        stop: the row after the last.
+        position: where on the spine they are first needed.
+    """
+
+    leaf: int
+    start: int
+    stop: int
+    position: int
+
+
+class _RowSlice(NamedTuple):
+    """Rows that an equation takes of its first operand, and what it makes of them; None if these rows are its result."""
+
+    start: int
+    stop: int
+    finish: Callable[[jax.Array], jax.Array] | None = None
+
+
+def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
+    """Where the rows are first needed of each parameter that the loss reads by rows anywhere.
+
+    A loss that reads such a parameter whole as well reads all of its rows there.
+    """
+    numbers = _Integers()
+    views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
+    views_of: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
+    passing: set[int] = set()
+    for i, eqn in enumerate(graph.eqns):
+        numbers.add(eqn)
+        operand = _operand(eqn)
+        view = None if operand is None else views.get(operand)
+        results = None if view is None else _follow(eqn, numbers)
+        if view is not None and results is not None:
+            passing.add(i)
+            for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
+                rows = (view[0], view[1] + start, view[1] + stop)
+                views_of.append((var, *rows))
+                if finish is None:
+                    views[var] = rows
+    needed = _first_needs(graph, spine, passing)
+    divided = {leaf for _, leaf, start, stop in views_of if stop - start < aval_of(params[leaf]).shape[0]}
+    read = ((var, leaf, start, stop) for var, leaf, start, stop in views_of if leaf in divided and var in needed)
+    return tuple(Read(leaf, start, stop, needed[var]) for var, leaf, start, stop in read)
+
+
+def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The rows of each slice of each parameter; empty for a parameter that is not sliced.
+
+    Rows belong to the first stage that reads them, and rows that nothing reads belong to the stage of the row before. Neighbouring
+    rows of a stage are one slice.
+    """
+    unread = len(cuts) + 1
+    stages: dict[int, np.ndarray] = {}
+    for leaf, start, stop, position in reads:
+        rows = stages.setdefault(leaf, np.full(aval_of(params[leaf]).shape[0], unread))
+        np.minimum(rows[start:stop], bisect.bisect_right(cuts, position), out=rows[start:stop])
+    sizes: list[tuple[int, ...]] = [()] * len(params)
+    for leaf, rows in stages.items():
+        read = np.flatnonzero(rows < unread)
+        first = np.flatnonzero(np.diff(rows[read])) + 1  # the first row of another stage, among the rows that are read
+        if len(first):
+            sizes[leaf] = tuple(np.diff([0, *read[first], len(rows)]).tolist())
+    return tuple(sizes)
+
+
+def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
+    """The graph with rows read of the slices that have them, where it reads them of parameters put together from slices."""
+    placer = _Placer(frozenset(params))
+    for eqn, name in zip(graph.eqns, graph.names, strict=True):
+        placer.add(placer.resolved(eqn), name)
+    return placer.graph(graph) if placer.stacks else graph
+
+
+def _operand(eqn: JaxprEqn) -> Var | None:
+    """The operand whose rows an equation may take: the only array of an elementwise equation, the first operand of any other."""
+    if kind_of(eqn) in ELEMENTWISE:
+        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) or aval_of(atom).shape]
+        return operands[0] if len(operands) == 1 and not isinstance(operands[0], Literal) else None
+    return eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
+
+
+def _first_needs(graph: Graph, spine: Sequence[int], passing: set[int]) -> dict[Var, int]:
+    """The spine position at which each value is first needed, directly or through what parameters alone decide.
+
+    Equations that only pass rows on need nothing themselves.
+    """
+    position = {i: k for k, i in enumerate(spine)}
+    needed: dict[Var, int] = {}
+    for i in reversed(range(len(graph.eqns))):
+        eqn = graph.eqns[i]
+        at = position.get(i, min((needed[var] for var in eqn.outvars if var in needed), default=None))
+        if at is not None and i not in passing:
+            for var in variables(eqn.invars):
+                needed[var] = min(needed.get(var, at), at)
+    return needed
+
+
+class _Placer(Rewriter):
+    """Copies the equations of a graph; rows of what is put together from slices are taken of these."""
+
+    def __init__(self, params: frozenset[Var]):
+        super().__init__()
+        self.stacks: dict[Atom | None, tuple[Atom, ...]] = {}
+        self._params = params
+        self._numbers = _Integers()
+
+    def add(self, eqn: JaxprEqn, name: str) -> None:
+        self._numbers.add(eqn)
+        joined = concatenated_rows(eqn)
+        if joined and self._params.issuperset(joined):
+            self.stacks[eqn.outvars[0]] = joined
+        operand = _operand(eqn)
+        results = _follow(eqn, self._numbers) if operand in self.stacks else None
+        if results is None:
+            self.emit(eqn, name)
+        elif kind_of(eqn) in ELEMENTWISE:
+            (out,), parts = eqn.outvars, self.stacks[operand]
+            self.stacks[out] = (out,) if len(parts) == 1 else tuple(self._elementwise(eqn, operand, part, name) for part in parts)
+            self.emit(eqn, name)
+        else:
+            for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
+                rows = self._rows(self.stacks[operand], start, stop, eqn, name)
+                result = rows[0] if len(rows) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), rows, name)[0]
+                if finish is None:
+                    self.stacks[result] = tuple(rows)
+                self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
+
+    def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom, name: str) -> Var:
+        out = new_variable(eqn.outvars[0], aval_of(part).shape)
+        self.emit(eqn.replace(invars=[part if atom is whole else atom for atom in eqn.invars], outvars=[out]), name)
+        return out
+
+    def _rows(self, parts: Sequence[Atom], start: int, stop: int, like: JaxprEqn, name: str) -> list[Atom]:
+        """The parts that hold these rows, each cut down to them; ``like`` reads them of the whole."""
+        rows, first = [], 0
+        for part in parts:
+            size = aval_of(part).shape[0]
+            low, high = max(start - first, 0), min(stop - first, size)
+            if (low, high) == (0, size):
+                rows.append(part)
+            elif low < high:
+                rows.append(self._slice(part, low, high, like, name))
+            first += size
+        return rows
+
+    def _slice(self, part: Atom, low: int, high: int, like: JaxprEqn, name: str) -> Atom:
+        sliced = sliced_like(like, part, low, high)
+        if sliced is None:
+            return self.call(lambda part: jax.lax.slice_in_dim(part, low, high), [part], name)[0]
+        self.emit(sliced, name)
+        return sliced.outvars[0]
+
+
+def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_RowSlice] | None:
+    """The rows that each result of an equation takes of its operand; None if it does anything else with it."""
+    shape = tuple(aval_of(eqn.invars[0]).shape)
+    if kind_of(eqn) in ELEMENTWISE:
+        return [_RowSlice(0, aval_of(eqn.outvars[0]).shape[0])]
+    split = split_rows(eqn)
+    if split is not None:
+        sizes, squeezed = split
+        return [_RowSlice(a, b, _first if squeezed else None) for a, b in itertools.pairwise([0, *itertools.accumulate(sizes)])]
+    window = window_of(eqn, numbers.get)
+    if window is None or window.start[0] >= window.stop[0]:
+        return None
+    (low, *start), (high, *stop), strides, squeezed = window
+    if (tuple(start), tuple(stop), set(strides)) == ((0,) * len(start), shape[1:], {1}):
+        return [_RowSlice(low, high, _first if squeezed else None)]
+    limits = (high - low, *stop)
+    return [_RowSlice(low, high, lambda rows: jax.lax.slice(rows, (0, *start), limits, strides))]
+
+
+def _first(rows: jax.Array) -> jax.Array:
+    return jax.lax.squeeze(rows, (0,))
+
+
+class _Integers:
+    """The integers that equations compute from numbers alone: an index such as ``i - 1``, where ``jax.jit`` has traced ``i``."""
+
+    def __init__(self) -> None:
+        self._known: dict[Var, int] = {}
+
+    def get(self, atom: Atom) -> int | None:
+        """The integer that an atom is, if that is known."""
+        if not isinstance(atom, Literal):
+            return self._known.get(atom)
+        value = np.asarray(atom.val)
+        return int(value.item()) if value.size == 1 and value.dtype.kind in "iub" else None
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Look at one more equation."""
+        compute = _COMPUTED.get(kind_of(eqn))
+        if compute is None or not eqn.invars or aval_of(eqn.outvars[0]).size != 1:
+            return
+        dtype = aval_of(eqn.outvars[0]).dtype
+        values = [self.get(atom) for atom in eqn.invars]
+        if None not in values and dtype.kind in "iub":
+            result = int(compute(*values))
+            result = int(bool(result)) if dtype.kind == "b" else result  # what is not 0 is True, and True is 1
+            if dtype.kind == "b" or jnp.iinfo(dtype).min <= result <= jnp.iinfo(dtype).max:
+                self._known[eqn.outvars[0]] = result
+
+
+_COMPUTED: Mapping[str, Callable[..., int]] = {
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "mul", "neg")},
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"), lambda value: value),
+    "max": max,
+    "min": min,
+    "clamp": lambda low, value, high: min(max(value, low), high),
+    "select_n": lambda which, *cases: cases[which],
+}

@@ -1,0 +1,356 @@
+"""What a stage keeps for its backward: the policies of ``remat``.
+
+A policy is an object with four answers: which equations of a forward its backward runs again, what I keeps for W where the backward
+is split, whether loops keep less under a checkpoint, and whether the stage holds its inputs to run the forward again. What the user
+wrote is made into policies once (``policies_of``); a new way to keep residuals is a new class here. Whether what is kept waits in
+host memory (``Offload``) changes no program, and so it stands beside the policy (``offload_of``).
+
+``Least`` is a minimum cut. A backward can read a value that its forward kept, or compute it again from others. Each value has a
+price, its bytes; so has each equation that is run again (``repeatable.py``). The network: a value on the sink's side is needed in
+the backward, an equation on the sink's side is run there again and needs its operands. A value that is needed, of an equation that
+is not run again, is kept and paid for. The cheapest cut says which equations to run again; keeping everything is one of the cuts,
+so that no choice is worse. Where the backward is split, a second cut says what I keeps for W: of all that I has (residuals,
+cotangents, what it computes), the cheapest from which W can do the rest. What of W is cheap itself and makes less than it reads,
+such as the gradient of a bias, is done in I where that keeps less.
+
+References: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174. The choice by a minimum cut is known from
+PyTorch's compiler.
+"""
+# ruff: noqa: ARG002  (a policy need not look at all that it is told)
+
+import math
+import numbers
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+
+from jaxpp.errors import ArgumentError
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.graph import Graph
+from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
+from jaxpp.stages.min_cut import SINK, SOURCE, Network
+from jaxpp.stages.repeatable import EXACT, EXTREMES, is_decision, is_smooth, may_repeat, price_of, repeatable, rounding
+from jaxpp.types import Aval, Policy
+
+__all__ = ["RECOMPUTE", "ByPolicy", "Least", "Offload", "Remat", "RematPolicy", "offload_of", "policies_of"]
+
+_TRANSCENDENTAL = {"cpu": 1.0}
+"""The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
+
+_MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
+_LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
+
+
+@dataclass(frozen=True)
+class RematPolicy:
+    """What a stage's forward keeps: by itself, everything that its backward reads. Equal policies make the same programs."""
+
+    recomputes = False
+    """Whether the backward runs the forward again, and the stage holds its inputs for that."""
+
+    def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
+        """The graph with fewer residuals in those of the equations that are loops, to be taken if it keeps less; or nothing."""
+        return []
+
+    def prepared(self, graph: Graph) -> Graph:
+        """A stage's forward and pullback, rewritten so that less need be kept."""
+        return graph
+
+    def again(
+        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
+    ) -> set[int]:
+        """The equations of a forward that its backward runs again.
+
+        Args:
+            graph: the stage's forward and pullback.
+            forward: the equations of the forward.
+            free: the equations that every program repeats anyway.
+            held: inputs that are let go after the forward unless the backward needs them.
+            reads: what the backward needs.
+        """
+        return set()
+
+    def between(
+        self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
+    ) -> tuple[set[int], set[int]] | None:
+        """What W computes again, and what I computes in its place; None: W repeats nothing, I runs all that is run again.
+
+        Args:
+            graph: the stage's forward and pullback.
+            of_input: the equations that I runs.
+            of_weight: the equations that W would run if I kept nothing for it; some are in both.
+            free: the equations that every program repeats anyway.
+            held: what I is given: residuals, activations, cotangents.
+
+        Returns:
+            the equations of I that W runs as well, and the equations of W that I runs in its place.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class ByPolicy(RematPolicy):
+    """Keep what a policy of ``jax.checkpoint_policies`` says.
+
+    Attributes:
+        policy: asked once for each equation of the forward.
+    """
+
+    policy: Policy
+    recomputes = True
+
+    def again(
+        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
+    ) -> set[int]:
+        """The equations whose results the policy does not keep.
+
+        Raises:
+            ArgumentError: a policy that answers anything but True or False.
+        """
+        return {i for i in forward if not graph.eqns[i].effects and not self._keeps(graph.eqns[i])}
+
+    def _keeps(self, eqn: JaxprEqn) -> bool:
+        try:
+            keep = self.policy(eqn.primitive, *map(aval_of, eqn.invars), **eqn.params)
+        except Exception as error:
+            error.add_note("jaxpp: raised by the policy passed as remat, which is one like jax.checkpoint_policies.dots_saveable")
+            raise
+        if not isinstance(keep, (bool, np.bool_)):
+            rule = "a policy says for each operation whether its result is kept (True) or recomputed (False)"
+            fix = "pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable"
+            raise ArgumentError("remat", rule, f"{type(keep).__name__} for {eqn.primitive.name}", fix)
+        return bool(keep)
+
+
+@dataclass(frozen=True)
+class Least(RematPolicy):
+    """Keep what costs least.
+
+    Attributes:
+        transcendental: the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again.
+    """
+
+    transcendental: float = 0.0
+
+    def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
+        """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
+
+        A loop is one equation to the minimum cut, and would keep all that its body's pullback reads, once an iteration. So its body
+        goes under ``jax.checkpoint``, with a policy that keeps what is never computed again, and no more. The policy cannot know
+        which values are rounded, so that it keeps every comparison of floating-point numbers. A body in which the user has
+        checkpointed something, or that has loops of its own, stays as it is.
+        """
+        scans = {i: scan_of(graph.eqns[i]) for i in eqns}
+        plain = {i: scan.body for i, scan in scans.items() if scan is not None and _is_plain(graph.eqns[i])}
+        changed = {i: with_body(graph.eqns[i], _checkpointed(body)) for i, body in plain.items()}
+        return [replace(graph, eqns=tuple(changed.get(i, eqn) for i, eqn in enumerate(graph.eqns)))] if changed else []
+
+    def prepared(self, graph: Graph) -> Graph:
+        """The graph with ``max(x, 0) > 0`` in place of ``x > 0`` where there is such a maximum: a relu's result says it all."""
+        results: dict[Var, Var] = {}
+        eqns = list(graph.eqns)
+        for i, eqn in enumerate(eqns):
+            if kind_of(eqn) not in ("max", "gt") or isinstance(eqn.invars[0], Literal) or number_in(eqn.invars[1]) != 0:
+                continue
+            if kind_of(eqn) == "max":
+                results[eqn.invars[0]] = eqn.outvars[0]
+            elif eqn.invars[0] in results:
+                eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
+        return replace(graph, eqns=tuple(eqns))
+
+    def again(
+        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
+    ) -> set[int]:
+        """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
+        network, may = Network(), _settled(graph, {*forward, *free})
+        for var in held:
+            network.edge(SOURCE, var, count_bytes(aval_of(var)))
+        available, producers = set(held), graph.producers()
+        for i, eqn in enumerate(graph.eqns):
+            if i not in forward and i not in free:
+                continue
+            repeated = i in free or may[i]
+            if i not in free:
+                network.edge(SOURCE, i, price_of(eqn, self.transcendental) if may[i] else math.inf)
+            for var in variables(eqn.invars) if repeated else ():
+                if var in available:
+                    network.edge(var, i)
+                if kind_of(eqn) in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
+                    network.edge(i, producers[var])
+            for var in eqn.outvars:
+                network.edge(i, var, math.inf if i in free else count_bytes(aval_of(var)))
+            available.update(eqn.outvars)
+        for var in reads:
+            if var in available:
+                network.edge(var, SINK)
+        chosen = network.sink_side()
+        again = {i for i in forward if i in chosen}
+        kept = {var for var in available if var in chosen and producers.get(var) not in again}
+        return again | _decided_on(graph, {*forward, *free} - again, kept)
+
+    def between(
+        self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
+    ) -> tuple[set[int], set[int]]:
+        """The cheapest of what I has from which W can do the rest."""
+        network, may = Network(), repeatable(graph)
+        for var in held:
+            network.edge(SOURCE, var, count_bytes(aval_of(var)))
+        made = {var: i for i in (*of_input, *of_weight) for var in graph.eqns[i].outvars}
+        for i in {*of_input, *of_weight}:
+            eqn, shared = graph.eqns[i], i in of_input
+            price = price_of(eqn, self.transcendental) if may[i] else math.inf
+            if i not in free:  # what is only moved from W to I costs nothing, but W is the place for it
+                network.edge(*((SOURCE, i, price) if shared else (i, SINK, math.inf if price == math.inf else _MOVED)))
+            for var in variables(eqn.invars):
+                if var in made or var in held:
+                    network.edge(var, i)
+                if not shared and var in made and made[var] not in of_input and made[var] not in free:
+                    network.edge(i, made[var])
+            for var in eqn.outvars:
+                network.edge(i, var, math.inf if i in free else _LATER * count_bytes(aval_of(var)))
+        chosen = network.sink_side()
+        again = {i for i in of_input if i in chosen and i not in free}
+        return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
+
+
+def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
+    """The decisions on one value that is kept which the forward itself does not use: the backward decides, on the same bytes.
+
+    Not a comparison of two values, such as a maximum and what it is of: one of them may be rounded otherwise where it is written.
+    """
+    used = {var for i in forward for var in variables(graph.eqns[i].invars)}.union(variables(graph.outputs))
+    return {
+        i
+        for i in forward
+        if is_decision(graph.eqns[i])
+        and used.isdisjoint(graph.eqns[i].outvars)
+        and len(operands := variables(graph.eqns[i].invars)) == 1
+        and operands[0] in kept
+    }
+
+
+def _settled(graph: Graph, before: Collection[int]) -> list[bool]:
+    """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
+
+    Args:
+        graph: the stage's forward and pullback.
+        before: the equations that are not of the backward.
+    """
+    may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
+    for i, eqn in enumerate(graph.eqns):
+        if i not in before and not is_smooth(eqn):
+            for var in variables(eqn.invars):
+                if var in producers and levels.get(var, EXACT) != EXACT:
+                    may[producers[var]] = False
+    return may
+
+
+_LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
+
+
+def _is_plain(eqn: JaxprEqn) -> bool:
+    floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
+    return floating and not eqn.effects and not _kinds(eqn) & _LEFT
+
+
+def _kinds(eqn: JaxprEqn) -> set[str]:
+    """The kinds of the equations inside another."""
+    inner = [inside for jaxpr in inner_jaxprs(eqn) for inside in jaxpr.eqns]
+    return set(map(kind_of, inner)).union(*map(_kinds, inner))
+
+
+def _checkpointed(body: ClosedJaxpr) -> ClosedJaxpr:
+    checkpointed = jax.checkpoint(jaxpr_as_fun(body), policy=_is_kept, prevent_cse=False)
+    return jax.make_jaxpr(checkpointed)(*shapes_of(body.in_avals))
+
+
+def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
+    """A policy of ``jax.checkpoint``: keep what is never computed again."""
+    return not may_repeat(primitive.name, avals, params.get("new_dtype"))
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Keep the least, and let it wait in host memory: the value of ``remat`` that ``"offload"`` stands for.
+
+    A stage keeps what it keeps with ``remat="least"``, and runs the same programs, so results are the same bit by bit. When the
+    forward of a microbatch has run, its residuals are copied to pinned host memory beside the device; while the last action before
+    their backward runs, they are copied back. The device computes meanwhile: copies that are shorter than an action delay nothing.
+    Residuals stay on the device where leaving would free nothing: if fewer than three actions of the rank lie between forward and
+    backward; if the rank holds as many at another time anyway, as the last three stages of 1F1B do; and if another stage on the
+    same device needs them too.
+
+    Args:
+        except_last: of how many microbatches at a time the residuals of the stage stay on the device: those whose backward is next.
+            With 0, residuals leave even if no other backward of the stage runs before theirs; a larger number moves fewer bytes
+            and frees less memory.
+
+    Raises:
+        ArgumentError: ``except_last`` is no whole number of at least 0.
+
+    Example:
+        >>> import jaxpp
+        >>> jaxpp.Offload() == jaxpp.Offload(except_last=1)
+        True
+    """
+
+    except_last: int = 1
+
+    def __post_init__(self):
+        value = self.except_last
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < 0:
+            rule = "except_last says of how many microbatches the residuals stay on the device, a whole number of at least 0"
+            raise ArgumentError(f"Offload(except_last={value!r})", rule, repr(value), "pass except_last=1, or leave it out")
+
+
+Remat = str | Policy | Offload | None
+"""What a stage keeps: ``"least"``, ``"keep"`` (or None; everything), ``"recompute"`` (its inputs), what a policy says, or
+(``"offload"``, an ``Offload``) the least, in host memory.
+"""
+
+RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)
+"""Keep a stage's inputs only."""
+
+
+def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[RematPolicy, ...] | None:
+    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
+
+    Raises:
+        ArgumentError: it says of no stage what to keep, or the list has another length.
+    """
+    least, everything = Least(_TRANSCENDENTAL.get(platform, 0.0)), RematPolicy()
+    words = {None: everything, "keep": everything, "recompute": RECOMPUTE, "least": least, "offload": least}
+    values = _each_stage(remat, num_stages)
+    wrong = [
+        f"stage {k}: {value!r}"
+        for k, value in enumerate(values)
+        if not (callable(value) or isinstance(value, Offload) or ((value is None or isinstance(value, str)) and value in words))
+    ]
+    wrong += [f"{len(values)} for {num_stages} stages"] if len(values) != num_stages else []
+    if wrong:
+        raise ArgumentError(
+            "remat",
+            'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
+            "or what a policy says",
+            wrong,
+            'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
+        )
+    policies: tuple[RematPolicy, ...] = tuple(
+        least if isinstance(value, Offload) else ByPolicy(value) if callable(value) else words[value] for value in values
+    )
+    return None if all(policy == everything for policy in policies) else policies
+
+
+def offload_of(remat: Remat | Sequence[Remat], num_stages: int) -> tuple[int | None, ...]:
+    """``except_last`` of each stage, from what the user passed as ``remat``; None for a stage whose residuals stay."""
+    values = (Offload() if value == "offload" else value for value in _each_stage(remat, num_stages))
+    return tuple(int(value.except_last) if isinstance(value, Offload) else None for value in values)
+
+
+def _each_stage(remat: Remat | Sequence[Remat], num_stages: int) -> tuple[Remat, ...]:
+    return tuple(remat) if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages

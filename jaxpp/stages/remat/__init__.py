@@ -1,1 +1,0 @@
-"""What a stage keeps for its backward, and what it computes again."""
