@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Protocol
 
-from jaxpp.schedule.draw.panel import has_matplotlib
+from jaxpp.schedule.draw.canvas import has_matplotlib
 
 try:
     from tyro.conf import FlagCreatePairsOff

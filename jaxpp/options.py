@@ -17,7 +17,7 @@ from jaxpp.runtime.placement import Placement, place, submeshes
 from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.schedule.validate import is_count

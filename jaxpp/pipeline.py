@@ -16,13 +16,11 @@ from jaxpp.errors.checks import check_optimizer
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.request import generation_forecast
 from jaxpp.forward.sampling import SampleRule
-from jaxpp.observe.collectives.collectives import Collectives
-from jaxpp.observe.collectives.step_collectives import collectives_of
+from jaxpp.observe.collectives import Collectives, collectives_of
 from jaxpp.observe.memory.fit import fit
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import check_profile, record
-from jaxpp.observe.profile.work import Forwards, Steps
+from jaxpp.observe.profile.record import Forwards, Steps, check_profile, record
 from jaxpp.options import Options
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope

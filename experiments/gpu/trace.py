@@ -11,7 +11,7 @@ import numpy as np
 import jaxpp
 from experiments.gpu.pipelines import ready
 from experiments.gpu.rows import Job, Row, spread
-from jaxpp.observe.profile.watch import Watch
+from jaxpp.observe.profile.record import Watch
 
 __all__ = ["PERFETTO", "rows"]
 

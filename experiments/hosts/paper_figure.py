@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.panel import new_figure
+from jaxpp.schedule.draw.canvas import INK, new_figure
 
 __all__ = ["Line", "paper_figure"]
 

@@ -15,7 +15,7 @@ import jaxpp
 from experiments.mesh.plain import Trained, furthest
 from experiments.mesh.problems import Problem
 from jaxpp.errors import VerifyError
-from jaxpp.observe.collectives.collectives import Collectives
+from jaxpp.observe.collectives import Collectives
 from jaxpp.plan.plan import Instruction
 from jaxpp.stages.program import Role
 

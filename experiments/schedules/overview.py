@@ -6,7 +6,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxpp.schedule.draw.panel import Figure, new_figure
+from jaxpp.schedule.draw.canvas import Figure, new_figure
 
 __all__ = ["Box", "overlap", "overview", "place_labels"]
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, Group, Row
-from jaxpp.schedule.draw.colours import INK
-from jaxpp.schedule.draw.panel import new_figure
+from jaxpp.schedule.draw.canvas import INK, new_figure
 
 __all__ = ["tasks_figure"]
 

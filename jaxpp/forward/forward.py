@@ -22,8 +22,7 @@ from jaxpp.forward.sampling import SampleRule
 from jaxpp.forward.stream import Stream
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import check_profile, record
-from jaxpp.observe.profile.work import Forwards
+from jaxpp.observe.profile.record import Forwards, check_profile, record
 from jaxpp.options import Options
 from jaxpp.plan.leaves import Leaves
 from jaxpp.runtime.agreement.meeting import agreement

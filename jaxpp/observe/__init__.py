@@ -1,10 +1,9 @@
 """What happened, and what will: timelines, why ranks idled, what memory held and will hold, what programs communicate."""
 
-from jaxpp.observe.collectives.collectives import Collectives, read_collectives
+from jaxpp.observe.collectives import Collectives, read_collectives
 from jaxpp.observe.memory.forecast import Forecast
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.profile.export import to_html, to_json, to_perfetto
-from jaxpp.observe.profile.from_trace import from_trace
+from jaxpp.observe.profile.export import from_trace, to_html, to_json, to_perfetto
 from jaxpp.observe.profile.profile import Profile
 
 __all__ = ["Collectives", "Forecast", "Ledger", "Profile", "from_trace", "read_collectives", "to_html", "to_json", "to_perfetto"]

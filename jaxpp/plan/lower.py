@@ -26,7 +26,7 @@ from jaxpp.plan.stage_setup import add_stage_setup
 from jaxpp.plan.step import Step, local_name, param_name, scale_name, total_name
 from jaxpp.plan.sum_gradients import add_replica_sums, add_tied_sums, add_unpacking
 from jaxpp.schedule.action import Action
-from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.loss.aux import REDUCERS, Reducer, join

@@ -1,14 +1,11 @@
 """What order: schedules as plain values. Nothing in this folder imports JAX."""
 
 from jaxpp.schedule.action import Action, Kind, parse
-from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.base import Schedule, from_csv
 from jaxpp.schedule.clock import dependencies
-from jaxpp.schedule.csv import from_csv
-from jaxpp.schedule.generators.forward import forward
-from jaxpp.schedule.generators.ring import ring
-from jaxpp.schedule.prefetch import simulate_prefetch
+from jaxpp.schedule.forward import forward, ring
 from jaxpp.schedule.registry import SCHEDULES, make
-from jaxpp.schedule.simulate import Simulation, simulate
+from jaxpp.schedule.simulate import Simulation, simulate, simulate_prefetch
 
 __all__ = [
     "SCHEDULES",

@@ -1,7 +1,5 @@
 """What a search found, as a table, as sentences, and as a figure."""
 
-import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +8,8 @@ from typing import Protocol
 from jaxpp.errors import JaxppError
 from jaxpp.errors.tracebacks import entries
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.draw.panel import Figure, has_matplotlib
+from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
+from jaxpp.schedule.draw.text import figure_html
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
@@ -164,11 +163,7 @@ class Findings:
         """The figure, no wider than the page; nothing without matplotlib."""
         if not has_matplotlib():
             return ""
-        out = io.BytesIO()
-        self.figure().savefig(out, format="svg")
-        text, alt = out.getvalue().decode(), html.escape(self.heading, quote=True)
-        style = f'<svg role="img" aria-label="{alt}" style="max-width:100%;height:auto" '
-        return text[text.index("<svg") :].replace("<svg ", style, 1)
+        return figure_html(self.figure(), self.heading)
 
 
 def _sizes(peaks: Sequence[int]) -> str:

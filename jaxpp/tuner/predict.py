@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan
+from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan, replay
 from jaxpp.schedule.offload import offloads
-from jaxpp.schedule.shared_clock import replay_shared
 from jaxpp.tuner.candidate import Candidate
 from jaxpp.tuner.costs import FamilyCosts
 
@@ -100,7 +99,7 @@ def _timing(candidate: Candidate, costs: FamilyCosts, processes: Sequence[int]) 
 
 
 def _times(candidate: Candidate, timing: Timing) -> Times:
-    return replay_shared(candidate.schedule.rows, candidate.schedule.stage_to_rank, timing)
+    return replay(candidate.schedule.rows, candidate.schedule.stage_to_rank, timing)
 
 
 def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:

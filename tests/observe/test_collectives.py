@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.collectives.collectives import Collective, Collectives, ProgramCollective, read_collectives
-from jaxpp.observe.collectives.hlo import parse_groups, parse_shape
+from jaxpp.observe.collectives import Collective, Collectives, ProgramCollective, parse_groups, parse_shape, read_collectives
 
 SIZES = {"data": 2, "model": 2}
 ALONG_DATA, ALONG_MODEL = {(0, 2), (1, 3)}, {(0, 1), (2, 3)}

@@ -6,9 +6,9 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
+from jaxpp.observe.profile.record import Watch
 from jaxpp.observe.profile.spans import Stamp, durations_of, isolated_spans, traced_spans
 from jaxpp.observe.profile.trace import Run, Runs, TraceError, matched, read_runs
-from jaxpp.observe.profile.watch import Watch
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
 from tests.conftest import mlp_case

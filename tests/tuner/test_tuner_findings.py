@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpp.schedule import SCHEDULES
-from jaxpp.schedule.draw.colours import group_colour
+from jaxpp.schedule.draw.canvas import group_colour
 from jaxpp.tuner.findings import Findings
 from jaxpp.tuner.predict import alone, parts, predict
 from jaxpp.tuner.reasons import time_in_words

@@ -21,7 +21,7 @@ from jaxpp.observe.memory.all_ranks import liveness_of_all
 from jaxpp.observe.memory.liveness import Liveness, step_liveness
 from jaxpp.options import Options
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.generators.forward import forward
+from jaxpp.schedule.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.by_hand import scope
