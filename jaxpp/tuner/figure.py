@@ -7,9 +7,9 @@ its mark by a line: the length of the line is what the prediction missed.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxpp.schedule.draw.canvas import INK, Entry, Figure, draw_key, group_colour, matplotlib_module, new_figure
+from jaxpp.schedule.draw.canvas import INK, Axes, Entry, Figure, draw_key, group_colour, matplotlib_module, new_figure
 from jaxpp.schedule.registry import SCHEDULES
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.reasons import time_in_words
@@ -116,7 +116,7 @@ def _listing(title: str, points: Sequence[_Point], best: Row, first: int) -> Ite
         yield f"{number}  {schedule}: {time_in_words(row.predicted)}{ran}{mark}"
 
 
-def _scale(axis: Any, values: Sequence[float]) -> None:
+def _scale(axis: Axes, values: Sequence[float]) -> None:
     """The limits of a logarithmic axis, with some room beside the values, and plain numbers at few ticks."""
     ticker, low, high = matplotlib_module("ticker"), min(values), max(values)
     pad = max(1.02, (high / low) ** 0.05)
@@ -127,7 +127,7 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def _draw(axes: Any, points: Sequence[_Point], line: Sequence[_Point]) -> None:
+def _draw(axes: Axes, points: Sequence[_Point], line: Sequence[_Point]) -> None:
     """The marks and the frontier."""
     axes.step([p.x for p in line], [p.y for p in line], where="post", color=INK, linewidth=0.9, label="frontier", zorder=1.5)
     for name, colour in _colours().items():
@@ -143,7 +143,7 @@ def _draw(axes: Any, points: Sequence[_Point], line: Sequence[_Point]) -> None:
             axes.plot([point.x], [point.ran], "x", color=INK, markersize=5, zorder=3, label="ran")
 
 
-def _write_numbers(axes: Any, points: Sequence[_Point]) -> None:
+def _write_numbers(axes: Axes, points: Sequence[_Point]) -> None:
     """A number beside each point, where no other number stands."""
     written: list[tuple[float, float]] = []
     for number, point in enumerate(points, 1):

@@ -22,6 +22,9 @@ from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peak, pl
 from tests.figures import assert_apart, drawn_bars, key_words, numbers, spans_of
 
 SMALL = make("1f1b", num_ranks=2, num_microbatches=4)
+LARGE = [pytest.mark.long]
+EVERY = [pytest.param(name, marks=LARGE * (name not in ("1f1b", "zb-v", "dualpipe-v"))) for name in SCHEDULES]
+"""All schedules; three of them, of one stage a rank and of two, with B, with I and W, and with all, in the short tier."""
 
 
 def drawn(bars, owners, heading="", width=None):
@@ -58,7 +61,7 @@ def test_every_copy_to_the_host_and_back_is_a_line_at_its_time_in_the_row_of_its
     assert not [c for c in simulate(schedule).figure().axes[0].collections if "copies" in c.get_label()]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("make_figure", [drawn, pebbles])
 def test_every_action_is_one_bar_at_its_time(name, make_figure):
     _, bars, owners = pictured(name, forward=1.5, input_grad=1, weight_grad=0.5, transfer=0.25)
@@ -74,7 +77,6 @@ def test_a_timeline_has_a_row_a_rank_with_rank_0_on_top():
     assert low > high
 
 
-LARGE = [pytest.mark.long]
 DRAWN = [
     pytest.param(name, size, kind, marks=LARGE * (max(size) >= 32 or name in ("naive", "gpipe")))
     for name, size, kind in itertools.product(
@@ -177,7 +179,7 @@ def test_the_most_residuals_of_each_rank_are_those_of_the_simulation(name):
     assert run.peak_residuals == tuple(peak(r for r in residuals if owners[r.stage] == rank) for rank in range(4))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EVERY)
 def test_each_column_of_a_stage_has_as_many_pebbles_as_residuals_are_alive(name):
     run, bars, owners = pictured(name)
     figure = pebbles(bars, owners, "")

@@ -11,14 +11,14 @@ neighbours differ in lightness, so that they part for the colour-blind and in gr
 import statistics
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
 from jaxpp.observe.profile.spans import Span
-from jaxpp.schedule.draw.canvas import INK, Figure, Panel, draw_key, fit, page, page_width, write_numbers
-from jaxpp.schedule.draw.timeline import Timeline, draw_timeline, extents, key_of, room, scaled
+from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, page, page_width, write_numbers
+from jaxpp.schedule.draw.timeline import Timeline, draw_timeline, extents, room, scaled, timeline_key
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Device
 
@@ -90,7 +90,7 @@ def profile_figure(
         panels.append(Panel(len(memory), row * len(memory), across[0]))
     usual = statistics.mean(bar.end - bar.start for bar in timelines[0].bars) or step or 1  # a short bar may be as short as can be
     inches, points = page_width(max(across) / usual, width)
-    figure, axes = page(heading, key_of(timelines, stage_to_rank), panels, inches, "ms")
+    figure, axes = page(heading, timeline_key(timelines, stage_to_rank), panels, inches, "ms")
     bars = []
     for part, line, end in zip(axes, timelines, across, strict=False):
         titled = line._replace(title=scaled(line.title, end, across[0]))
@@ -102,7 +102,7 @@ def profile_figure(
         _draw_memory(axes[-1], memory, names, step)
         present = [k for k in range(len(MEMORY_KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
         draw_key(figure, [(MEMORY_KINDS[k], COLOURS[k]) for k in present], where="lower")
-    fit(figure, axes, panels)
+    fit_page(figure, axes, panels)
     write_numbers(list(zip(axes, bars, strict=False)), "turns" if timelines[0].num_groups else "microbatches")
     return figure
 
@@ -113,7 +113,7 @@ def _lines(label: str) -> str:
     return label if len(label) <= _LETTERS else "\n".join([device, *textwrap.wrap(space.strip() + ranks, _LETTERS)])
 
 
-def _draw_memory(axes: Any, memory: Sequence[Curve], names: Sequence[str], end: float) -> None:
+def _draw_memory(axes: Axes, memory: Sequence[Curve], names: Sequence[str], end: float) -> None:
     """Draw a row for each device: the stacked bytes of each kind, and the peak."""
     peaks = [max(map(sum, curve.levels)) for curve in memory]
     beside = {"transform": axes.get_yaxis_transform(), "size": 8, "va": "center", "color": INK}

@@ -1,7 +1,8 @@
 """What all figures share: their colours, a page with a heading and a key, bars in rows, and numbers in the bars that have room.
 
 matplotlib is an optional extra. It is imported when something is drawn, and used without pyplot, so no state is shared. Its
-constrained layout finds room for words and keys; then the page grows until panels have the height that their rows need (``fit``).
+constrained layout finds room for words and keys; then the page grows until panels are as high as their rows need
+(``fit_page``).
 
 The colours are Okabe and Ito's. They differ in lightness, for the colour-blind and for grey prints.
 """
@@ -28,6 +29,7 @@ __all__ = [
     "IDLE",
     "INK",
     "WORDS",
+    "Axes",
     "Entry",
     "Figure",
     "Look",
@@ -37,7 +39,7 @@ __all__ = [
     "draw_boxes",
     "draw_key",
     "draw_rows",
-    "fit",
+    "fit_page",
     "group_colour",
     "has_matplotlib",
     "inside",
@@ -50,8 +52,8 @@ __all__ = [
     "write_numbers",
 ]
 
-Figure = Any
-"""A ``matplotlib.figure.Figure``; matplotlib is optional, so its classes cannot be imported here."""
+Axes = Figure = Any
+"""matplotlib's; it is optional, so its classes cannot be imported here."""
 CSS_DPI = 96
 """Pixels of a page in an inch."""
 BAR = 0.88
@@ -194,7 +196,9 @@ def page_width(columns: float, width: float | None) -> tuple[float, float]:
     return width, 72 * (width - _BESIDE)
 
 
-def page(heading: str, entries: Sequence[Entry], panels: Sequence[Panel], width: float, unit: str = "") -> tuple[Figure, list[Any]]:
+def page(
+    heading: str, entries: Sequence[Entry], panels: Sequence[Panel], width: float, unit: str = ""
+) -> tuple[Figure, list[Axes]]:
     """A figure with a heading, a key, and panels below one another; returns it with the axes of each panel."""
     figure = new_figure((width, 3 + sum(panel.height for panel in panels)), "constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06, hspace=0)
@@ -213,7 +217,7 @@ def page(heading: str, entries: Sequence[Entry], panels: Sequence[Panel], width:
     return figure, axes
 
 
-def fit(figure: Figure, axes: Sequence[Any], panels: Sequence[Panel]) -> None:
+def fit_page(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
     """Let the page be as high as the panels need beside all that is written, and keep everything where it is then."""
     figure.draw_without_rendering()
     inches = sum(each.get_window_extent().height for each in axes) / figure.dpi
@@ -222,7 +226,7 @@ def fit(figure: Figure, axes: Sequence[Any], panels: Sequence[Panel]) -> None:
     figure.set_layout_engine("none")
 
 
-def points_of(axes: Any) -> tuple[float, float]:
+def points_of(axes: Axes) -> tuple[float, float]:
     """Points of a unit of x and of a unit of y, once the figure has been laid out."""
     box, scale = axes.get_window_extent(), 72 / axes.figure.dpi
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
@@ -238,7 +242,7 @@ Box = tuple[float, float, Number, Number]
 """Upper edge, height, begin and end."""
 
 
-def draw_boxes(axes: Any, boxes: Iterable[Box], colour: str, label: str, scale: float = 0) -> None:
+def draw_boxes(axes: Axes, boxes: Iterable[Box], colour: str, label: str, scale: float = 0) -> None:
     """Draw boxes of one colour, apart from one another if a unit of x has about ``scale`` points."""
     places = defaultdict[tuple[float, float], list[tuple[float, float]]](list)
     for top, height, start, end in boxes:
@@ -248,7 +252,7 @@ def draw_boxes(axes: Any, boxes: Iterable[Box], colour: str, label: str, scale: 
         axes.broken_barh(spans, place, facecolors=colour, edgecolors="white", linewidths=edges, label=label)
 
 
-def draw_rows(axes: Any, tops: dict[str, float], end: Number) -> None:
+def draw_rows(axes: Axes, tops: dict[str, float], end: Number) -> None:
     """Draw named rows, idle up to ``end``."""
     draw_boxes(axes, [(*inside(top), 0, end) for top in tops.values()], IDLE, "idle")
     axes.set_yticks([top + 0.5 for top in tops.values()], list(tops))
@@ -278,7 +282,7 @@ class Look(NamedTuple):
     end: float
 
 
-def draw_bars(axes: Any, bars: Iterable[Look], scale: float) -> None:
+def draw_bars(axes: Axes, bars: Iterable[Look], scale: float) -> None:
     """Draw bars, those of a label and row as one collection; a unit of x has about ``scale`` points."""
     groups = defaultdict[tuple[str, float], list[Look]](list)
     for bar in bars:
@@ -293,7 +297,7 @@ def draw_bars(axes: Any, bars: Iterable[Look], scale: float) -> None:
             axes.broken_barh(spans, place, facecolors=dark, label="underline")
 
 
-def write_numbers(panels: Sequence[tuple[Any, Sequence[Look]]], noun: str) -> None:
+def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> None:
     """Write the numbers of bars, in one size, onto a figure that has been laid out, and below what they are.
 
     A row in which some bars of a kind have a number and others do not is hard to read. So a kind whose bars are too narrow for the

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
@@ -20,12 +20,13 @@ from jaxpp.schedule.draw.canvas import (
     BAR,
     DOT,
     INK,
+    Axes,
     Figure,
     Look,
     Panel,
     draw_bars,
     draw_rows,
-    fit,
+    fit_page,
     inside,
     matplotlib_module,
     page,
@@ -34,7 +35,7 @@ from jaxpp.schedule.draw.canvas import (
     shade,
     write_numbers,
 )
-from jaxpp.schedule.draw.timeline import Timeline, extents, key_of, looks, scaled, shortest
+from jaxpp.schedule.draw.timeline import Timeline, extents, looks, scaled, shortest, timeline_key
 from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peaks, places
 
 __all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
@@ -118,13 +119,13 @@ def _figure(
     high = min(72 * panel.height / panel.rows for panel in panels)
     sizes = [_in_rows(count, points * step / end, high)[1] for count, step, end in zip(most, steps, across, strict=True) if count]
     countable = max(most) <= _MOST_PEBBLES and min(sizes, default=0) >= _SMALLEST_DOT
-    key = [*key_of(timelines, stage_to_rank), *[("residuals alive", DOT if countable else shade(1))] * any(most)]
+    key = [*timeline_key(timelines, stage_to_rank), *[("residuals alive", DOT if countable else shade(1))] * any(most)]
     figure, axes = page(heading, key, panels, inches, unit)
     bars: list[list[Look]] = []
     for part, line, residuals, end in zip(axes, timelines, alive, across, strict=True):
         part.set_title(scaled(line.title, end, across[0]), loc="left", size=9, weight="bold", color=INK)
         bars.append(_draw(part, line, residuals, stage_to_rank, points / end, countable=countable))
-    fit(figure, axes, panels)
+    fit_page(figure, axes, panels)
     for part, line, residuals, step in zip(axes, timelines, alive, steps, strict=True) if countable else ():
         _draw_dots(part, line.bars, residuals, step)
     write_numbers(list(zip(axes, bars, strict=True)), "microbatches")
@@ -138,7 +139,7 @@ def _room(bars: Sequence[Bar], across: Number) -> Panel:
 
 
 def _draw(
-    axes: Any, line: Timeline, residuals: Sequence[Residual], stage_to_rank: Sequence[int], scale: float, *, countable: bool
+    axes: Axes, line: Timeline, residuals: Sequence[Residual], stage_to_rank: Sequence[int], scale: float, *, countable: bool
 ) -> list[Look]:
     """Draw a pebble graph but for its dots; returns what has numbers."""
     tops, several = lanes(line.bars), len(stage_to_rank) > max(stage_to_rank) + 1
@@ -159,7 +160,7 @@ def _draw(
     return bars
 
 
-def _draw_dots(axes: Any, bars: Sequence[Bar], residuals: Sequence[Residual], step: float) -> None:
+def _draw_dots(axes: Axes, bars: Sequence[Bar], residuals: Sequence[Residual], step: float) -> None:
     """Draw the residuals of each stage into its lane: in every column a dot each, if it is alive then.
 
     A residual that lives between the middles of two columns has a dot in the middle of its life.

@@ -4,7 +4,7 @@ All bars of a ring are forwards, so there a colour tells which group runs, and p
 """
 
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
@@ -12,6 +12,7 @@ from jaxpp.schedule.draw.canvas import (
     IDLE,
     INK,
     WORDS,
+    Axes,
     Entry,
     Figure,
     Look,
@@ -20,7 +21,7 @@ from jaxpp.schedule.draw.canvas import (
     draw_bars,
     draw_boxes,
     draw_rows,
-    fit,
+    fit_page,
     group_colour,
     inside,
     page,
@@ -28,7 +29,7 @@ from jaxpp.schedule.draw.canvas import (
     write_numbers,
 )
 
-__all__ = ["Copied", "Timeline", "draw_timeline", "extents", "key_of", "looks", "room", "scaled", "shortest", "timeline"]
+__all__ = ["Copied", "Timeline", "draw_timeline", "extents", "looks", "room", "scaled", "shortest", "timeline", "timeline_key"]
 
 _REST, _SENT, _OUT, _BACK = "#8C8C8C", "#D55E00", "#00684B", "#7AC2A8"  # what is no action, what arrives, copies to the host, back
 _UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
@@ -68,9 +69,9 @@ def timeline(line: Timeline, stage_to_rank: Sequence[int], heading: str, width: 
     """The bars in time, a row for each rank, as a matplotlib ``Figure``; ``width`` is in inches."""
     panel = room(stage_to_rank, line.end or 1)
     inches, points = page_width(panel.across / shortest(line.bars), width)
-    figure, (axes,) = page(heading, key_of([line], stage_to_rank), [panel], inches)
+    figure, (axes,) = page(heading, timeline_key([line], stage_to_rank), [panel], inches)
     bars = draw_timeline(axes, line, stage_to_rank, points / panel.across)
-    fit(figure, [axes], [panel])
+    fit_page(figure, [axes], [panel])
     write_numbers([(axes, bars)], "turns" if line.num_groups else "microbatches")
     return figure
 
@@ -104,7 +105,7 @@ def scaled(title: str, across: Number, first: Number) -> str:
     return f"{title} (time stretched {ratio:.2g} times)" if ratio > 1 else f"{title} (time compressed {1 / ratio:.2g} times)"
 
 
-def key_of(timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> list[Entry]:
+def timeline_key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> list[Entry]:
     """What the colours of timelines mean."""
     kinds = [kind for kind in Kind if any(bar.action.kind == kind for line in timelines for bar in line.bars)]
     groups = timelines[0].num_groups
@@ -140,7 +141,7 @@ def looks(
             yield Look(f"{kind} {orders[stage]}", kind, colour, orders[stage], str(microbatch), *place)
 
 
-def draw_timeline(axes: Any, line: Timeline, stage_to_rank: Sequence[int], scale: float) -> list[Look]:
+def draw_timeline(axes: Axes, line: Timeline, stage_to_rank: Sequence[int], scale: float) -> list[Look]:
     """Draw a timeline, a unit of time ``scale`` points wide, with a title; returns its bars, for their numbers."""
     bars = list(looks(line, stage_to_rank, scale))
     draw_rows(axes, {str(rank): rank for rank in range(max(stage_to_rank) + 1)}, line.end or 1)
