@@ -52,7 +52,8 @@ __all__ = [
     "write_numbers",
 ]
 
-Axes = Figure = Any
+Axes = Any
+Figure = Any
 """matplotlib's; it is optional, so its classes cannot be imported here."""
 CSS_DPI = 96
 """Pixels of a page in an inch."""
