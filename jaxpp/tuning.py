@@ -5,8 +5,6 @@ hands the programs over. So the programs of a few cuts are measured on the devic
 and the best few are run.
 """
 
-import html
-import io
 import math
 import numbers
 import os
@@ -27,6 +25,7 @@ from jaxpp.runtime.processes.channel import rows_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
+from jaxpp.schedule.draw.text import figure_html
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
@@ -187,11 +186,7 @@ class Tuning:
         """The figure, no wider than the page; nothing without matplotlib."""
         if not has_matplotlib():
             return ""
-        out = io.BytesIO()
-        self.figure().savefig(out, format="svg")
-        text, alt = out.getvalue().decode(), html.escape(self.heading, quote=True)
-        style = f'<svg role="img" aria-label="{alt}" style="max-width:100%;height:auto" '
-        return text[text.index("<svg") :].replace("<svg ", style, 1)
+        return figure_html(self.figure(), self.heading)
 
 
 def _sizes(peaks: Sequence[int]) -> str:

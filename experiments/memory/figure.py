@@ -1,18 +1,17 @@
 """The figure: for each pair two bars, the forecast and below it what was measured, stacked by what the bytes are for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from jaxpp.schedule.draw.canvas import INK, Panel, legend, new_figure
 
 from experiments.memory.measure import PARTS
 from jaxpp.observe.profile.figure import COLOURS
+from jaxpp.schedule.draw.canvas import INK, draw_key, new_figure
 
 __all__ = ["Bars", "bars_figure"]
 
 _TEMPORARIES, _PALE = "#E69F00", "#666666"
-_ROW, _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 0.46, 8.0, 2.5, 0.95, 0.75, 0.5  # inches: a pair, its bars, and around them
-_SPANS = ((0.1, 0.48), (0.52, 0.9))  # of the two bars, in parts of a row
+_ROW, _WIDTH, _AROUND = 0.46, 9.375, 1.5  # inches: a pair, the page, above and below the bars
+_PLACES = (("forecast", -0.21), ("measured", 0.21))  # of the two bars in a row
 _LEAST = 1 / 1000  # of the longest bar: what is less is not seen, and not in the key
 _MIB = 2**20
 
@@ -50,40 +49,28 @@ def bars_figure(pairs: Sequence[Bars], heading: str) -> Any:
     Raises:
         ImportError: without matplotlib, saying how to install it.
     """
-    inches = _LEFT + _WIDTH + _RIGHT, _TOP + _ROW * len(pairs) + _BOTTOM
-    figure = new_figure(inches)
-    figure.text(_LEFT / inches[0], 1 - 0.12 / inches[1], heading, va="top", size=10, color=INK)
-    most = max(max(sum(bars.forecast), bars.measured) for bars in pairs) / _MIB
-    panel = Panel(figure, (_LEFT, _BOTTOM, _WIDTH, _ROW * len(pairs)), most, len(pairs))
-    panel.axes.set(yticks=[], axisbelow=True)
-    panel.axes.grid(axis="x", color="#E5E5E5")
-    panel.axes.set_xlabel("MiB", size=9, color=INK)
-    colours = (*COLOURS, _TEMPORARIES)
-    for part, colour in enumerate(colours):
-        panel.rectangles(_boxes(pairs, part), colour, PARTS[part])
+    figure = new_figure((_WIDTH, _AROUND + _ROW * len(pairs)), "constrained")
+    most, colours = max(max(sum(bars.forecast), bars.measured) for bars in pairs), (*COLOURS, _TEMPORARIES)
+    shown = [k for k in range(len(PARTS)) if any(max(bars.forecast[k], bars.found[k]) > most * _LEAST for bars in pairs)]
+    draw_key(figure, [(PARTS[k], colours[k]) for k in shown], heading)
+    axes = figure.subplots()
+    axes.set(axisbelow=True, ylim=(len(pairs) - 0.5, -0.5), facecolor="none")
+    axes.grid(axis="x", color="#E5E5E5")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=7.5, labelcolor=INK)
+    axes.set_xlabel("MiB", size=9, color=INK)
+    ticks = [f"{bars.name}\n{bars.device}, {bars.microbatches:g} microbatches" for bars in pairs]
+    axes.set_yticks(range(len(pairs)), ticks)
+    axes.tick_params(axis="y", pad=48)
     for row, bars in enumerate(pairs):
-        _label(panel, bars, row)
-    least = most * _MIB * _LEAST
-    present = [part for part in range(len(PARTS)) if any(max(bars.forecast[part], bars.found[part]) > least for bars in pairs)]
-    legend(panel, [(PARTS[part], colours[part], 0) for part in present], 0.1)
+        wholes = sum(bars.forecast), bars.measured
+        for (word, place), sizes, whole in zip(_PLACES, (bars.forecast, bars.found), wholes, strict=True):
+            left = 0.0
+            for size, colour in zip(sizes, colours, strict=True):
+                axes.barh(row + place, size / _MIB, left=left, height=0.38, color=colour)
+                left += size / _MIB
+            beside = {"textcoords": "offset points", "size": 7, "va": "center"}
+            axes.annotate(word, (0, row + place), (-6, 0), ha="right", color=_PALE, **beside)
+            axes.annotate(f"{whole / _MIB:.2f} MiB", (whole / _MIB, row + place), (6, 0), color=INK, **beside)
+    figure.draw_without_rendering()
     return figure
-
-
-def _boxes(pairs: Sequence[Bars], part: int) -> Iterator[tuple[float, float, float, float]]:
-    """Left, right, top and bottom of a part in every bar."""
-    for row, bars in enumerate(pairs):
-        for (top, bottom), sizes in zip(_SPANS, (bars.forecast, bars.found), strict=True):
-            before = sum(sizes[:part])
-            yield before / _MIB, (before + sizes[part]) / _MIB, row + top, row + bottom
-
-
-def _label(panel: Panel, bars: Bars, row: int) -> None:
-    """Write what a pair is to the left of its bars, and its peaks to the right of them."""
-    write, inch = panel.axes.text, 72 / panel.points[0]
-    left = {"x": -0.72 * inch, "ha": "right", "va": "center"}
-    write(y=row + 0.31, s=bars.name, size=8.5, color=INK, **left)
-    write(y=row + 0.71, s=f"{bars.device}, {bars.microbatches:g} microbatches", size=7, color=_PALE, **left)
-    for (top, bottom), word, size in zip(_SPANS, ("forecast", "measured"), (sum(bars.forecast), bars.measured), strict=True):
-        middle = row + (top + bottom) / 2
-        write(-0.08 * inch, middle, word, size=7, ha="right", va="center", color=_PALE)
-        write(size / _MIB + 0.08 * inch, middle, f"{size / _MIB:.2f} MiB", size=7.5, va="center", color=INK)

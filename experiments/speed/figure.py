@@ -3,22 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp.schedule.draw.canvas import INK, Panel, draw_key, new_figure
-
 from experiments.speed.steps import StepRow
+from jaxpp.schedule.draw.canvas import INK, draw_key, new_figure
 
 __all__ = ["speed_figure"]
 
 _BAR, _PALE, _RULE, _LOOP = "#0072B2", "#666666", "#D55E00", "#E69F00"
-_ROW, _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _TITLE = (
-    0.34,
-    6.0,
-    1.15,
-    2.0,
-    0.5,
-    0.3,
-    0.36,
-)  # inches: a schedule, its bar, around them
+_ROW, _WIDTH, _AROUND = 0.34, 9.1, 0.7  # inches: a schedule, the page, above and below the bars of a problem
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the grid
 
 
@@ -37,42 +28,33 @@ def speed_figure(rows: Sequence[StepRow]) -> Any:
     panels: dict[tuple[str, int], list[StepRow]] = {}
     for row in rows:
         panels.setdefault((row.problem, row.microbatches), []).append(row)
-    tall = [_TITLE + _ROW * len(found) + _BOTTOM for found in panels.values()]
-    inches = _LEFT + _WIDTH + _RIGHT, _TOP + sum(tall) + 0.1
-    figure = new_figure(inches)
-    heading = "a pipelined step, in steps of plain jit on one device"
-    figure.text(_LEFT / inches[0], 1 - 0.12 / inches[1], heading, va="top", size=11, color=INK)
-    words = [("the fastest plain step", _RULE, 0), ("the fastest that splits its batch", _LOOP, 0), ("quartiles", INK, 0)]
-    draw_key(figure, words, _LEFT, inches[1] - _TOP - 0.02, _WIDTH)
-    top = inches[1] - _TOP
-    for found, height in zip(panels.values(), tall, strict=True):
-        _panel(figure, found, top - height + _BOTTOM)
-        top -= height
+    heights = [len(bars) for bars in panels.values()]
+    figure = new_figure((_WIDTH, 0.6 + _ROW * sum(heights) + _AROUND * len(heights)), "constrained")
+    words = [("the fastest plain step", _RULE), ("the fastest that splits its batch", _LOOP), ("quartiles", INK)]
+    draw_key(figure, words, "a pipelined step, in steps of plain jit on one device")
+    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for part, bars in zip(axes, panels.values(), strict=True):
+        _draw(part, bars)
     return figure
 
 
-def _panel(figure: Any, rows: Sequence[StepRow], bottom: float) -> None:
-    most = 1.02 * max(1.2, *(max(row.quartiles[1], row.loop / row.plain) for row in rows))
-    panel = Panel(figure, (_LEFT, bottom, _WIDTH, _ROW * len(rows)), most, len(rows))
-    panel.axes.set(yticks=[], axisbelow=True)
-    panel.axes.grid(axis="x", color="#E5E5E5")
+def _draw(axes: Any, rows: Sequence[StepRow]) -> None:
     first = rows[0]
-    panel.title(f"{first.problem}, {first.microbatches} microbatches")
-    panel.rectangles(
-        [(0, row.ratio, k + 0.14, k + 0.86) for k, row in enumerate(rows)],
-        _BAR,
-        "ratios",
-    )
-    thick = 1.6 / panel.points[0]  # of the lines, in units of x
-    for size, colour in ((first.loop / first.plain, _LOOP), (1.0, _RULE)):
-        panel.rectangles([(size - thick / 2, size + thick / 2, 0, len(rows))], colour, "a plain step")
-    panel.rectangles([(*row.quartiles, k + 0.47, k + 0.53) for k, row in enumerate(rows)], INK, "quartiles")
-    inch = 72 / panel.points[0]
+    loop = first.loop / first.plain
+    most = 1.02 * max(1.2, loop, *(row.quartiles[1] for row in rows))
+    axes.set(axisbelow=True, xlim=(0, most), ylim=(len(rows) - 0.5, -0.5), facecolor="none")
+    axes.grid(axis="x", color="#E5E5E5")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=8, labelcolor=INK)
+    axes.set_yticks(range(len(rows)), [row.schedule for row in rows], size=9.5)
+    axes.set_title(f"{first.problem}, {first.microbatches} microbatches", loc="left", size=9, weight="bold", color=INK)
+    axes.barh(range(len(rows)), [row.ratio for row in rows], height=0.72, color=_BAR)
+    for size, colour in ((loop, _LOOP), (1.0, _RULE)):
+        axes.axvline(size, color=colour, linewidth=1.6)
     for k, row in enumerate(rows):
-        panel.axes.text(-0.08 * inch, k + 0.5, row.schedule, size=9.5, ha="right", va="center", color=INK)
-        end = max(row.ratio, row.quartiles[1], first.loop / first.plain) + 0.1 * inch
-        words = f"{row.ratio:.2f}  ({_time(row.seconds)})"
-        panel.axes.text(end, k + 0.5, words, size=9, va="center", color=_PALE, bbox=_WHITE)
+        axes.plot(row.quartiles, [k, k], color=INK, linewidth=1.4, solid_capstyle="butt")
+        words, end = f"{row.ratio:.2f}  ({_time(row.seconds)})", max(row.ratio, row.quartiles[1], loop)
+        axes.annotate(words, (end, k), (7, 0), textcoords="offset points", size=9, va="center", color=_PALE, bbox=_WHITE)
 
 
 def _time(seconds: float) -> str:

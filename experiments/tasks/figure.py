@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxpp.schedule.draw.canvas import INK, new_figure
 
 from experiments.tasks.compare import BANKS, PIPELINE, RESIDENT, Group, Row
+from jaxpp.schedule.draw.canvas import INK, new_figure
 
 __all__ = ["tasks_figure"]
 

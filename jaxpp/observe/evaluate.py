@@ -22,9 +22,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan
+from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan, replay
 from jaxpp.schedule.offload import offloads
-from jaxpp.schedule.shared_clock import replay_shared
 
 __all__ = ["Evaluator", "Parts", "StepCosts", "alone", "parts", "step_seconds"]
 
@@ -205,7 +204,7 @@ def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None],
 
 
 def _replayed(schedule: Schedule, timing: Timing) -> Times:
-    return replay_shared(schedule.rows, schedule.stage_to_rank, timing)
+    return replay(schedule.rows, schedule.stage_to_rank, timing)
 
 
 def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:

@@ -11,9 +11,16 @@ A ring with g groups is the exception: F(0, i) needs the token that F(S - 1, i -
 
 Residuals that wait in host memory are copied there and back beside the computation (``offload.py``). Each rank has one link to the
 host in each direction, on which copies run one after another.
+
+Ranks may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed. Then the clock goes
+from event to event, an action that starts or one that ends.
+
+Why ranks idle is told by running the clock several times, each time with one more cause (``idle_causes``).
 """
 
+import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,13 +33,16 @@ __all__ = [
     "Awaited",
     "Bar",
     "Copies",
-    "HostLinks",
+    "Idle",
     "Number",
+    "RingIdle",
     "Times",
     "Timing",
     "bars",
+    "bubble_fraction",
     "dependencies",
     "handed_over",
+    "idle_causes",
     "makespan",
     "replay",
 ]
@@ -94,7 +104,8 @@ class Timing(NamedTuple):
         overlap: whether a rank goes on computing while it sends, or copies residuals.
         offloaded: the residuals that wait in host memory between their forward and their backward.
         copies: ``copies[s]`` is the time that the residuals of stage s and one microbatch take to the host, and as long back.
-        capacity: how many ranks compute at full speed at once, if they share cores; ``shared_clock.py`` replays such rows.
+        capacity: how many ranks compute at full speed at once, if they share cores. If k ranks compute, each has the speed
+            min(1, capacity / k). Transfers and copies need no core.
     """
 
     durations: Mapping[Action, Number]
@@ -146,7 +157,7 @@ def makespan(times: Times) -> Number:
     return max(ends[-1] for ends in times.ends if ends)
 
 
-class HostLinks:
+class _HostLinks:
     """The copies of offloaded residuals while a clock runs: each rank has one link to the host and one back.
 
     Both clocks tell it of every action of a rank, in the order of the row.
@@ -225,15 +236,16 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
     """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever.
 
     In a ring with ``num_groups``, a group's token returns from the last stage to the first before the group's next pass. Instead of
-    the number of groups, a dictionary may say for each pass that awaits a token which pass makes it. Every rank computes at full
-    speed, whatever ``timing.capacity`` says; ``replay_shared`` is for ranks that share cores.
+    the number of groups, a dictionary may say for each pass that awaits a token which pass makes it.
     """
+    if timing.capacity is not None and timing.capacity < len(rows):
+        return _SharedClock(rows, stage_to_rank, timing, num_groups).run(timing.capacity)
     num_stages, most = len(stage_to_rank), max((action.microbatch for row in rows for action in row), default=0)
     last, forward, weight = num_stages - 1, Kind.F, Kind.W
     tokens, makers = _tokens(num_groups, num_stages, most + 1)
     # Nothing is sent before the first stage (index -1), or, but for the tokens of a ring, beyond the last one.
     durations, hops, dispatched, overlap, *_ = timing._replace(hops=(*timing.hops, *(0,) * (num_stages + 1 - len(timing.hops))))
-    links = HostLinks(timing, stage_to_rank) if timing.offloaded else None
+    links = _HostLinks(timing, stage_to_rank) if timing.offloaded else None
     done: dict[int, Number] = {-1: -math.inf}  # a microbatch has three numbers in a stage: its forward, cotangent and gradient
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     clocks: list[Number] = [0] * len(rows)
@@ -277,3 +289,166 @@ def _tokens(num_groups: Awaited, num_stages: int, num_passes: int) -> tuple[dict
         num_groups = {i: i - num_groups for i in range(num_groups, num_passes)}
     awaited = num_groups or {}
     return {i: 3 * (maker * num_stages + num_stages - 1) for i, maker in awaited.items()}, frozenset(awaited.values())
+
+
+class _SharedClock:
+    """The clock for ranks that share cores: for each rank how far it is, and two heaps of what happens next.
+
+    All ranks that compute have the same speed at any time. So the clock counts the work that each of them has done since the start,
+    *served*; an action ends when served has grown by its duration, and one heap of such marks says which action ends next.
+    """
+
+    def __init__(self, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing, num_groups: Awaited):
+        self.rows, self.timing, self.num_stages, self.num_groups = rows, timing, len(stage_to_rank), num_groups
+        self.present = frozenset(action for row in rows for action in row)
+        first = [action for action in self.present if action.kind == Kind.F and action.stage == 0]
+        self.makers = {need for action in first for need in dependencies(action, self.num_stages, self.present, num_groups)}
+        self.hops = (*timing.hops, *(0,) * (self.num_stages + 1 - len(timing.hops)))
+        self.links = _HostLinks(timing, stage_to_rank)
+        self.starts: list[list[Number]] = [[] for _ in rows]
+        self.ends: list[list[Number]] = [[] for _ in rows]
+        self.free: list[Number] = [0] * len(rows)
+        self.done: dict[Action, Number] = {}
+        self.waiting: dict[Action, list[int]] = defaultdict(list)
+        self.starting: list[tuple[Number, int]] = []  # when a rank starts its next action
+        self.running: list[tuple[Number, int]] = []  # how much is served when a rank ends its action
+
+    def run(self, capacity: Number) -> Times:
+        """Go from event to event until nothing happens any more."""
+        now: Number = 0
+        served: Number = 0
+        for rank in range(len(self.rows)):
+            self._prepare(rank)
+        while self.starting or self.running:
+            num_active = len(self.running)
+            shared = num_active > capacity
+            if self.running:
+                left = self.running[0][0] - served
+                finish = max(now, now + (left * num_active / capacity if shared else left))
+                if not self.starting or finish <= self.starting[0][0]:
+                    served, rank = heapq.heappop(self.running)
+                    now = finish
+                    self._end(rank, now)
+                    continue
+            time, rank = heapq.heappop(self.starting)
+            served += (time - now) * capacity / num_active if shared else time - now
+            now = time
+            action = self.rows[rank][len(self.starts[rank])]
+            self.starts[rank].append(now)
+            heapq.heappush(self.running, (served + self.timing.durations.get(action, 0), rank))
+        return Times(tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends)), tuple(self.links.done.values()))
+
+    def _prepare(self, rank: int) -> None:
+        """Find out when a rank starts its next action, or what it waits for."""
+        row, number = self.rows[rank], len(self.starts[rank])
+        if number == len(row):
+            return
+        action = row[number]
+        ready = self.free[rank]
+        if self.timing.dispatched is not None:
+            ready = max(ready, self.timing.dispatched[action])
+        for need in dependencies(action, self.num_stages, self.present, self.num_groups):
+            if need not in self.done:
+                self.waiting[need].append(rank)
+                return
+            ready = max(ready, self.done[need] + self._hop(need, action))
+        heapq.heappush(self.starting, (self.links.start(action, ready), rank))
+
+    def _hop(self, need: Action, action: Action) -> Number:
+        """The time from the end of what an action needs to its arrival."""
+        if action.kind == Kind.F:
+            return self.hops[need.stage]  # of a ring, the last stage's is that of a token
+        return self.hops[action.stage] if need.stage != action.stage else 0
+
+    def _end(self, rank: int, now: Number) -> None:
+        """The action of a rank has ended: the rank goes on, and so do those that waited for it."""
+        action = self.rows[rank][len(self.ends[rank])]
+        self.ends[rank].append(now)
+        self.done[action] = now
+        self.free[rank] = self.links.end(action, now if self.timing.overlap else now + self._sent(action))
+        for other in (rank, *self.waiting.pop(action, ())):
+            self._prepare(other)
+
+    def _sent(self, action: Action) -> Number:
+        """What the rank sends after an action takes."""
+        stage, kind, _ = action
+        if kind == Kind.W:
+            return 0
+        if kind != Kind.F:
+            return self.hops[stage - 1]  # the last hop, of no boundary, is 0
+        return self.hops[stage] if stage < self.num_stages - 1 or action in self.makers else 0  # those make tokens of a ring
+
+
+class Idle(NamedTuple):
+    """Where a rank's idle time comes from; the parts sum to it.
+
+    Attributes:
+        fill_drain: what the schedule costs even if all stages take the same time and transfers none.
+        imbalance: what stages that differ add.
+        transfer: what transfers, and copies of residuals to the host and back, add that nothing hides.
+        dispatch: what waiting for the host adds: until it hands an action over, or for a core that other ranks use, too.
+    """
+
+    fill_drain: Number
+    imbalance: Number
+    transfer: Number
+    dispatch: Number
+
+
+class RingIdle(NamedTuple):
+    """Where a rank's idle time in a ring comes from: as ``Idle``, transfers of tokens included.
+
+    Attributes:
+        token: what waiting for tokens adds, even if all stages take the same time and transfers none: too few groups.
+    """
+
+    fill_drain: Number
+    token: Number
+    imbalance: Number
+    transfer: Number
+    dispatch: Number
+
+
+def bubble_fraction(busy: Sequence[Number], length: Number) -> float:
+    """Idle time over ranks x length, if each rank computes for its ``busy`` time."""
+    return float(sum(length - time for time in busy) / (len(busy) * length)) if length else 0.0
+
+
+def idle_causes(
+    rows: Sequence[ActionRow],
+    stage_to_rank: Sequence[int],
+    timing: Timing,
+    equal: Mapping[Action, Number],
+    busy: Sequence[Number],
+    length: Number,
+    num_groups: Awaited = None,
+) -> tuple[Idle, ...] | tuple[RingIdle, ...]:
+    """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
+
+    The clock runs with the durations of all stages made equal, then with the durations as they are, then with transfers and the
+    copies of residuals that wait in host memory, then with the times at which the host hands actions over, and with the cores that
+    ranks share. Costs that are given (``Simulation``) and times that were measured (a profile) are told apart in this same way. A
+    ring runs once more, first of all, as if no pass waited for a token.
+
+    The clock is followed to ``length``, the time from the beginning to the end, and no further. A rank whose stages take long idles
+    less than it would with equal stages; then all its idle time counts as fill and drain. ``num_groups`` is that of a ring, as for
+    ``replay``.
+    """
+
+    def length_of(run: Timing) -> Number:
+        return makespan(replay(rows, stage_to_rank, run, num_groups))
+
+    on_time = timing._replace(dispatched=None, capacity=None)
+    alone = on_time._replace(hops=(), offloaded=())
+    level = alone._replace(durations=equal)
+    even = length_of(level)
+    free = even if num_groups is None else makespan(replay(rows, stage_to_rank, level))  # where no pass waits for a token
+    uneven, sent, dispatched = (min(length_of(run), length) for run in (alone, on_time, timing))
+    idles: list[RingIdle] = []
+    for row, time in zip(rows, busy, strict=True):
+        idle, work = max(0, uneven - time), sum(equal.get(action, 0) for action in row)
+        fill_drain, whole = (min(max(0, end - work), idle) for end in (free, even))
+        idles.append(RingIdle(fill_drain, whole - fill_drain, idle - whole, sent - uneven, dispatched - sent))
+    if num_groups is None:
+        return tuple(Idle(idle.fill_drain, *idle[2:]) for idle in idles)
+    return tuple(idles)

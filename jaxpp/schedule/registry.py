@@ -9,14 +9,8 @@ from types import MappingProxyType
 from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.generators.dualpipe_v import dualpipe_v
-from jaxpp.schedule.generators.gpipe import gpipe
-from jaxpp.schedule.generators.interleaved import can_interleave, interleaved
-from jaxpp.schedule.generators.looped_bfs import looped_bfs
-from jaxpp.schedule.generators.naive import naive
-from jaxpp.schedule.generators.one_f_one_b import one_f_one_b
-from jaxpp.schedule.generators.v_shape import v_half, v_min, zb_v
-from jaxpp.schedule.generators.zero_bubble import zb_h1, zb_h2
+from jaxpp.schedule.generators import can_interleave, gpipe, interleaved, looped_bfs, naive, one_f_one_b, zb_h1, zb_h2
+from jaxpp.schedule.v_shape import dualpipe_v, v_half, v_min, zb_v
 from jaxpp.schedule.validate import check_counts
 
 __all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]

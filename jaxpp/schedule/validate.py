@@ -4,7 +4,7 @@
    no stage runs a backward.
 2. Each stage runs them on the rank that owns the stage.
 3. The passes of a ring are forwards, and split into turns of all groups.
-4. The rows do not wait for one another in a cycle (``deadlock``).
+4. The rows do not wait for one another in a cycle; if they do, the message shows the shortest one.
 
 Stages and microbatches are numbered without gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
@@ -13,27 +13,28 @@ import itertools
 import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind, parse
-from jaxpp.schedule.clock import ActionRow
+from jaxpp.schedule.clock import ActionRow, Times, dependencies
 
 __all__ = [
     "check_complete",
     "check_counts",
     "check_groups",
     "check_owners",
+    "check_runs",
     "count",
     "infer_owners",
     "is_count",
-    "mark_cells",
     "read_rows",
 ]
 
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
 _RUN = 8
+_MOST_ROOTS = 1000  # stuck actions, from all of which the shortest cycle is looked for
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -161,7 +162,7 @@ def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence
             f"each stage runs each microbatch's forward once{backward}, on the rank that owns it",
             wrong,
             "write each action once, in the row of its stage's rank",
-            mark_cells(rows, marked, missing),
+            _mark_cells(rows, marked, missing),
         )
 
 
@@ -211,11 +212,11 @@ def check_groups(name: str, num_groups: int | None, rows: Sequence[ActionRow], n
     if backwards:
         rule, fix = "a ring has forwards only", "leave num_groups out, or the backwards"
         wrong = [f"{action}, rank {rank}" for (rank, _), action in backwards.items()]
-        raise ScheduleError(where, rule, wrong, fix, mark_cells(rows, backwards, {}))
+        raise ScheduleError(where, rule, wrong, fix, _mark_cells(rows, backwards, {}))
     return int(num_groups)
 
 
-def mark_cells(rows: Sequence[ActionRow], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
+def _mark_cells(rows: Sequence[ActionRow], marked: Collection[tuple[int, int]], missing: Mapping[int, Sequence[str]]) -> str:
     """The rows, ``>bad<`` cells marked, missing ones at the end; what is long and unmarked is left out."""
     touched = {rank for rank, _ in marked} | set(missing)
     lines = []
@@ -238,3 +239,94 @@ def _cells(row: ActionRow, rank: int, marked: Collection[tuple[int, int]], missi
     yield from (f">{cell} missing<" for cell in missing[:_RUN])
     if len(missing) > _RUN:
         yield f"({len(missing) - _RUN} more missing)"
+
+
+def check_runs(
+    name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], times: Times, num_groups: int | None = None
+) -> None:
+    """Check that a replay came to the end of every row.
+
+    Raises:
+        ScheduleError: with the shortest cycle of actions that wait for one another (see ``shortest_cycle``), marked in the rows.
+    """
+    begun = [len(starts) for starts in times.starts]
+    if begun == [len(row) for row in rows]:
+        return
+    cycle = _Stuck(rows, begun, len(stage_to_rank), num_groups).shortest_cycle()
+    cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
+    raise ScheduleError(
+        f"schedule {name!r}",
+        "the rows must not wait for one another in a circle",
+        [f"{action} {link.words(action)}" for action, link in cycle.items()],
+        "order each row so that what an action needs can run before it",
+        _mark_cells(rows, cells, {}),
+    )
+
+
+class _Link(NamedTuple):
+    """What an action waits for: something that it depends on, or something that stands before it in its row."""
+
+    need: Action
+    depends: bool
+
+    def words(self, action: Action) -> str:
+        """What the action waits for; only in a ring does a forward need one of another microbatch."""
+        if not self.depends:
+            return f"stands after {self.need} in its row"
+        is_token = action.kind == Kind.F and action.microbatch != self.need.microbatch
+        return f"needs the token of {self.need}" if is_token else f"needs {self.need}"
+
+
+class _Stuck:
+    """The actions that never ran. Each waits for the actions that it depends on, and for the actions before it in its row."""
+
+    def __init__(self, rows: Sequence[ActionRow], begun: Sequence[int], num_stages: int, num_groups: int | None):
+        self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
+        self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
+        present = frozenset(action for row in rows for action in row)
+        needs = {action: dependencies(action, num_stages, present, num_groups) for action in self.place}
+        self.needs = {action: [need for need in found if need in self.place] for action, found in needs.items()}
+
+    def shortest_cycle(self) -> dict[Action, _Link]:
+        """The shortest cycle of actions, each of which waits for the next, and the last for the first.
+
+        In a table with more than a thousand stuck actions: two actions of one row, or the shortest cycle through the first stuck
+        action of a rank, which always exists.
+        """
+        best = self._inverted()
+        if not best:
+            heads = [row[0] for row in self.rows if row]
+            for root in heads if len(self.place) > _MOST_ROOTS else self.place:
+                best = self._cycle(root, len(best) or len(self.place) + 1) or best
+        return best
+
+    def _inverted(self) -> dict[Action, _Link]:
+        """Two actions of one row, the first of which needs the second; nothing if there are none."""
+        for action, (rank, k) in self.place.items():
+            for need in self.needs[action]:
+                if self.place[need] > (rank, k) and self.place[need][0] == rank:
+                    return {action: _Link(need, True), need: _Link(action, False)}
+        return {}
+
+    def _cycle(self, root: Action, limit: int) -> dict[Action, _Link]:
+        """The shortest cycle through ``root`` of fewer than ``limit`` actions; nothing if there is none."""
+        paths: dict[Action, dict[Action, _Link]] = {root: {}}
+        behind = [0] * len(self.rows)  # how many actions of each row have been reached from an action that stands after them
+        level = [root]
+        for _ in range(limit - 1):
+            further: list[Action] = []
+            for action in level:
+                for link in self._waits(action, behind):
+                    if link.need == root:
+                        return {**paths[action], action: link}
+                    if link.need not in paths:
+                        paths[link.need] = {**paths[action], action: link}
+                        further.append(link.need)
+            level = further
+        return {}
+
+    def _waits(self, action: Action, behind: list[int]) -> Iterator[_Link]:
+        yield from (_Link(need, True) for need in self.needs[action])
+        rank, k = self.place[action]
+        yield from (_Link(before, False) for before in self.rows[rank][behind[rank] : k])
+        behind[rank] = max(behind[rank], k)

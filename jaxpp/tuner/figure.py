@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpp.schedule.draw.canvas import INK, LINE, Entry, Figure, draw_key, group_colour, key_lines, new_figure, text_inches
+from jaxpp.schedule.draw.canvas import INK, Axes, Entry, Figure, draw_key, group_colour, matplotlib_module, new_figure
 from jaxpp.schedule.registry import SCHEDULES
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.reasons import time_in_words
@@ -17,21 +17,15 @@ from jaxpp.tuner.search import Row
 
 __all__ = ["frontier", "tuning_figure"]
 
-_WIDTH, _TALL = 9.375, 3.9  # inches: 900 pixels of a page; the axes
-_LEFT, _ABOVE, _BELOW, _HEADING, _GAP = 0.7, 0.1, 0.55, 0.28, 0.1  # inches
-_LISTED, _MOST_LISTED = 0.19, 19  # inches of a line of the list; lines
+_WIDTH, _TALL, _MOST_LISTED = 9.375, 4.9, 19  # inches: 900 pixels of a page; lines of the list
 _DOT, _NUMBER = 30.0, 7.5  # square points of a mark; points of a number
 _SHAPES = {"least": ("o", "circle"), "keep": ("D", "diamond"), "offload": ("^", "triangle"), "recompute": ("s", "square")}
-_FRONTIER, _RAN = "frontier: schedule, microbatches", "ran as well"
-_MOST_TICKS = 8
 _PLACES = tuple(
     (far * across, far * up)
     for far in (8, 14, 20, 27)
     for across, up in ((-1, -0.7), (1, 0.7), (1, -0.7), (-1, 0.7), (0, -1.1), (0, 1.1), (-1.2, 0), (1.2, 0))
 )
 """Points from a mark to its number, the nearest first."""
-_ROUND = (*(range(100, 1000, step) for step in (1, 2, 5, 10, 20, 50)), (100, 150, 200, 300, 400, 600, 800), (100, 200, 500), (100,))
-"""Hundredths of a power of ten at which there may be ticks, from many to few."""
 
 
 class _Point(NamedTuple):
@@ -49,12 +43,11 @@ class _Point(NamedTuple):
 
 def frontier(rows: Iterable[Row]) -> tuple[Row, ...]:
     """The rows of which none other is both faster and smaller, the smallest first; only those whose memory is known."""
-    known = sorted((row for row in rows if row.peaks is not None), key=lambda row: (row.peak or 0, row.predicted))
-    found: list[Row] = []
-    for row in known:
-        if not found or row.predicted < found[-1].predicted:
-            found.append(row)
-    return tuple(found)
+    corners: list[Row] = []
+    for row in sorted((row for row in rows if row.peaks is not None), key=lambda row: (row.peak or 0, row.predicted)):
+        if not corners or row.predicted < corners[-1].predicted:
+            corners.append(row)
+    return tuple(corners)
 
 
 def tuning_figure(rows: Sequence[Row], best: Row, hbm: int | None, width: float | None = None) -> Figure:
@@ -64,44 +57,46 @@ def tuning_figure(rows: Sequence[Row], best: Row, hbm: int | None, width: float 
     unit = bytes_in_words(max(row.peak or 0 for row in known)).rpartition(" ")[2]
     scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
     points = {row.candidate: _Point((row.peak or 0) / scale, (1 if slow else 1e3) * row.predicted, row) for row in known}
-    room = None if hbm is None else hbm / scale
     line = [points[row.candidate] for row in frontier(known)]
-    on_line = {point.row.candidate for point in line}
-    ran = [point for point in points.values() if point.row.measured is not None and point.row.candidate not in on_line]
-    numbered = (*line, *ran)
-    words = [*_listing(_FRONTIER, line, best, 1), *_listing(_RAN, ran, best, 1 + len(line))][:_MOST_LISTED]
-    margin = max(text_inches(text, 8) for text in words) + 0.3
-    key, wide = _key(known, hbm, inside=_is_near(points.values(), room)), (width or _WIDTH) - _LEFT - margin
-    top = _ABOVE + _HEADING + LINE * key_lines(key, wide + margin) + _GAP
-    whole = (_LEFT + wide + margin, top + _TALL + _BELOW)
-    figure = new_figure(whole)
+    ran = [point for point in points.values() if point.row.measured is not None and point not in line]
+    across = [point.x for point in points.values()]
+    near = hbm is not None and min(across) / 2 < hbm / scale < 2 * max(across)  # else hbm is not drawn
+    figure = new_figure((width or _WIDTH, _TALL), "constrained")
     heading = f"{len(known)} candidates: the time of a step against the memory of the fullest device"
-    figure.text(_LEFT / whole[0], 1 - _ABOVE / whole[1], heading, va="top", size=10, color=INK)
-    axes = figure.add_axes((_LEFT / whole[0], _BELOW / whole[1], wide / whole[0], _TALL / whole[1]))
-    _scales(axes, list(points.values()), room)
-    _draw(axes, list(points.values()), line, room)
+    figure.get_layout_engine().set(w_pad=0.2, h_pad=0.06)
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", facecolor="none")
+    _scale(axes.xaxis, across + [hbm / scale] * near if hbm else across)
+    _scale(axes.yaxis, [place for point in points.values() for place in (point.y, point.ran)])
+    axes.tick_params(length=3, labelsize=8, labelcolor=INK, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    if hbm is not None and near:
+        axes.axvline(hbm / scale, color=INK, linewidth=0.9, linestyle="dashed", label="hbm")
+    _draw(axes, list(points.values()), line)
     chosen = points.get(best.candidate)
     if chosen is not None:
         axes.scatter([chosen.x], [chosen.y], s=4 * _DOT, facecolors="none", edgecolors=INK, linewidths=1.2, label="the choice")
-    _write_numbers(axes, numbered, (72 * wide, 72 * _TALL))
-    for k, text in enumerate(words):
-        place = (_LEFT + wide + 0.15) / whole[0], (_BELOW + _TALL - _LISTED * k) / whole[1]
-        figure.text(*place, text, va="top", size=8, color=INK, weight="bold" if text in (_FRONTIER, _RAN) else "normal")
+    words = [*_listing("frontier: schedule, microbatches", line, best, 1), *_listing("ran as well", ran, best, 1 + len(line))]
+    axes.text(1.02, 1, "\n".join(words[:_MOST_LISTED]), transform=axes.transAxes, va="top", size=8, color=INK, linespacing=1.6)
     axes.set_xlabel(f"peak of the fullest device, {unit}", size=9, color=INK)
     axes.set_ylabel(f"a step, {'s' if slow else 'ms'}", size=9, color=INK)
-    draw_key(figure, key, _LEFT, whole[1] - top + _GAP, wide + margin)
+    draw_key(figure, _key(known, hbm, inside=near), heading)
+    for _ in range(2):  # the list beside the axes takes of their width
+        figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    _write_numbers(axes, (*line, *ran))
     return figure
 
 
 def _key(rows: Sequence[Row], hbm: int | None, *, inside: bool) -> list[Entry]:
     names = {row.candidate.schedule.name for row in rows}
-    key: list[Entry] = [(name, _colours()[name], 0) for name in SCHEDULES if name in names]
+    key: list[Entry] = [(name, colour) for name, colour in _colours().items() if name in names]
     shapes = {row.candidate.remat for row in rows}
-    key += [(f"{_SHAPES[remat][1]}: {remat}", "", 0) for remat in _SHAPES if remat in shapes and len(shapes) > 1]
-    key += [("ring: the choice", "", 0)]
-    key += [("cross: when it ran", "", 0)] * any(row.measured is not None for row in rows)
+    key += [(f"{_SHAPES[remat][1]}: {remat}", "") for remat in _SHAPES if remat in shapes and len(shapes) > 1]
+    key += [("ring: the choice", "")]
+    key += [("cross: when it ran", "")] * any(row.measured is not None for row in rows)
     room = "" if hbm is None else f"{'dashed: ' if inside else ''}hbm, {bytes_in_words(hbm)}{'' if inside else ' (farther right)'}"
-    return key + [(room, "", 0)] * bool(room)
+    return key + [(room, "")] * bool(room)
 
 
 def _colours() -> Mapping[str, str]:
@@ -113,81 +108,48 @@ def _listing(title: str, points: Sequence[_Point], best: Row, first: int) -> Ite
     if points:
         yield title
     for number, (_, _, row) in enumerate(points, first):
-        each = row.candidate
-        remat = f", {each.remat}" * (each.remat != "least")
+        candidate = row.candidate
+        remat = f", {candidate.remat}" * (candidate.remat != "least")
         ran = "" if row.measured is None else f", ran {time_in_words(row.measured)}"
-        mark = " (the choice)" * (each == best.candidate)
-        yield f"{number}  {each.schedule.name}, {each.schedule.num_microbatches}{remat}: {time_in_words(row.predicted)}{ran}{mark}"
+        mark = " (the choice)" * (candidate == best.candidate)
+        schedule = f"{candidate.schedule.name}, {candidate.schedule.num_microbatches}{remat}"
+        yield f"{number}  {schedule}: {time_in_words(row.predicted)}{ran}{mark}"
 
 
-def _scales(axes: Figure, points: Sequence[_Point], room: float | None) -> None:
-    """Both axes logarithmic, with plain numbers at few ticks; hbm is inside if it is not far from the candidates."""
-    across = [point.x for point in points]
-    if room is not None and _is_near(points, room):
-        across.append(room)
-    up = [place for point in points for place in (point.y, point.ran)]
-    axes.set(xscale="log", yscale="log", xlim=_limits(across), ylim=_limits(up), facecolor="none")
-    axes.minorticks_off()
-    axes.set_xticks(*_ticks(*axes.get_xlim()))
-    axes.set_yticks(*_ticks(*axes.get_ylim()))
-    axes.tick_params(length=3, labelsize=8, labelcolor=INK, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-
-
-def _is_near(points: Iterable[_Point], room: float | None) -> bool:
-    """Whether hbm is so near to the candidates that it is drawn."""
-    across = [point.x for point in points]
-    return room is not None and min(across) / 2 < room < 2 * max(across)
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """From the smallest to the largest, with some room beside them."""
-    low, high = min(values), max(values)
+def _scale(axis: Axes, values: Sequence[float]) -> None:
+    """The limits of a logarithmic axis, with some room beside the values, and plain numbers at few ticks."""
+    ticker, low, high = matplotlib_module("ticker"), min(values), max(values)
     pad = max(1.02, (high / low) ** 0.05)
-    return low / pad, high * pad
+    axis.axes.set(**{f"{axis.axis_name}lim": (low / pad, high * pad)})
+    several = ticker.LogLocator(subs=(1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 4, 6, 8))
+    axis.set_major_locator(several if high > 3 * low else ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.8g}"))
+    axis.set_minor_locator(ticker.NullLocator())
 
 
-def _ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Few round numbers between two, and how they are written."""
-    power = math.floor(math.log10(low))
-    ticks: list[float] = []
-    for steps in _ROUND:
-        ticks = [step * 10.0 ** (k - 2) for k in range(power, power + 12) for step in steps]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) <= _MOST_TICKS:
-            break
-    return ticks, [f"{tick:,.8g}" for tick in ticks]
-
-
-def _draw(axes: Figure, points: Sequence[_Point], line: Sequence[_Point], room: float | None) -> None:
-    """The marks, the frontier, and where memory ends."""
-    if room is not None and _is_near(points, room):
-        axes.axvline(room, color=INK, linewidth=0.9, linestyle="dashed", label="hbm")
+def _draw(axes: Axes, points: Sequence[_Point], line: Sequence[_Point]) -> None:
+    """The marks and the frontier."""
     axes.step([p.x for p in line], [p.y for p in line], where="post", color=INK, linewidth=0.9, label="frontier", zorder=1.5)
     for name, colour in _colours().items():
         for remat, (shape, _) in _SHAPES.items():
             own = [p for p in points if (p.row.candidate.schedule.name, p.row.candidate.remat) == (name, remat)]
+            style = {"color": colour, "edgecolors": "white", "linewidths": 0.4, "zorder": 2}
             if own:
-                at = [point.x for point in own], [point.y for point in own]
-                style = {"color": colour, "edgecolors": "white", "linewidths": 0.4, "zorder": 2}
-                axes.scatter(*at, s=_DOT, marker=shape, label=f"{name}, {remat}", **style)
+                label = f"{name}, {remat}"
+                axes.scatter([p.x for p in own], [p.y for p in own], s=_DOT, marker=shape, label=label, **style)
     for point in points:
         if point.row.measured is not None:
             axes.plot([point.x, point.x], [point.y, point.ran], color=INK, linewidth=0.7, zorder=2.5, label="missed")
             axes.plot([point.x], [point.ran], "x", color=INK, markersize=5, zorder=3, label="ran")
 
 
-def _write_numbers(axes: Figure, points: Sequence[_Point], size: tuple[float, float]) -> None:
-    """A number beside each point, where no other number stands; ``size`` is that of the axes in points."""
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    taken: list[tuple[float, float]] = []
+def _write_numbers(axes: Axes, points: Sequence[_Point]) -> None:
+    """A number beside each point, where no other number stands."""
+    written: list[tuple[float, float]] = []
     for number, point in enumerate(points, 1):
-        x = size[0] * math.log(point.x / left) / math.log(right / left)
-        y = size[1] * math.log(point.y / bottom) / math.log(top / bottom)
-        across, up = next(
-            ((a, u) for a, u in _PLACES if all(abs(x + a - x1) > 9 or abs(y + u - y1) > 9 for x1, y1 in taken)), _PLACES[0]
-        )
-        taken.append((x + across, y + up))
+        x, y = axes.transData.transform((point.x, point.y)) * 72 / axes.figure.dpi
+        free = (place for place in _PLACES if all(math.dist((x + place[0], y + place[1]), at) > 12 for at in written))
+        across, up = next(free, _PLACES[0])
+        written.append((x + across, y + up))
         style = {"textcoords": "offset points", "size": _NUMBER, "color": INK, "ha": "center", "va": "center"}
         axes.annotate(str(number), (point.x, point.y), (across, up), **style)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib.text import Text
 
 import jaxpp
 from jaxpp.errors import ArgumentError, ParamsError, StateError
@@ -228,7 +229,7 @@ def test_a_profile_of_forwards_speaks_of_forwards(profiles):
         text = str(profile)
         assert "step" not in text and "optimizer" not in text and "loss" not in text and "token" not in text
         figure = profile.figure()
-        words = {text.get_text() for axes in figure.axes for text in axes.texts}
+        words = {text.get_text() for text in figure.findobj(Text)}
         assert {"F forward", "traced", "outputs", "memory of arrays"} <= words and "B backward" not in words
         assert jaxpp.observe.to_html(profile).count("<svg") == 1
         assert json.loads(jaxpp.observe.to_json(profile))["ranks"][0]["causes"].keys() == set(ForwardCauses._fields)
@@ -318,7 +319,7 @@ def test_a_profile_of_a_ring_prints_draws_and_exports_itself(ring):
     assert "30 tokens were made" in text and "step" not in text and "optimizer" not in text
     assert "fill, drain  token  imbalance" in text
     figure = profile.figure()
-    words = {text.get_text() for axes in figure.axes for text in axes.texts}
+    words = {text.get_text() for text in figure.findobj(Text)}
     assert {"traced", "group 0", "group 1", "paler: a prompt", "carries", "arrives"} <= words and "F forward" not in words
     labels = {collection.get_label() for axes in figure.axes for collection in axes.collections}
     assert {"group 0", "group 0, prompt", "group 1", "group 1, prompt"} <= labels

@@ -214,7 +214,7 @@ def test_a_profile_prints_and_draws_itself(runs):
     assert file.startswith("<!DOCTYPE html>") and 'name="viewport"' in file
     assert file.count("<table>") == file.count('<div style="overflow-x:auto"><table>') == 2
     assert file.count("<svg") == file.count('style="max-width:100%;height:auto"') == 1
-    titles = {text.get_text().split(" (")[0] for axes in profile.pebble_figure().axes for text in axes.texts}
+    titles = {axes.get_title(loc="left").split(" (")[0] for axes in profile.pebble_figure().axes}
     assert {"traced", "each program alone, on devices of its own"} <= titles
 
 

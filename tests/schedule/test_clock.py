@@ -12,7 +12,6 @@ from jaxpp.schedule import SCHEDULES, Kind, Schedule, make, ring, simulate
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.clock import Timing, handed_over, makespan, replay
 from jaxpp.schedule.offload import offloads
-from jaxpp.schedule.shared_clock import replay_shared
 
 EVERY = [
     make(name, num_ranks=p, num_microbatches=m)
@@ -37,7 +36,7 @@ def timings(draw, least=0, schedule=None, offload=True):
 
 
 def run(schedule, timing):
-    return replay_shared(schedule.rows, schedule.stage_to_rank, timing, schedule.num_groups)
+    return replay(schedule.rows, schedule.stage_to_rank, timing, schedule.num_groups)
 
 
 def test_copies_of_gpipe_on_one_rank_worked_by_hand():
@@ -145,7 +144,7 @@ def test_the_clock_of_shared_cores_is_the_other_clock_where_nobody_has_to_share(
         timing = timing._replace(dispatched={action: k for k, action in enumerate(schedule.order)})
     # One more rank, with nothing to do in it, makes room for all others, and the clock that shares still has to run.
     rows, owner = (*schedule.rows, ()), schedule.stage_to_rank
-    assert replay_shared(rows, owner, timing._replace(capacity=schedule.num_ranks))[:2] == replay(rows, owner, timing)[:2]
+    assert replay(rows, owner, timing._replace(capacity=schedule.num_ranks))[:2] == replay(rows, owner, timing)[:2]
 
 
 @pytest.mark.parametrize(("capacity", "span"), [(3, 3), (2, Fraction(7, 2)), (1, 6), (Fraction(1, 2), 12)])
@@ -154,7 +153,7 @@ def test_three_ranks_on_shared_cores_worked_by_hand(capacity, span):
     # left and have a core each, to 7/2. One core: a third each until 3, half each until 5, and 6.
     rows = [[Action(0, Kind.F, k)] for k in range(3)]
     durations = {row[0]: k + 1 for k, row in enumerate(rows)}
-    times = replay_shared(rows, (0,), Timing(durations, capacity=capacity))
+    times = replay(rows, (0,), Timing(durations, capacity=capacity))
     assert makespan(times) == span
 
 
@@ -167,7 +166,7 @@ def test_a_ring_on_shared_cores_takes_the_work_over_the_cores():
     makers = {i: i - 4 for i in range(4, 32)}
     timing = Timing(dict.fromkeys(schedule.order, 1), [1] * 4, None, False, capacity=4)
     rows = (*schedule.rows, ())
-    assert replay_shared(rows, schedule.stage_to_rank, timing, makers)[:2] == replay(rows, schedule.stage_to_rank, timing, 4)[:2]
+    assert replay(rows, schedule.stage_to_rank, timing, makers)[:2] == replay(rows, schedule.stage_to_rank, timing, 4)[:2]
 
 
 def test_what_shared_cores_add_counts_as_waiting_for_the_host():

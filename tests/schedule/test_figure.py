@@ -10,17 +10,25 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from jaxpp.schedule.draw.canvas import has_matplotlib
-from matplotlib import transforms
+from matplotlib.text import Text
 from PIL import Image
 
 from jaxpp.schedule import SCHEDULES, Action, Kind, make, simulate
 from jaxpp.schedule.clock import Bar
+from jaxpp.schedule.draw.canvas import has_matplotlib
 from jaxpp.schedule.draw.pebbles import Lane, lanes, pebble_gif, pebbles
-from jaxpp.schedule.draw.timeline import timeline
+from jaxpp.schedule.draw.timeline import Timeline, timeline
 from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peak, places
+from tests.figures import assert_apart, drawn_bars, key_words, numbers, spans_of
 
 SMALL = make("1f1b", num_ranks=2, num_microbatches=4)
+LARGE = [pytest.mark.long]
+EVERY = [pytest.param(name, marks=LARGE * (name not in ("1f1b", "zb-v", "dualpipe-v"))) for name in SCHEDULES]
+"""All schedules; three of them, of one stage a rank and of two, with B, with I and W, and with all, in the short tier."""
+
+
+def drawn(bars, owners, heading="", width=None):
+    return timeline(Timeline("", bars), owners, heading, width)
 
 
 def pictured(name, ranks=4, microbatches=8, **costs):
@@ -28,16 +36,6 @@ def pictured(name, ranks=4, microbatches=8, **costs):
     run = simulate(make(name, num_ranks=ranks, num_microbatches=microbatches), **costs)
     drawing = run.drawing()
     return run, drawing.bars, drawing.stage_to_rank
-
-
-def boxes(figure):
-    """Corners of the drawn bars, by kind: the collections labelled with a kind and a number."""
-    found = {kind: [] for kind in Kind}
-    for collection in figure.axes[0].collections:
-        kind, _, order = collection.get_label().partition(" ")
-        if order.isdigit():
-            found[Kind(kind)] += [path.get_extents() for path in collection.get_paths()]
-    return found
 
 
 def dots(figure):
@@ -51,98 +49,69 @@ def brute(residuals, at):
 
 def test_every_copy_to_the_host_and_back_is_a_line_at_its_time_in_the_row_of_its_rank():
     schedule = make("gpipe", num_ranks=4, num_microbatches=8)
-    run = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=1, copy=[0.75, 0.5, 0.25, 0.5])
-    figure, found = run.figure(), {}
-    for label in ("copies to the host", "copies back"):
-        (drawn,) = [c for c in figure.axes[0].collections if c.get_label() == label]
-        extents = [path.get_extents() for path in drawn.get_paths()]
-        found[label] = {(int(box.y0), box.x0, box.x1) for box in extents}
-        assert len(extents) == len(run.copies) and all(
-            int(box.y0) + 0.06 < box.y0 < box.y1 <= int(box.y0) + 0.94 for box in extents
-        )
-    for label, times in zip(found, ([each.out for each in run.copies], [each.back for each in run.copies]), strict=True):
+    run = simulate(schedule, offload=1, copy=[0.75, 0.5, 0.25, 0.5])
+    axes = run.figure().axes[0]
+    for label, times in (("copies to the host", [c.out for c in run.copies]), ("copies back", [c.back for c in run.copies])):
+        boxes = [path.get_extents() for c in axes.collections if c.get_label() == label for path in c.get_paths()]
+        assert all(int(box.y0) + 0.06 < box.y0 < box.y1 <= int(box.y0) + 0.94 for box in boxes)
         stages = [each.offloaded.forward.stage for each in run.copies]
-        assert found[label] == {(stage, *time) for stage, time in zip(stages, times, strict=True)}
-    assert not [c for c in simulate(schedule).figure().axes[0].collections if "copies" in c.get_label() and c.get_paths()]
+        assert Counter((int(box.y0), round(box.x0, 6), round(box.x1, 6)) for box in boxes) == Counter(
+            (stage, *time) for stage, time in zip(stages, times, strict=True)
+        )
+    assert not [c for c in simulate(schedule).figure().axes[0].collections if "copies" in c.get_label()]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("make_figure", [timeline, pebbles])
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("make_figure", [drawn, pebbles])
 def test_every_action_is_one_bar_at_its_time(name, make_figure):
     _, bars, owners = pictured(name, forward=1.5, input_grad=1, weight_grad=0.5, transfer=0.25)
-    drawn = boxes(make_figure(bars, owners, "heading"))
-    for kind in Kind:
-        spans = Counter((box.x0, box.x1) for box in drawn[kind])
-        assert spans == Counter((bar.start, bar.end) for bar in bars if bar.action.kind == kind)
+    assert drawn_bars(make_figure(bars, owners, "heading").axes[0]) == spans_of(bars)
 
 
 def test_a_timeline_has_a_row_a_rank_with_rank_0_on_top():
     _, bars, owners = pictured("zb-v")
-    drawn = [(box.x0, int(box.y0)) for group in boxes(timeline(bars, owners, "")).values() for box in group]
-    assert Counter(drawn) == Counter((bar.start, bar.rank) for bar in bars)
-    low, high = timeline(bars, owners, "").axes[0].get_ylim()
+    axes = drawn(bars, owners).axes[0]
+    boxes = [path.get_extents() for c in axes.collections if c.get_label()[0] in "FIW" for path in c.get_paths()]
+    assert Counter((round(box.x0, 6), int(box.y0)) for box in boxes) == Counter((bar.start, bar.rank) for bar in bars)
+    low, high = axes.get_ylim()
     assert low > high
 
 
-def stamps(axes):
-    """The numbers in bars: the box of each in pixels, measured by the renderer, and its height in points."""
-    found = []
-    for c in axes.collections:
-        if c.get_label() == "text":
-            extent = c.get_paths()[0].get_extents()
-            scale = axes.figure.dpi / 72
-            for x, y in axes.transData.transform(c.get_offsets()):
-                corners = (x + scale * extent.x0, y + scale * extent.y0, x + scale * extent.x1, y + scale * extent.y1)
-                found.append((transforms.Bbox.from_extents(*corners), extent.height))
-    return found
-
-
-def numbers(figure):
-    return sum(len(c.get_offsets()) for c in figure.axes[0].collections if c.get_label() == "text")
-
-
-def key_words(figure):
-    return [text.get_text() for text in figure.axes[-1].texts]
-
-
-SIZES = [(2, 2), (4, 8), (8, 32), (16, 64)]
-
-
 DRAWN = [
-    pytest.param(
-        name, size, kind, marks=[pytest.mark.slow] * (kind == "pebble_figure" and max(size) >= 32 and name not in ("1f1b", "zb-v"))
+    pytest.param(name, size, kind, marks=LARGE * (max(size) >= 32 or name in ("naive", "gpipe")))
+    for name, size, kind in itertools.product(
+        ["naive", "gpipe", "1f1b", "interleaved", "zb-v"], [(2, 2), (4, 8), (8, 32)], ["figure", "pebble_figure"]
     )
-    for name, size, kind in itertools.product(["naive", "gpipe", "1f1b", "interleaved", "zb-v"], SIZES, ["figure", "pebble_figure"])
 ]
-"""A pebble graph of a thousand residuals takes seconds."""
 
 
 @pytest.mark.parametrize(("name", "size", "kind_of_figure"), DRAWN)
 def test_numbers_have_one_size_lie_in_bars_and_apart_and_no_figure_is_wider_than_a_page(name, size, kind_of_figure):
     figure = getattr(make(name, num_ranks=size[0], num_microbatches=size[1]), kind_of_figure)()
     assert figure.get_figwidth() * 96 <= 900
-    (axes, *_) = figure.axes
-    found = stamps(axes)
-    assert len({round(height, 1) for _, height in found if height}) <= 4  # the outlines of digits of one size are nearly as high
-    assert max([height for _, height in found], default=0) < 1.1 * min([height for _, height in found], default=1)
-    bars = [
-        axes.transData.transform_bbox(path.get_extents())
-        for c in axes.collections
-        if c.get_label().partition(" ")[2].isdigit() or c.get_label().endswith(" pebbles")
-        for path in c.get_paths()
-    ]
-    for k, (box, _) in enumerate(found):
-        assert sum(bar.contains(box.x0, box.y0) and bar.contains(box.x1, box.y1) for bar in bars) == 1
-        assert not any(box.overlaps(other) for other, _ in found[:k])
+    axes = figure.axes[0]
+    written = numbers(axes)
+    assert len({text.get_size() for text in written}) <= 1
+    paths = (
+        path for c in axes.collections if c.get_label()[0] in "FBIW" or c.get_label().endswith(" pebbles") for path in c.get_paths()
+    )
+    bars = [axes.transData.transform_bbox(path.get_extents()) for path in paths]
+    boxes = [text.get_window_extent() for text in written]
+    for k, box in enumerate(boxes):
+        middle = (box.y0 + box.y1) / 2  # a box of text is higher than its digits
+        assert sum(bar.contains(box.x0, middle) and bar.contains(box.x1, middle) for bar in bars) == 1
+        assert not any(box.overlaps(other) for other in boxes[:k])
 
 
-def test_a_kind_whose_bars_are_too_narrow_has_no_numbers_and_the_key_says_so():
-    assert numbers(SMALL.figure()) == 16 and key_words(SMALL.figure())[-1] == "numbers: microbatches"
+def test_a_kind_whose_bars_are_too_narrow_has_no_numbers_and_the_axis_says_so():
+    def told(figure):
+        return len(numbers(figure.axes[0])), figure.axes[0].get_xlabel()
+
+    assert told(SMALL.figure()) == (16, "time  (numbers: microbatches)")
     narrow = make("1f1b", num_ranks=8, num_microbatches=32)
-    assert numbers(narrow.figure()) == 8 * 32 and key_words(narrow.figure())[-1] == "numbers: microbatches (no room in F)"
-    assert numbers(narrow.figure(width=16)) == 2 * 8 * 32 and key_words(narrow.figure(width=16))[-1] == "numbers: microbatches"
-    none = make("naive", num_ranks=8, num_microbatches=64).figure()
-    assert numbers(none) == 0 and key_words(none)[-1] == "idle"
+    assert told(narrow.figure()) == (8 * 32, "time  (numbers: microbatches; no room in F)")
+    assert told(narrow.figure(width=16)) == (2 * 8 * 32, "time  (numbers: microbatches)")
+    assert told(make("naive", num_ranks=8, num_microbatches=64).figure()) == (0, "time")
 
 
 def test_a_figure_is_as_wide_as_it_is_asked_to_be():
@@ -151,36 +120,17 @@ def test_a_figure_is_as_wide_as_it_is_asked_to_be():
         assert SMALL.pebble_figure(width=width).get_figwidth() == pytest.approx(width)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
-def test_the_entries_of_a_key_are_evenly_spaced(name):
-    figure = make(name, num_ranks=4, num_microbatches=8).figure()
-    figure.canvas.draw()
-    key = figure.axes[-1]
-    swatches = [
-        key.transData.transform_bbox(path.get_extents()).x0
-        for c in key.collections
-        if c.get_label() != "underline"
-        for path in c.get_paths()
-    ]
-    words = [text.get_window_extent() for text in key.texts]
-    ends = [box.x1 for box in words[:-1]]
-    starts = [*sorted(swatches)[1:], words[-1].x0]
-    gaps = [start - end for start, end in zip(starts, ends, strict=True)]
-    assert max(gaps) - min(gaps) < 0.1 * figure.dpi and min(gaps) > 0.1 * figure.dpi
-
-
 def test_a_long_bar_has_no_larger_number_than_the_usual_ones_and_a_short_one_takes_no_lines_from_the_others():
     bars = [Bar(0, Action(0, Kind.F, 33), k, k + 1) for k in range(50)]
     bars += [Bar(0, Action(0, Kind.F, 33), 50, 60), Bar(0, Action(0, Kind.F, 33), 60, 60)]
-    collections = timeline(bars, [0], "").axes[0].collections
-    (written,) = (c for c in collections if c.get_label() == "text")
-    (drawn,) = (c for c in collections if c.get_label() == "F 0")
-    assert len(written.get_offsets()) == 51
-    assert set(drawn.get_linewidths()[:51]) == {0.7} and drawn.get_linewidths()[51] == 0
+    axes = drawn(bars, [0]).axes[0]
+    (collection,) = (c for c in axes.collections if c.get_label() == "F 0")
+    assert len(numbers(axes)) == 51
+    assert set(collection.get_linewidths()[:51]) == {0.7} and collection.get_linewidths()[51] == 0
 
 
 def test_bars_of_few_pixels_are_strong_enough_to_be_seen():
-    figure = make("zb-v", num_ranks=16, num_microbatches=64).pebble_figure()
+    figure = make("zb-v", num_ranks=8, num_microbatches=64).pebble_figure()
     lanes_of = dict(zip([t.get_text() for t in figure.axes[0].get_yticklabels()], figure.axes[0].get_yticks(), strict=True))
     out = io.BytesIO()
     figure.savefig(out, format="png")
@@ -194,13 +144,10 @@ def test_bars_of_few_pixels_are_strong_enough_to_be_seen():
 def test_bars_that_take_no_time_make_a_timeline_no_wider():
     _, bars, owners = pictured("1f1b", ranks=2, microbatches=6)
     instant = [Bar(0, Action(0, Kind.W, k), 15, 15) for k in range(4)]
-    assert timeline([*bars, *instant], owners, "").get_figwidth() == timeline(bars, owners, "").get_figwidth()
+    assert drawn([*bars, *instant], owners).get_figwidth() == drawn(bars, owners).get_figwidth()
 
 
 def test_later_stages_of_a_rank_are_underlined_once_more_each():
-    _, bars, owners = pictured("interleaved", ranks=2, microbatches=4)
-    lines = [c for c in timeline(bars, owners, "").axes[0].collections if c.get_label() == "underline"]
-    assert sum(len(c.get_paths()) for c in lines) == len(bars) / 2
     three = make("interleaved", num_ranks=2, num_microbatches=4, stages_per_rank=3)
     lines = [c for c in three.figure().axes[0].collections if c.get_label() == "underline"]
     assert sum(len(c.get_paths()) for c in lines) == 2 * 2 * 4 * (0 + 1 + 2)
@@ -232,7 +179,7 @@ def test_the_most_residuals_of_each_rank_are_those_of_the_simulation(name):
     assert run.peak_residuals == tuple(peak(r for r in residuals if owners[r.stage] == rank) for rank in range(4))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", EVERY)
 def test_each_column_of_a_stage_has_as_many_pebbles_as_residuals_are_alive(name):
     run, bars, owners = pictured(name)
     figure = pebbles(bars, owners, "")
@@ -256,8 +203,8 @@ def test_more_pebbles_than_can_be_counted_are_a_number_on_a_darker_ground():
     figure = pebbles(bars, owners, "")
     assert not dots(figure)
     grounds = {c.get_label(): c for c in figure.axes[0].collections if c.get_label().endswith(" pebbles")}
-    assert {label: len(c.get_paths()) for label, c in grounds.items()}["12 pebbles"] == 1
-    assert grounds["12 pebbles"].get_facecolor().sum() < grounds["1 pebbles"].get_facecolor().sum()
+    assert len(grounds["12 pebbles"].get_paths()) == 1
+    assert grounds["12 pebbles"].get_facecolor()[0].sum() < grounds["1 pebbles"].get_facecolor()[0].sum()
 
 
 def test_no_two_living_residuals_share_a_place_and_places_are_as_few_as_can_be():
@@ -315,19 +262,15 @@ def test_costs_that_are_no_multiples_of_anything_and_costs_of_nothing_can_be_dra
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches"), [("1f1b", 16, 64), ("gpipe", 2, 4), ("dualpipe-v", 2, 4), ("zb-v", 1, 1)]
+    ("name", "ranks", "microbatches"),
+    [pytest.param("1f1b", 16, 64, marks=LARGE), ("gpipe", 2, 4), ("dualpipe-v", 2, 4), ("zb-v", 1, 1)],
 )
 def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatches):
     run, *_ = pictured(name, ranks, microbatches)
     for figure in (run.figure(), run.pebble_figure()):
-        figure.canvas.draw()
-        end = figure.axes[0].get_xlim()[1]
-        ticks = [t for t in figure.axes[0].get_xticklabels() if t.get_position()[0] <= end]
-        texts = [t for axes in figure.axes for t in axes.texts + axes.get_yticklabels()] + ticks
-        spans = [t.get_window_extent() for t in texts + figure.texts if t.get_text()]
-        for k, one in enumerate(spans):
-            assert figure.bbox.x0 <= one.x0 and one.x1 <= figure.bbox.x1 and one.y1 <= figure.bbox.y1
-            assert not any(one.overlaps(other) for other in spans[:k])
+        assert_apart(figure)
+        assert run.heading in " ".join(text.get_text().replace("\n", " ") for text in figure.findobj(Text))
+        assert {"F forward", "idle"} <= set(key_words(figure))
 
 
 def test_a_notebook_shows_svg_with_matplotlib_and_text_without(monkeypatch):

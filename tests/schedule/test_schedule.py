@@ -2,12 +2,15 @@
 
 import itertools
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxpp
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Action, Kind, Schedule, dependencies, from_csv, make, parse
 from jaxpp.schedule.clock import Timing, bars, replay
@@ -337,3 +340,17 @@ def test_csv_names_every_cell_it_cannot_read(cell):
         from_csv(f"0F0,{cell},0B0\n1F0,x\n")
     assert f"line 1, cell 2: {cell!r}" in str(error.value)
     assert "line 2, cell 2: 'x'" in str(error.value)
+
+
+def test_the_schedule_lab_needs_neither_jax_nor_numpy():
+    code = """
+import sys, types
+package = types.ModuleType("jaxpp")
+package.__path__ = [sys.argv[1]]
+sys.modules |= {"jax": None, "jaxlib": None, "numpy": None, "scipy": None, "flax": None, "optax": None, "jaxpp": package}
+from jaxpp.schedule import SCHEDULES, make, simulate
+print(sum(simulate(make(name, num_ranks=2, num_microbatches=4), transfer=0.5).makespan > 0 for name in SCHEDULES) == len(SCHEDULES))
+"""
+    folder = str(pathlib.Path(jaxpp.__file__).parent)
+    found = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    assert found.stdout == "True\n", found.stderr

@@ -4,10 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from jaxpp.schedule.draw.canvas import group_colour
 
 from jaxpp.observe.evaluate import alone, parts, step_seconds
 from jaxpp.schedule import SCHEDULES
+from jaxpp.schedule.draw.canvas import group_colour
 from jaxpp.tuner.knobs import Space
 from jaxpp.tuner.reasons import time_in_words
 from jaxpp.tuner.search import Limits, search

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from jaxpp.forward.observed.memory import PassKind, group_aval, prompt_aval, ring_liveness
 from jaxpp.forward.ring import AHEAD, Ring
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.profile.record import RingPass, Work, join_plans, schedule_of
+from jaxpp.observe.profile.profile import RingPass
+from jaxpp.observe.profile.record import Work, join_plans, schedule_of
 from jaxpp.plan.plan import Plan
 from jaxpp.runtime.execute import Observer
 from jaxpp.types import Tree

@@ -8,55 +8,73 @@ The memory of a device is an area in steps. What stays lies at the bottom, in gr
 neighbours differ in lightness, so that they part for the colour-blind and in grey. All devices have one scale.
 """
 
-import itertools
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxpp.observe.memory.liveness import MEMORY_KINDS
-from jaxpp.observe.profile.memory_curves import Curve
-from jaxpp.schedule.action import Kind
-from jaxpp.schedule.clock import Number
-from jaxpp.schedule.draw.canvas import (
-    ANY,
-    BAR,
-    INK,
-    LEFT,
-    LINE,
-    Entry,
-    Figure,
-    Labels,
-    Panel,
-    Part,
-    bar_key,
-    choose_labels,
-    draw_key,
-    frame_of,
-    key_lines,
-    page,
-)
-from jaxpp.schedule.draw.ring_timeline import draw_ring, ring_key, turns_of
-from jaxpp.schedule.draw.timeline import REST, SENT, TITLE, Timeline, copied_key, draw_timeline, extents, scaled, timeline_room
+import numpy as np
+
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
+from jaxpp.observe.profile.spans import Span
+from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, page, page_width, write_numbers
+from jaxpp.schedule.draw.timeline import Timeline, draw_timeline, extents, room, scaled, timeline_key
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.types import Device
 
-__all__ = ["COLOURS", "profile_figure"]
+__all__ = ["COLOURS", "Curve", "curves", "profile_figure"]
 
 COLOURS = (
     *("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#4D4D4D", "#008A65"),
     "#E4E4E4",
 )
-_GAP = 0.04  # inches between the memory and its key
-_ROW, _LINE, _LETTER, _MARGIN = 0.6, 0.135, 0.065, 0.9  # inches: a device's row, a line and a letter of its name, the peaks
-_MEMORY = "memory of arrays"  # the temporaries of programs are not in it
+_ROW, _LINE = 0.6, 0.135  # inches: of a device, and of a line of its name
 _LETTERS = 20  # in a line of a device's name
 
 
+class Curve(NamedTuple):
+    """Live bytes of one device over a step, by kind.
+
+    Attributes:
+        label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
+        times: milliseconds from the start of the step, in ascending order.
+        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on, the last to the end of the step.
+    """
+
+    label: str
+    times: tuple[float, ...]
+    levels: tuple[tuple[int, ...], ...]
+
+
+def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
+    """One curve for each device, in milliseconds; there is one span for each line of ``liveness``.
+
+    The results of a program are there from its start, and what nobody reads after it is freed at its end. What arrives is there
+    once the device has begun what it was given before. So a curve goes through the moments of ``liveness`` in their order, and has
+    the same peak.
+    """
+    return tuple(_curve(liveness, spans, device, by_rank) for device in liveness.devices)
+
+
+def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, by_rank: Sequence[Device]) -> Curve:
+    ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
+    label = f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+    alive, freed = liveness.levels[device].tolist(), liveness.freed[device].tolist()
+    times, levels, now = [0.0], [tuple(alive[0])], 0.0
+    for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True), 1):
+        here = line.device == device and line.program is not None
+        after = [a - b for a, b in zip(alive[number], freed[number], strict=True)]
+        for time, level in ((span.start, alive[number]), (span.end, after)):
+            now = max(now, 1e3 * time) if here else now
+            if tuple(level) != levels[-1]:
+                times.append(now)
+                levels.append(tuple(level))
+    end = max(1e3 * span.end for span in spans)
+    return Curve(label, (*times, max(now, end)), (*levels, tuple(alive[-1])))
+
+
 def profile_figure(
-    heading: str,
-    timelines: Sequence[Timeline],
-    memory: Sequence[Curve],
-    stage_to_rank: Sequence[int],
-    width: float | None = None,
+    heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int], width: float | None = None
 ) -> Figure:
     """The timelines of a step, one below the other, and the bytes on each device during the first, if there are curves of them.
 
@@ -65,46 +83,28 @@ def profile_figure(
     """
     step = max([timelines[0].end, *(curve.times[-1] for curve in memory)])
     across = extents(timelines, [step] + [0] * (len(timelines) - 1))
+    panels = [room(stage_to_rank, end) for end in across]
     names = [_lines(curve.label) for curve in memory]
-    left = max([LEFT] + [0.15 + _LETTER * len(line) for name in names for line in name.split("\n")])
-    kinds = _memory_key(memory)
-    usual = statistics.mean(bar.end - bar.start for bar in timelines[0].bars) or step or 1  # a short bar may be as short as can be
-    frame = frame_of(heading, _key(timelines, stage_to_rank, ANY), max(across) / usual, _MARGIN, left, width)
-    parts = [timeline_room(stage_to_rank, end, TITLE) for end in across]
-    scales = [72 * frame.width / end for end in across]
-    numbered = [turns_of(line) if line.num_groups else line.bars for line in timelines]
-    labels = choose_labels(zip(numbered, scales, strict=True), BAR * parts[0].points)
     if memory:
         row = max([_ROW] + [_LINE * (name.count("\n") + 2) for name in names])
-        above = TITLE + _GAP + LINE * key_lines(kinds, frame.width)
-        parts.append(Part(len(memory), row * len(memory), above, across[0]))
-    panels = page(frame, heading, _key(timelines, stage_to_rank, labels), parts, "ms")
-    for panel, line, written in zip(panels, timelines, labels, strict=False):
-        draw = draw_ring if line.num_groups else draw_timeline
-        draw(panel, line._replace(title=scaled(line.title, panel.across, across[0])), stage_to_rank, written)
-        middle = max(stage_to_rank) / 2 + 0.5
-        panel.axes.text(line.end + 5 / panel.points[0], middle, _milli(float(line.end)), size=8, va="center", color=INK)
-    for panel in panels[len(timelines) :]:
-        _memory(panel, memory, names, kinds, step)
-    return panels[0].axes.figure
-
-
-def _key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int], labels: Sequence[Labels]) -> list[Entry]:
-    """The key of the timelines."""
-    forwards = all(bar.action.kind == Kind.F for line in timelines for bar in line.bars)
-    rest = "begin, outputs" if forwards else "begin, sums, update"
-    more: list[Entry] = [(rest, REST, 0)] * any(line.rest for line in timelines)
-    more += [("arrives", SENT, 0)] * any(line.sends for line in timelines)
-    more += copied_key([copied for line in timelines for copied in line.copies])
-    if timelines[0].num_groups:
-        return ring_key(timelines[0], numbered=any(written.kinds for written in labels), more=more)
-    return bar_key([bar for line in timelines for bar in line.bars], stage_to_rank, labels, more=more)
-
-
-def _memory_key(memory: Sequence[Curve]) -> list[Entry]:
-    """The key of the memory: the kinds of which there are bytes."""
-    present = [k for k in range(len(MEMORY_KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
-    return [(MEMORY_KINDS[k], COLOURS[k], 0) for k in present]
+        panels.append(Panel(len(memory), row * len(memory), across[0]))
+    usual = statistics.mean(bar.end - bar.start for bar in timelines[0].bars) or step or 1  # a short bar may be as short as can be
+    inches, points = page_width(max(across) / usual, width)
+    figure, axes = page(heading, timeline_key(timelines, stage_to_rank), panels, inches, "ms")
+    bars = []
+    for part, line, end in zip(axes, timelines, across, strict=False):
+        titled = line._replace(title=scaled(line.title, end, across[0]))
+        bars.append(draw_timeline(part, titled, stage_to_rank, points / end))
+        middle, ended = max(stage_to_rank) / 2 + 0.5, float(line.end)
+        took = f"{ended:,.0f} ms" if ended >= 100 else f"{ended:.3g} ms"
+        part.annotate(took, (ended, middle), (4, 0), textcoords="offset points", size=8, va="center", color=INK)
+    if memory:
+        _draw_memory(axes[-1], memory, names, step)
+        present = [k for k in range(len(MEMORY_KINDS)) if any(level[k] for curve in memory for level in curve.levels)]
+        draw_key(figure, [(MEMORY_KINDS[k], COLOURS[k]) for k in present], where="lower")
+    fit_page(figure, axes, panels)
+    write_numbers(list(zip(axes, bars, strict=False)), "turns" if timelines[0].num_groups else "microbatches")
+    return figure
 
 
 def _lines(label: str) -> str:
@@ -113,34 +113,19 @@ def _lines(label: str) -> str:
     return label if len(label) <= _LETTERS else "\n".join([device, *textwrap.wrap(space.strip() + ranks, _LETTERS)])
 
 
-def _milli(time: float) -> str:
-    return f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
-
-
-def _memory(panel: Panel, memory: Sequence[Curve], names: Sequence[str], key: Sequence[Entry], end: Number) -> None:
+def _draw_memory(axes: Axes, memory: Sequence[Curve], names: Sequence[str], end: float) -> None:
     """Draw a row for each device: the stacked bytes of each kind, and the peak."""
     peaks = [max(map(sum, curve.levels)) for curve in memory]
-    scale = 0.88 / (max(peaks) or 1)
-    for kind, colour in enumerate(COLOURS):
-        areas = [area for row, curve in enumerate(memory) for area in _areas(curve, kind, row + 1, scale, end)]
-        panel.polygons(areas, colour, MEMORY_KINDS[kind], 0.3, colour)  # its lines show bytes that lived for less than a pixel
-    for row, most in enumerate(peaks):
-        panel.margin([bytes_in_words(most)], row + 0.56)
-    panel.margin(["peak"], -72 * 0.16 / panel.points[1])
-    panel.axes.set_yticks([row + 0.56 for row in range(len(memory))], names)
-    left, bottom, wide, tall = panel.box
-    draw_key(panel.axes.figure, key, left, bottom + tall + _GAP, wide)
-    panel.title(_MEMORY, 0.07 + _GAP + LINE * key_lines(key, wide))
-
-
-def _areas(curve: Curve, kind: int, base: float, scale: float, end: Number) -> Iterator[list[tuple[Number, float]]]:
-    """The corners of what a kind adds to a curve, in steps: along its top, and back along the top of the kinds below it."""
-    spans = zip(curve.times, (*curve.times[1:], end), curve.levels, strict=True)
-    for present, group in itertools.groupby(spans, lambda span: span[2][kind] > 0):
-        there, back = list[tuple[Number, float]](), list[tuple[Number, float]]()
-        for start, stop, level in group if present else ():
-            below = base - scale * sum(level[:kind])
-            there += [(time, below - scale * level[kind]) for time in (start, stop)]
-            back += [(time, below) for time in (start, stop)]
-        if present:
-            yield there + back[::-1]
+    beside = {"transform": axes.get_yaxis_transform(), "size": 8, "va": "center", "color": INK}
+    for row, curve in enumerate(memory):
+        times = [*curve.times, end]
+        sizes = np.array([*curve.levels, curve.levels[-1]], float).T * 0.88 / (max(peaks) or 1)
+        tops = row + 1 - np.cumsum(sizes, axis=0)
+        for kind, (size, top) in enumerate(zip(sizes, tops, strict=True)):
+            there = (size > 0) | np.append(False, size[:-1] > 0)  # up to the moment at which nothing is left
+            style = {"step": "post", "color": COLOURS[kind], "linewidth": 0.3, "label": MEMORY_KINDS[kind]}
+            axes.fill_between(times, top, top + size, where=there, **style)  # lines show bytes that lived for less than a pixel
+        axes.text(1.01, row + 0.56, bytes_in_words(peaks[row]), **beside)
+    axes.text(1.01, -0.1, "peak", **beside)
+    axes.set_yticks([row + 0.56 for row in range(len(memory))], names)
+    axes.set_title("memory of arrays", loc="left", size=9, weight="bold", color=INK)  # not the temporaries of programs

@@ -14,13 +14,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.profile.figure import profile_figure
-from jaxpp.observe.profile.memory_curves import Curve, curves
-from jaxpp.observe.profile.profile import Causes, ForwardCauses, RingCauses
-from jaxpp.observe.profile.record import RingPass
+from jaxpp.observe.profile.figure import Curve, curves, profile_figure
 from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -34,10 +31,78 @@ from jaxpp.tables.html import html_remarks, html_table
 from jaxpp.tables.text import fold_lines, table_lines
 from jaxpp.types import Device
 
-__all__ = ["Clock", "Profile"]
+__all__ = ["Causes", "Clock", "ForwardCauses", "Profile", "RingCauses", "RingPass"]
 
 Clock = Literal["trace", "isolated"]
 """Which times the numbers are of."""
+
+
+class Causes(NamedTuple):
+    """Where a rank's idle time in a step comes from, in seconds; the parts sum to it.
+
+    Attributes:
+        fill_drain: what the schedule costs even with equal stages.
+        imbalance: what stages that differ add.
+        transfer: what transfers add that nothing hides.
+        dispatch: what waiting for the host adds.
+        optimizer: the rest of the step: splitting the batch before, summing tied gradients and the optimizer after.
+    """
+
+    fill_drain: float
+    imbalance: float
+    transfer: float
+    dispatch: float
+    optimizer: float
+
+
+class ForwardCauses(NamedTuple):
+    """Where a rank's idle time in forwards comes from: as ``Causes``, but for the optimizer.
+
+    Attributes:
+        other: splitting the batch before, putting outputs together after.
+    """
+
+    fill_drain: float
+    imbalance: float
+    transfer: float
+    dispatch: float
+    other: float
+
+
+class RingCauses(NamedTuple):
+    """Where a rank's idle time in a generation comes from: as ``ForwardCauses``, transfers of tokens included.
+
+    Attributes:
+        token: what waiting for tokens adds, even with equal stages: too few groups.
+        other: what is not a pass.
+    """
+
+    fill_drain: float
+    token: float
+    imbalance: float
+    transfer: float
+    dispatch: float
+    other: float
+
+
+class RingPass(NamedTuple):
+    """One pass of a generation through the stages.
+
+    Attributes:
+        group: the group that it is of.
+        turn: which pass of its group it is.
+        num_tokens: how many tokens it takes of each sequence.
+        num_made: how many tokens it makes that somebody wants.
+        is_prompt: whether it is a chunk of a prompt, run for one sequence alone.
+        awaits: the number of the pass whose token it takes; -1 if it takes none.
+    """
+
+    group: int
+    turn: int
+    num_tokens: int
+    num_made: int
+    is_prompt: bool
+    awaits: int
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,26 @@ First some steps run as they are. The trace says when each program ran, and the 
 Then some steps run in which the host waits for each instruction before it hands over the next. There every program runs alone, and
 takes the time that it would take on a device of its own.
 
-Where the trace of a backend lacks something, the results are polled instead (``watch``), which cannot see when a program began.
+Where the trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began.
 """
 
 import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
+from jaxpp.observe.memory.ledger import Ledger, homes_of, sample_step
+from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
 from jaxpp.observe.profile.merge import Company, Seen, SeenStep
-from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import Steps, Watch, Work
+from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import (
     Span,
     Stamp,
@@ -30,16 +34,32 @@ from jaxpp.observe.profile.spans import (
     watched_spans,
 )
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
+from jaxpp.plan.builder import Name
 from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.step import Leaves
+from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.processes.channel import align_clocks
 from jaxpp.runtime.processes.here import processes_of
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
-from jaxpp.types import Leaf
+from jaxpp.types import Array, Batch, Key, Leaf, Tree
 
-__all__ = ["Stamps", "check_profile", "record"]
+__all__ = [
+    "Forwards",
+    "Stamps",
+    "Steps",
+    "Watch",
+    "Work",
+    "check_profile",
+    "join_plans",
+    "record",
+    "schedule_of",
+]
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
 _ALONE = 3  # steps in which each program runs alone
+_SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a step: looking takes time from small machines
 
 
 class Stamps:
@@ -62,6 +82,154 @@ class Stamps:
         done = time.perf_counter()
         self.stamps.append(Stamp(self._went_on, handed, done))
         self._went_on = time.perf_counter()
+
+
+class Watch:
+    """Polls the results of one step without stopping it, for backends whose trace lacks something; ``stamps`` returns all times.
+
+    A timer that blocks on every action destroys the overlap that it measures, and threads that wait beside the dispatching thread
+    take Python's lock from it (with one thread for each device, a step of small stages took 2.3 times as long). So this observer of
+    the executor keeps one result of each instruction in a queue of its device (one queue for programs, one for arrivals, and one
+    for copies to host memory and one for copies back). After each instruction it looks whether the heads of the queues are there;
+    when the host has handed everything over, it goes on until the queues are empty. A stamp is late by one instruction's dispatch
+    at most (which on forced CPU devices may run a small program, or wait for a core), or by the pause between two looks.
+
+    Nothing is sent, copied or run for this. A program without a small result that stays alive returns one byte more
+    (``compile_plan(watched=True)``), so that nothing large is held on to.
+    """
+
+    def __init__(self, plan: Plan):
+        self._lanes = {
+            (line.about.device, line.about.sends, line.about.copies): deque[tuple[int, Leaf]]() for line in plan.instructions
+        }
+        self._queues = tuple(self._lanes.values())
+        self._times: list[tuple[float, float]] = []
+        self._done: dict[int, float] = {}
+        self._went_on = time.perf_counter()
+
+    def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
+        """Called by the executor after each instruction."""
+        handed = time.perf_counter()
+        about = instruction.about
+        if about.watch < 0:  # a send to another process, say, of which nothing is here
+            self._done[len(self._times)] = handed
+        else:
+            self._lanes[about.device, about.sends, about.copies].append((len(self._times), slots[about.watch]))
+        self._times.append((self._went_on, handed))
+        self._look()
+        self._went_on = time.perf_counter()
+
+    def _look(self) -> bool:
+        """Note which results are there; returns whether any are still to come."""
+        left = False
+        for queue in self._queues:
+            while queue and queue[0][1].is_ready():
+                self._done[queue.popleft()[0]] = time.perf_counter()
+            left = left or bool(queue)
+        return left
+
+    def stamps(self) -> list[Stamp]:
+        """The stamp of each instruction, in the order of the plan; waits for the last result."""
+        begun = self._times[0][0]
+        while self._look():
+            time.sleep(max(_SHORTEST_PAUSE, (time.perf_counter() - begun) / _LOOKS))
+        return [Stamp(begun, handed, max(handed, self._done[k])) for k, (begun, handed) in enumerate(self._times)]
+
+
+class Work:
+    """What is run under the profiler.
+
+    Attributes:
+        engine: whose placement and programs it uses.
+        plan: what runs at each run, as one plan.
+        schedule: the order of its actions.
+        passes: of a generation, which passes these are.
+    """
+
+    engine: Engine
+    plan: Plan
+    schedule: Schedule
+    passes: Sequence[RingPass] = ()
+
+    def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
+        """Hand everything over once; returns what to wait for."""
+        raise NotImplementedError
+
+    def watched_plan(self) -> Plan | None:
+        """The plan that is run if the run is ``watched``; None if it cannot be."""
+        raise NotImplementedError
+
+    def ledger(self) -> Ledger:
+        """What memory holds meanwhile."""
+        raise NotImplementedError
+
+
+class Steps(Work):
+    """One training step after the other, on a state of its own."""
+
+    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None):
+        self.engine, self.batch, self.key = engine, batch, key
+        self.leaves, self.schedule = engine.copy(leaves), engine.options.schedule
+        self.plan, _ = engine.plan("update", batch, key)
+
+    def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
+        """Hand a step over; the norm of the gradients is waited for too, or its program would run in the next step."""
+        outcome = self.engine.run("update", self.leaves, self.batch, self.key, observer=observer, watched=watched)
+        self.leaves = outcome.state
+        return outcome
+
+    def watched_plan(self) -> Plan:
+        """Of a step of which every instruction can be asked whether it is done."""
+        return self.engine.plan("update", self.batch, self.key, watched=True)[0]
+
+    def ledger(self) -> Ledger:
+        """Of one more step."""
+        return sample_step(self.engine, self.leaves, self.batch, self.key)[0]
+
+
+class Forwards(Work):
+    """The forwards of a batch, or of several like it that follow one another as in a stream.
+
+    Args:
+        engine: of the function.
+        leaves: the parameters, and the model state if there is one.
+        batch: of each.
+        key: of the first, from which those of several are folded.
+        num_batches: how many follow one another.
+    """
+
+    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_batches: int):
+        self.engine, self.batch, self.leaves = engine, batch, leaves._replace(opt=(), own_opt=(), loss_scale=())
+        self.keys: list[Key | None] = [key] * num_batches
+        if num_batches > 1 and key is not None:
+            self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]
+
+        self.plan = self._joined(engine.plan("forward", batch, self.keys[0])[0])
+        name = "forward" if num_batches == 1 else f"stream of {num_batches} batches"
+        self.schedule = schedule_of(self.plan, engine.options.schedule.stage_to_rank, name)
+
+    def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
+        """Hand all batches over."""
+        options = {"observer": observer, "watched": watched}
+        return [self.engine.run("forward", self.leaves, self.batch, key, **options) for key in self.keys]
+
+    def watched_plan(self) -> Plan:
+        """Of all batches, if every instruction can be asked whether it is done."""
+        return self._joined(self.engine.plan("forward", self.batch, self.keys[0], watched=True)[0])
+
+    def ledger(self) -> Ledger:
+        """Of one batch, looked at; of several, from shapes."""
+        engine, batch, key = self.engine, self.batch, self.keys[0]
+        if len(self.keys) == 1:
+            return sample_step(engine, self.leaves, batch, key, "forward")[0]
+        _, lowered = engine.plan("forward", batch, key)
+        one = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
+        return Ledger(join_liveness([one] * len(self.keys)), (), {})
+
+    def _joined(self, plan: Plan) -> Plan:
+        _, lowered = self.engine.plan("forward", self.batch, self.keys[0])
+        count = len(lowered.step.sizes)
+        return join_plans([plan] * len(self.keys), [count * k for k in range(len(self.keys))])
 
 
 def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
@@ -202,3 +370,68 @@ def _watched(
     seen = seen if company is None else company.seen(seen)
     found = [step._replace(begun=beginning(step.stamps), ended=max(stamp.done for stamp in step.stamps)) for step in seen.steps]
     return found, [watched_spans(plan, step.stamps, work.schedule) for step in found]
+
+
+def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
+    """Plans one after another as one, which is looked at and cannot be run: every value has a slot of its own.
+
+    Args:
+        plans: in order.
+        firsts: the number that the first microbatch of each has.
+        awaits: for a plan whose last argument is the first result of an earlier plan, the number of that plan.
+    """
+    lines: list[Instruction] = []
+    made, size = dict[int, int](), 0
+    for number, (plan, first) in enumerate(zip(plans, firsts, strict=True)):
+        maker = (awaits or {}).get(number)
+        slots: dict[int, int] = {}
+        if maker is not None:
+            slots[plan.inputs[-1]] = made[maker]
+        token = slots.get(plan.inputs[-1]) if plan.inputs else None
+        for line in plan.instructions:
+            for slot in line.inputs:
+                size += slot not in slots
+                slots.setdefault(slot, size)
+            reads = tuple(slots[slot] for slot in line.inputs)
+            for slot in line.outputs:
+                size += 1
+                slots[slot] = size
+            action = cast("Action | None", line.about.action)
+            known = None if action is None else action._replace(microbatch=first + action.microbatch)
+            label = line.label if action is None else line.label.replace(str(action), str(known))
+            if line.about.sends and action is None and token is not None and token in reads and maker is not None:
+                stage = max(about.stage for _, _, _, _, _, about in plans[maker].instructions)
+                known, label = Action(stage, Kind.F, firsts[maker]), f"token of {Action(stage, Kind.F, firsts[maker])}"
+            about = line.about._replace(action=known)
+            lines.append(Instruction(label, line.call, reads, tuple(slots[slot] for slot in line.outputs), (), about))
+        if plan.outputs:
+            made[number] = slots.get(plan.outputs[0], 0)
+    return Plan(tuple(lines), size + 1, (), (), (), len(lines))
+
+
+def schedule_of(plan: Plan, stage_to_rank: Sequence[int], name: str) -> Schedule:
+    """The order in which the actions of a plan are handed over, as a schedule."""
+    rows: list[list[Action]] = [[] for _ in range(max(stage_to_rank) + 1)]
+    for line in plan.instructions:
+        if line.about.action is not None and not line.about.sends:
+            rows[stage_to_rank[line.about.stage]].append(cast("Action", line.about.action))
+    return Schedule(name, tuple(map(tuple, rows)), tuple(stage_to_rank))
+
+
+def join_liveness(parts: Sequence[Liveness]) -> Liveness:
+    """What is alive while plans run one after another; arguments are there all the time, and results stay until the end."""
+    end, first = sum(len(part.lines) for part in parts) + 1, 0
+    stay: dict[Name, Life] = {}
+    lives: list[Life] = []
+    for part in parts:
+        last = len(part.lines) + 1
+        for life in part.lives:
+            if life.begins == 0 and life.ends == last:
+                stay[life.name] = life._replace(ends=end)
+            else:
+                begins = max(life.begins, 1) + first if life.begins or first else 0
+                lives.append(life._replace(begins=begins, ends=end if life.ends == last else first + life.ends))
+        first += len(part.lines)
+    lines = tuple(line for part in parts for line in part.lines)
+    extra = tuple(each for part in parts for each in part.temporaries)
+    return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra)

@@ -17,28 +17,31 @@ from typing import NamedTuple
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.draw.canvas import (
-    ANY,
     BAR,
     DOT,
+    INK,
+    Axes,
     Figure,
-    Labels,
+    Look,
     Panel,
-    Part,
-    are_seen,
-    bar_key,
-    choose_labels,
-    frame_of,
+    draw_bars,
+    draw_rows,
+    fit_page,
+    inside,
     matplotlib_module,
     page,
-    several_stages,
+    page_width,
+    points_of,
     shade,
+    write_numbers,
 )
-from jaxpp.schedule.draw.timeline import TITLE, Timeline, extents, scaled, shortest
-from jaxpp.schedule.residual_counts import lifetimes, peaks
+from jaxpp.schedule.draw.timeline import Timeline, extents, looks, scaled, shortest, timeline_key
+from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peaks, places
 
 __all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
 
 _MOST_PEBBLES = 9  # that are drawn one by one
+_DOT, _SMALLEST_DOT = 3.2, 0.9  # points: the radius of the largest pebble, and of the smallest that can be seen
 _COLUMN = 6.0  # points that a column of pebbles has at least, in a pair
 _MOST_FRAMES, _FRAMES_A_SECOND = 120, 6
 
@@ -58,20 +61,17 @@ def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
     present = {(action.stage, action.kind) for _, action, _, _ in bars}
     forward_rows = 1 + any(kind != Kind.F for _, kind in present)
     stages = sorted({stage for stage, _ in present})
-    found: dict[Lane, float] = {}
+    tops: dict[Lane, float] = {}
     top = 0.0
-    for gap, height, block, order in (
-        (0, forward_rows, (Kind.F,), stages),
-        (0.5, 1, (Kind.B, Kind.I), stages[::-1]),
-        (0.5, 1, (Kind.W,), stages[::-1]),
-    ):
+    blocks = ((0, forward_rows, (Kind.F,), stages), (0.5, 1, (Kind.B, Kind.I), stages[::-1]), (0.5, 1, (Kind.W,), stages[::-1]))
+    for gap, height, block, order in blocks:
         top += gap
         for stage in order:
             kinds = tuple(kind for kind in block if (stage, kind) in present)
             if kinds:
-                found[Lane(kinds, stage)] = top
+                tops[Lane(kinds, stage)] = top
                 top += height
-    return found
+    return tops
 
 
 def pebbles(
@@ -82,11 +82,10 @@ def pebbles(
     In the margin on the right: the most residuals alive at once on each stage, and on its rank if ranks have several stages.
     ``width`` is in inches.
     """
-    makespan, step = max(bar.end for bar in bars) or 1, _column_width(bars)
-    figure = _figure(heading, [Timeline("", bars)], stage_to_rank, [step], width)
+    figure = _figure(heading, [Timeline("", bars)], stage_to_rank, [_column_width(bars)], width)
     if until is not None:
-        rows = _room(bars, makespan, 0).rows
-        curtain = matplotlib_module("patches").Rectangle((until, -0.1), makespan, rows + 0.2, facecolor="white", zorder=5)
+        bottom, end = figure.axes[0].get_ylim()[0], max(bar.end for bar in bars) or 1
+        curtain = matplotlib_module("patches").Rectangle((until, -0.1), end, bottom + 0.2, facecolor="white", zorder=5)
         figure.axes[0].add_patch(curtain)
     return figure
 
@@ -96,8 +95,8 @@ def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequ
 
     There are two columns of pebbles to a short action, or fewer where columns would be too narrow.
     """
-    steps = [shortest(line.bars) / 2 for line in timelines]
-    return _figure(heading, timelines, stage_to_rank, steps, width, "ms")
+    lines = [line._replace(rest=(), sends=(), copies=(), num_groups=None) for line in timelines]
+    return _figure(heading, lines, stage_to_rank, [shortest(line.bars) / 2 for line in lines], width, "ms")
 
 
 def _figure(
@@ -109,57 +108,81 @@ def _figure(
     unit: str = "",
 ) -> Figure:
     """The pebble graphs one below the other, each with a column every step of its own; in a pair, no narrower than ``_COLUMN``."""
-    everything = [bar for line in timelines for bar in line.bars]
-    keeps = any(bar.action.kind != Kind.F for bar in everything)
-    above, margin = TITLE if unit else 0, 1.4 if several_stages(stage_to_rank) else 0.6
-    across = extents([line._replace(rest=()) for line in timelines], [0] * len(timelines))
+    alive = [lifetimes(line.bars) for line in timelines]
+    most = [max(peaks(residuals, range(len(stage_to_rank)))) for residuals in alive]
+    across = extents(timelines, [0] * len(timelines))
     columns = max(end / (2 * step if unit else step) for end, step in zip(across, steps, strict=True))
-    frame = frame_of(heading, bar_key(everything, stage_to_rank, ANY, pebble=DOT * keeps), columns, margin, width=width)
-    parts = [_room(line.bars, end, above) for line, end in zip(timelines, across, strict=True)]
-    scales = [72 * frame.width / end for end in across]
+    inches, points = page_width(columns, width)
+    panels = [_room(line.bars, end) for line, end in zip(timelines, across, strict=True)]
     if unit:
-        steps = [max(step, _COLUMN / scale) for step, scale in zip(steps, scales, strict=True)]
-    labels = choose_labels(zip([line.bars for line in timelines], scales, strict=True), BAR * min(part.points for part in parts))
-    countable = all(map(_countable, timelines, steps, scales, parts))
-    key = bar_key(everything, stage_to_rank, labels, pebble=(DOT if countable else shade(1)) * keeps)
-    panels = page(frame, heading, key, parts, unit)
-    for panel, line, step, written in zip(panels, timelines, steps, labels, strict=True):
-        _draw(panel, line.bars, stage_to_rank, step if countable else None, written)
-        panel.title(scaled(line.title, panel.across, across[0]))
-    return panels[0].axes.figure
+        steps = [max(step, _COLUMN * end / points) for step, end in zip(steps, across, strict=True)]
+    high = min(72 * panel.height / panel.rows for panel in panels)
+    sizes = [_in_rows(count, points * step / end, high)[1] for count, step, end in zip(most, steps, across, strict=True) if count]
+    countable = max(most) <= _MOST_PEBBLES and min(sizes, default=0) >= _SMALLEST_DOT
+    key = [*timeline_key(timelines, stage_to_rank), *[("residuals alive", DOT if countable else shade(1))] * any(most)]
+    figure, axes = page(heading, key, panels, inches, unit)
+    bars: list[list[Look]] = []
+    for part, line, residuals, end in zip(axes, timelines, alive, across, strict=True):
+        part.set_title(scaled(line.title, end, across[0]), loc="left", size=9, weight="bold", color=INK)
+        bars.append(_draw(part, line, residuals, stage_to_rank, points / end, countable=countable))
+    fit_page(figure, axes, panels)
+    for part, line, residuals, step in zip(axes, timelines, alive, steps, strict=True) if countable else ():
+        _draw_dots(part, line.bars, residuals, step)
+    write_numbers(list(zip(axes, bars, strict=True)), "microbatches")
+    return figure
 
 
-def _room(bars: Sequence[Bar], across: Number, above: float) -> Part:
+def _room(bars: Sequence[Bar], across: Number) -> Panel:
     keeps = any(bar.action.kind != Kind.F for bar in bars)
     rows = max(top + 1 + (keeps and Kind.F in lane.kinds) for lane, top in lanes(bars).items())
-    return Part(rows, rows * max(0.14, min(0.24, 14 / rows)), above, across)
+    return Panel(rows, rows * max(0.14, min(0.24, 14 / rows)), across)
 
 
-def _countable(line: Timeline, step: float, scale: float, part: Part) -> bool:
-    """Whether the pebbles of every stage can be counted by eye, in columns of so much time."""
-    most = max(peaks(lifetimes(line.bars), range(1 + max(bar.action.stage for bar in line.bars))))
-    return 0 < most <= _MOST_PEBBLES and are_seen(most, step * scale, part.points)
-
-
-def _draw(panel: Panel, bars: Sequence[Bar], stage_to_rank: Sequence[int], step: float | None, labels: Labels) -> None:
-    """Draw a pebble graph onto a panel that has room for it, with a column every ``step``, or with numbers if there is none."""
-    makespan, several, tops = max(bar.end for bar in bars) or 1, several_stages(stage_to_rank), lanes(bars)
+def _draw(
+    axes: Axes, line: Timeline, residuals: Sequence[Residual], stage_to_rank: Sequence[int], scale: float, *, countable: bool
+) -> list[Look]:
+    """Draw a pebble graph but for its dots; returns what has numbers."""
+    tops, several = lanes(line.bars), len(stage_to_rank) > max(stage_to_rank) + 1
     top_of = {(lane.stage, kind): top for lane, top in tops.items() for kind in lane.kinds}
-    named = {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}
-    panel.lanes(named, [(bar, top_of[bar.action[:2]]) for bar in bars], makespan, stage_to_rank, labels)
-    residuals = lifetimes(bars)
-    if not residuals:
-        return
-    of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
-    most = max(of_stage)
-    for stage, rank in enumerate(stage_to_rank):
-        lane, own = top_of[stage, Kind.F] + 1, [residual for residual in residuals if residual.stage == stage]
-        if step:
-            panel.pebbles(own, lane, step, most)
-        else:
-            panel.numbers(own, lane, most, labels)
-        panel.margin([str(of_stage[stage]), f"rank {rank}: {of_rank[rank]}"][: 1 + several], lane + 0.5)
-    panel.margin(["peak", "of its rank"][: 1 + several], -0.7)
+    draw_rows(axes, {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}, line.end or 1)
+    bars = list(looks(line, stage_to_rank, scale, top_of))
+    if residuals:
+        of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
+        beside = {"transform": axes.get_yaxis_transform(), "size": 8, "va": "center", "color": INK}
+        for stage, rank in enumerate(stage_to_rank):
+            lane = top_of[stage, Kind.F] + 1
+            axes.text(1.01, lane + 0.5, f"{of_stage[stage]}{f'  (rank {rank}: {of_rank[rank]})' if several else ''}", **beside)
+            for start, end, count in () if countable else counts(r for r in residuals if r.stage == stage):
+                colour = shade(count / max(of_stage))
+                bars.append(Look(f"{count} pebbles", None, colour, 0, str(count), lane, float(start), float(end)))
+        axes.text(1.01, -0.5, "peak", **beside)
+    draw_bars(axes, bars, scale)
+    return bars
+
+
+def _draw_dots(axes: Axes, bars: Sequence[Bar], residuals: Sequence[Residual], step: float) -> None:
+    """Draw the residuals of each stage into its lane: in every column a dot each, if it is alive then.
+
+    A residual that lives between the middles of two columns has a dot in the middle of its life.
+    """
+    (wide, high), tops = points_of(axes), {lane.stage: top + 1 for lane, top in lanes(bars).items() if Kind.F in lane.kinds}
+    most = max(peaks(residuals, range(1 + max(tops))), default=0)
+    num_rows, radius = _in_rows(most, wide * step, high)
+    for stage, top in tops.items():
+        dots: list[tuple[float, float]] = []
+        for residual, place in places(residual for residual in residuals if residual.stage == stage):
+            across, down = 0.1 + 0.8 * (place // num_rows + 0.5) / -(-most // num_rows), (place % num_rows + 0.5) / num_rows
+            columns = range(*(math.ceil(time / step - across) for time in (residual.start, residual.end)))
+            times = [(column + across) * step for column in columns] or [float(residual.start + residual.end) / 2]
+            dots += [(time, inside(top)[0] + BAR * down) for time in times]
+        axes.scatter(*zip(*dots, strict=True), s=(2 * radius) ** 2, color=INK, linewidths=0, label="pebbles")
+
+
+def _in_rows(most: int, wide: float, high: float) -> tuple[int, float]:
+    """How so many pebbles lie in a column of a lane if they are as large as can be: in how many rows, and their radius."""
+    sizes = {rows: min(0.8 * wide / -(-most // rows), BAR * high / rows) for rows in range(1, most + 1)}
+    num_rows = max(sizes, key=sizes.__getitem__)
+    return num_rows, min(_DOT, 0.4 * sizes[num_rows])
 
 
 def pebble_gif(bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, path: str | os.PathLike[str]) -> None:

@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.clock import Bar
-from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
+from jaxpp.schedule.draw.canvas import CSS_DPI, Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
-from jaxpp.schedule.draw.ring_timeline import ring_timeline
-from jaxpp.schedule.draw.timeline import Copied, timeline
+from jaxpp.schedule.draw.timeline import Copied, Timeline, timeline
 from jaxpp.tables.text import fold_lines, terminal_columns
 
-__all__ = ["Drawing", "Drawn"]
+__all__ = ["Drawing", "Drawn", "figure_html"]
 
 _GROUPS = string.digits + string.ascii_lowercase
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
-_CSS_DPI = 96  # pixels of a page in an inch
 _FITS = "max-width:100%;height:auto"
 
 
@@ -115,9 +113,7 @@ class Drawn:
             ImportError: without matplotlib, saying how to install it.
         """
         heading, _, stage_to_rank, bars, num_groups, copies = self.drawing()
-        if num_groups:
-            return ring_timeline(bars, stage_to_rank, num_groups, heading, width)
-        return timeline(bars, stage_to_rank, heading, width, copies)
+        return timeline(Timeline("", bars, num_groups=num_groups, copies=copies), stage_to_rank, heading, width)
 
     def pebble_figure(self, width: float | None = None) -> Figure:
         """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each residual.
@@ -147,12 +143,15 @@ class Drawn:
         """The figure, no wider than the page; nothing without matplotlib."""
         if not has_matplotlib():
             return ""
-        figure, out = self.figure(), io.BytesIO()
-        alt = html.escape(self.drawing().heading, quote=True)
-        if len(self.drawing().bars) > _MOST_VECTORS:
-            figure.savefig(out, format="png")
-            wide, data = round(_CSS_DPI * figure.get_figwidth()), base64.b64encode(out.getvalue()).decode()
-            return f'<img alt="{alt}" width="{wide}" style="{_FITS}" src="data:image/png;base64,{data}">'
-        figure.savefig(out, format="svg")
+        return figure_html(self.figure(), self.drawing().heading, vectors=len(self.drawing().bars) <= _MOST_VECTORS)
+
+
+def figure_html(figure: Figure, heading: str, *, vectors: bool = True) -> str:
+    """A figure as SVG, or as an image of pixels, for a page of any width; the heading is read to those who cannot see it."""
+    alt, out = html.escape(heading, quote=True), io.BytesIO()
+    figure.savefig(out, format="svg" if vectors else "png")
+    if vectors:
         text = out.getvalue().decode()
         return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{alt}" style="{_FITS}" ', 1)
+    wide, data = round(CSS_DPI * figure.get_figwidth()), base64.b64encode(out.getvalue()).decode()
+    return f'<img alt="{alt}" width="{wide}" style="{_FITS}" src="data:image/png;base64,{data}">'

@@ -1,48 +1,39 @@
-"""The timeline: bars in time, a row for each rank. Schedules, simulations and profiles are drawn by the same function."""
+"""The timeline: bars in time, a row for each rank. Schedules, simulations, rings and profiles are drawn by the same functions.
 
-from collections.abc import Sequence, Set
+All bars of a ring are forwards, so there a colour tells which group runs, and passes that take in prompts are paler.
+"""
+
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
+from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.draw.canvas import (
-    ANY,
-    BAR,
+    IDLE,
     INK,
+    WORDS,
+    Axes,
     Entry,
     Figure,
-    Labels,
+    Look,
     Panel,
-    Part,
-    bar_key,
-    choose_labels,
-    frame_of,
+    colour_of,
+    draw_bars,
+    draw_boxes,
+    draw_rows,
+    fit_page,
+    group_colour,
     inside,
     page,
+    page_width,
+    write_numbers,
 )
 
-__all__ = [
-    "OUT",
-    "REST",
-    "SENT",
-    "TITLE",
-    "Copied",
-    "Timeline",
-    "copied_key",
-    "draw_others",
-    "draw_timeline",
-    "extents",
-    "scaled",
-    "shortest",
-    "timeline",
-    "timeline_room",
-]
+__all__ = ["Copied", "Timeline", "draw_timeline", "extents", "looks", "room", "scaled", "shortest", "timeline", "timeline_key"]
 
-REST, SENT = "#8C8C8C", "#D55E00"
-"""The colours of what is no action, and of what arrives, which is a line below the row of a rank."""
-OUT, BACK = "#00684B", "#7AC2A8"
-"""The colours of copies to host memory and back, which are lines at the lower edge of the row of a rank."""
-TITLE = 0.32  # inches above a panel that has a title
+_REST, _SENT, _OUT, _BACK = "#8C8C8C", "#D55E00", "#00684B", "#7AC2A8"  # what is no action, what arrives, copies to the host, back
 _UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
+_MOST_NAMED = 12  # groups that a key names one by one
 
 
 class Copied(NamedTuple):
@@ -74,18 +65,21 @@ class Timeline(NamedTuple):
         return max([bar.end for bar in self.bars] + [end for _, _, end in self.rest])
 
 
-def timeline(
-    bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, width: float | None = None, copies: Sequence[Copied] = ()
-) -> Figure:
+def timeline(line: Timeline, stage_to_rank: Sequence[int], heading: str, width: float | None = None) -> Figure:
     """The bars in time, a row for each rank, as a matplotlib ``Figure``; ``width`` is in inches."""
-    line = Timeline("", bars, copies=copies)
-    across, more = line.end or 1, copied_key(copies)
-    frame = frame_of(heading, bar_key(bars, stage_to_rank, ANY, more=more), across / shortest(bars), 0.25, width=width)
-    part = timeline_room(stage_to_rank, across)
-    labels = choose_labels([(bars, 72 * frame.width / across)], BAR * part.points)
-    (panel,) = page(frame, heading, bar_key(bars, stage_to_rank, labels, more=more), [part])
-    draw_timeline(panel, line, stage_to_rank, *labels)
-    return panel.axes.figure
+    panel = room(stage_to_rank, line.end or 1)
+    inches, points = page_width(panel.across / shortest(line.bars), width)
+    figure, (axes,) = page(heading, timeline_key([line], stage_to_rank), [panel], inches)
+    bars = draw_timeline(axes, line, stage_to_rank, points / panel.across)
+    fit_page(figure, [axes], [panel])
+    write_numbers([(axes, bars)], "turns" if line.num_groups else "microbatches")
+    return figure
+
+
+def room(stage_to_rank: Sequence[int], across: Number) -> Panel:
+    """The panel that a timeline needs."""
+    num_ranks = max(stage_to_rank) + 1
+    return Panel(num_ranks, num_ranks * (0.42 if num_ranks <= 8 else max(0.2, min(0.32, 5.2 / num_ranks))), across)
 
 
 def shortest(bars: Sequence[Bar]) -> Number:
@@ -111,33 +105,52 @@ def scaled(title: str, across: Number, first: Number) -> str:
     return f"{title} (time stretched {ratio:.2g} times)" if ratio > 1 else f"{title} (time compressed {1 / ratio:.2g} times)"
 
 
-def timeline_room(stage_to_rank: Sequence[int], across: Number, above: float = 0) -> Part:
-    """The room of a timeline with that many inches above it."""
-    num_ranks = max(stage_to_rank) + 1
-    row = 0.42 if num_ranks <= 8 else max(0.2, min(0.32, 5.2 / num_ranks))
-    return Part(num_ranks, num_ranks * row, above, across)
+def timeline_key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> list[Entry]:
+    """What the colours of timelines mean."""
+    kinds = [kind for kind in Kind if any(bar.action.kind == kind for line in timelines for bar in line.bars)]
+    groups = timelines[0].num_groups
+    if groups:
+        entries = [(f"group {group}", group_colour(group)) for group in range(min(groups, _MOST_NAMED))]
+        entries += [(f"and {groups - _MOST_NAMED} more", "")] * (groups > _MOST_NAMED)
+        entries += [("paler: a prompt", group_colour(0, pale=True))] * any(line.prompts for line in timelines)
+    else:
+        entries = [(WORDS[kind], colour_of(kind, 0, 1)) for kind in kinds]
+        several = len(stage_to_rank) > max(stage_to_rank) + 1
+        entries += [("later stage of its rank", colour_of(Kind.F, 1, 1))] * several
+    rest = "begin, outputs" if kinds == [Kind.F] else "begin, sums, update"
+    entries += [(rest, _REST)] * any(line.rest for line in timelines)
+    entries += [("arrives", _SENT)] * any(line.sends for line in timelines)
+    entries += [("to the host", _OUT), ("back", _BACK)] * any(line.copies for line in timelines)
+    return [*entries, ("idle", IDLE)]
 
 
-def draw_timeline(panel: Panel, line: Timeline, stage_to_rank: Sequence[int], labels: Labels) -> None:
-    """Draw a timeline onto a panel that has room for it."""
-    ranks = range(max(stage_to_rank) + 1)
-    bars = [(bar, bar.rank) for bar in line.bars]
-    panel.lanes({str(rank): rank for rank in ranks}, bars, line.end or 1, stage_to_rank, labels)
-    draw_others(panel, line)
+def looks(
+    line: Timeline, stage_to_rank: Sequence[int], scale: float, tops: dict[tuple[int, Kind], float] | None = None
+) -> Iterator[Look]:
+    """How each bar looks, in the row of its rank, or, if ``tops`` are given, of its stage and kind."""
+    orders = [list(stage_to_rank[:stage]).count(rank) for stage, rank in enumerate(stage_to_rank)]
+    for rank, (stage, kind, microbatch), start, end in line.bars:
+        place = (rank if tops is None else tops[stage, kind]), float(start), float(end)
+        if line.num_groups and tops is None:
+            turn, group = divmod(microbatch, line.num_groups)
+            prompt = microbatch in line.prompts
+            label, colour = f"group {group}" + ", prompt" * prompt, group_colour(group, pale=prompt)
+            yield Look(label, kind, colour, 0, str(turn), *place)
+        else:
+            colour = colour_of(kind, orders[stage], max(orders), scale * float(end - start))
+            yield Look(f"{kind} {orders[stage]}", kind, colour, orders[stage], str(microbatch), *place)
 
 
-def copied_key(copies: Sequence[Copied]) -> list[Entry]:
-    """What the colours of copies mean, if there are any."""
-    return [("to the host", OUT, 0), ("back", BACK, 0)] if copies else []
-
-
-def draw_others(panel: Panel, line: Timeline) -> None:
-    """Draw what is no action: the rest of a step, copies, what arrives, and what the timeline is called."""
-    for back, colour, top in ((False, OUT, 0.74), (True, BACK, 0.84)):
-        boxes = [(each.start, each.end, each.rank + top, each.rank + top + 0.1) for each in line.copies if each.back == back]
-        edges = [min(0.5, 0.1 * panel.points[0] * (end - start)) for start, end, _, _ in boxes]
-        panel.rectangles(boxes, colour, "copies back" if back else "copies to the host", edges)
-    panel.rectangles([(start, end, *inside(rank)) for rank, start, end in line.rest], REST, "rest")
-    panel.rectangles([(start, end, rank + 0.94, rank + 1.04) for rank, start, end in line.sends], SENT, "sends")
-    panel.axes.set_ylabel("rank", size=9, color=INK)
-    panel.title(line.title)
+def draw_timeline(axes: Axes, line: Timeline, stage_to_rank: Sequence[int], scale: float) -> list[Look]:
+    """Draw a timeline, a unit of time ``scale`` points wide, with a title; returns its bars, for their numbers."""
+    bars = list(looks(line, stage_to_rank, scale))
+    draw_rows(axes, {str(rank): rank for rank in range(max(stage_to_rank) + 1)}, line.end or 1)
+    draw_bars(axes, bars, scale)
+    for back, label, colour, top in ((False, "copies to the host", _OUT, 0.74), (True, "copies back", _BACK, 0.84)):
+        copies = [(copy.rank + top, 0.1, copy.start, copy.end) for copy in line.copies if copy.back == back]
+        draw_boxes(axes, copies, colour, label, scale)
+    draw_boxes(axes, [(*inside(rank), start, end) for rank, start, end in line.rest], _REST, "rest")
+    draw_boxes(axes, [(rank + 0.94, 0.1, start, end) for rank, start, end in line.sends], _SENT, "sends")
+    axes.set_ylabel("rank", size=9, color=INK)
+    axes.set_title(line.title, loc="left", size=9, weight="bold", color=INK)
+    return bars

@@ -1,0 +1,511 @@
+"""What the compiled programs of a step communicate between devices, read from their optimized HLO.
+
+Within a program the compiler decides what is communicated: from annotations of shardings it makes all-reduces and all-gathers that
+stand nowhere in the user's code, joins several collectives into one, or moves a collective out of a loop. So nothing here is
+computed from the model. The text of what will run is read, and every collective in it is counted with its bytes, the mesh axes
+over which it runs, and how often it runs.
+
+Bytes are the bytes of a collective's operands on one device, whatever the algorithm sends over the wires for them. They are the
+bytes of what runs: XLA for CPUs has no bf16 collectives and reduces f32 instead.
+
+A compiled program prints as computations, an instruction on each line (``compiled.as_text()``)::
+
+    %body (arg: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+      %psum = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+    }
+    ENTRY %main (param: f32[4,8]) -> f32[4,8] {
+      %loop = (s32[], f32[4,8]{1,0}) while(%t), body=%body, condition=%cond, backend_config={"known_trip_count":{"n":"5"}}
+    }
+
+The text is parsed into names, shapes, operands and calls; what an instruction computes is ignored. This works across versions of
+XLA, some of which print shapes beside operands, and which write groups of devices in any of four forms (``parse_groups``).
+"""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpp.engine.engine import Engine
+from jaxpp.errors import ArgumentError
+from jaxpp.runtime.bind import BoundLine
+from jaxpp.runtime.place import DATA
+from jaxpp.runtime.replica_groups import Mean
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.own_params import Joint
+from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables.html import html_remarks, html_table
+from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.types import Batch, Key
+
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "Collective",
+    "Collectives",
+    "ProgramCollective",
+    "collectives_of",
+    "parse_groups",
+    "parse_shape",
+    "read_collectives",
+]
+
+COLLECTIVE_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+"""The collectives of XLA."""
+
+_STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+_UNKNOWN = "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
+_HOST = "(host): in host memory"
+_ARRAY = re.compile(r"(?P<type>[a-z]\w*)\[(?P<sizes>[^\]]*)\](?P<layout>\{[^}]*\})?")
+_HEADER = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s+=\s+(?P<rest>.*)$")
+_OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
+_ROLES = "calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation"
+_CALLED = re.compile(rf"\b(?P<role>{_ROLES})=(?:\{{(?P<many>[^{{}}]*)\}}|%?(?P<one>[\w.\-]+))")
+_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"(\d+)"')
+_IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
+_AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_WITHOUT_BITS = ("token", "opaque")
+_HOST_MEMORY = "S(5)"
+_PACKED = re.compile(r"E\((\d+)\)")
+
+
+class Shape(NamedTuple):
+    """The arrays of a value on one device, as ``f32[4,8]``, several if it is a tuple; and the bytes of all of them."""
+
+    arrays: tuple[str, ...]
+    num_bytes: int
+    on_host: bool
+
+
+class Call(NamedTuple):
+    """A computation that an instruction runs, how often (None if that is not known), and whether the instruction is a loop."""
+
+    computation: str
+    times: int | None
+    in_loop: bool
+
+
+class HloInstruction(NamedTuple):
+    """A line of a computation; its attributes are what stands behind the operands, without quoted strings."""
+
+    name: str
+    result: Shape
+    opcode: str
+    operands: tuple[Shape, ...]
+    attributes: str
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a compiled program.
+
+    Attributes:
+        kind: one of ``COLLECTIVE_KINDS``.
+        num_bytes: bytes of its operands on one device.
+        groups: positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute
+            each pair of source and target. A group of one device, which does not communicate, is among them.
+        axes: the mesh axes over which it runs: the axes along which devices of one group differ.
+        shapes: of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives.
+        on_host: whether an operand or result is in host memory.
+        times: how often it runs in one run of the program.
+        in_loop: whether it is in the body of a loop.
+        exact: whether ``times`` is known. In a loop without a trip count, or in a branch, it is not, and counts as once.
+    """
+
+    kind: str
+    num_bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    axes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    on_host: bool
+    times: int
+    in_loop: bool
+    exact: bool
+
+
+class ProgramCollective(NamedTuple):
+    """A collective of one of the programs of a step.
+
+    Attributes:
+        program: what the step calls the program.
+        runs: how often the step runs the program.
+        collective: of the program.
+    """
+
+    program: str
+    runs: int
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All collectives of a step. ``print`` it for a table.
+
+    Attributes:
+        rows: the collectives of each program.
+        parameter_bytes: bytes of all parameters, including inactive tasks; None if not of interest.
+
+    Example:
+        >>> grads = Collective("all-reduce", 2048, ((0, 1),), ("data",), ("f32[512]",), False, 1, False, True)
+        >>> print(Collectives((ProgramCollective("gradients", 3, grads),), parameter_bytes=12288))
+          program        kind  axes  bytes  times  total
+        gradients  all-reduce  data  2 KiB      3  6 KiB
+        <BLANKLINE>
+        axes        kind  times  total
+        data  all-reduce      3  6 KiB
+        <BLANKLINE>
+        communicated 6 KiB of 12 KiB: all-reduced over data in a step, of all parameters
+    """
+
+    rows: tuple[ProgramCollective, ...]
+    parameter_bytes: int | None = None
+
+    def num_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None, program: str | None = None) -> int:
+        """Bytes of operands in a step.
+
+        Args:
+            kind: count only collectives of this kind.
+            axes: count only collectives that run over this axis, whatever others they run over; or, given a sequence of names, over
+                exactly these axes.
+            program: count only collectives of this program.
+        """
+        return sum(times * collective.num_bytes for times, collective in self._select(kind, axes, program))
+
+    def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None, program: str | None = None) -> int:
+        """How many collectives run in a step; the arguments are those of ``num_bytes``."""
+        return sum(times for times, _ in self._select(kind, axes, program))
+
+    def _select(self, kind: str | None, axes: str | Sequence[str] | None, program: str | None) -> Iterator[tuple[int, Collective]]:
+        for label, runs, collective in self.rows:
+            over = axes in collective.axes if isinstance(axes, str) else axes is None or set(axes) == set(collective.axes)
+            if over and kind in (None, collective.kind) and program in (None, label):
+                yield runs * collective.times, collective
+
+    @property
+    def communicated(self) -> int:
+        """Bytes that are all-reduced over the axis ``data`` in a step."""
+        return self.num_bytes("all-reduce", DATA)
+
+    def to_json(self) -> str:
+        """All numbers as JSON text, in bytes."""
+        rows = [{"program": program, "runs": runs} | asdict(collective) for program, runs, collective in self.rows]
+        sums = [
+            {"axes": axes, "kind": kind, "count": self.count(kind, axes), "num_bytes": self.num_bytes(kind, axes)}
+            for axes, kind in self._sums()
+        ]
+        return json.dumps({"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes})
+
+    def _sums(self) -> list[tuple[tuple[str, ...], str]]:
+        return sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
+
+    def _tables(self) -> tuple[list[list[str]], list[list[str]]]:
+        merged: Counter[tuple[str, str, str, int, bool, bool]] = Counter()
+        for program, runs, c in self.rows:
+            merged[program, c.kind, ", ".join(c.axes), c.num_bytes, c.on_host, c.exact] += runs * c.times
+        rows = [["program", "kind", "axes", "bytes", "times", "total"]]
+        for (program, kind, axes, num_bytes, on_host, exact), times in merged.items():
+            size, often = bytes_in_words(num_bytes) + " (host)" * on_host, f"{times:,}" + "?" * (not exact)
+            rows.append([program, kind, axes, size, often, bytes_in_words(times * num_bytes)])
+        sums = [["axes", "kind", "times", "total"]]
+        for axes, kind in self._sums():
+            sums.append([", ".join(axes), kind, f"{self.count(kind, axes):,}", bytes_in_words(self.num_bytes(kind, axes))])
+        return rows, sums
+
+    def remarks(self) -> list[str]:
+        """What the table's marks mean, and how much of the parameters was communicated."""
+        found = [_HOST] if any(row.collective.on_host for row in self.rows) else []
+        found += [] if all(row.collective.exact for row in self.rows) else [_UNKNOWN]
+        if self.parameter_bytes is not None:
+            sizes = f"{bytes_in_words(self.communicated)} of {bytes_in_words(self.parameter_bytes)}"
+            found.append(f"communicated {sizes}: all-reduced over {DATA} in a step, of all parameters")
+        return found
+
+    def __str__(self) -> str:
+        tables = [table_lines(table) for table in self._tables()] if self.rows else [["no collectives"]]
+        return "\n\n".join("\n".join(lines) for lines in [*tables, fold_lines(self.remarks())] if lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        tables = "".join(map(html_table, self._tables())) if self.rows else "<p>no collectives</p>"
+        return tables + html_remarks(self.remarks())
+
+
+def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
+    """The collectives that a compiled program runs.
+
+    A collective without communication, where every group is one device, is left out. A collective that is split into a start and
+    a done counts once.
+
+    Args:
+        hlo_text: ``compiled.as_text()`` of ``compiled = jax.jit(f).lower(...).compile()``.
+        mesh_shape: the size of each axis of the mesh on which it runs, in the order of the mesh: ``mesh.shape``.
+
+    Returns:
+        the collectives in the order of the program; the collectives of a loop stand where the loop is.
+
+    Raises:
+        ArgumentError: the text is not the HLO of a compiled program, or not of one for this mesh.
+    """
+    where = f"read_collectives(hlo_text, mesh_shape={dict(mesh_shape)})"
+    computations, entry = parse_hlo(hlo_text)
+    num_devices = math.prod(mesh_shape.values())
+    if entry is None:
+        rule, fix = "the text must be the optimized HLO of a compiled program", "pass jax.jit(f).lower(...).compile().as_text()"
+        raise ArgumentError(where, rule, f"a text without ENTRY that begins with {hlo_text[:60]!r}", fix)
+    stated = [int(number) for number in _STATED.findall(hlo_text.split("\n", 1)[0])]
+    if stated and math.prod(stated) != num_devices:
+        got = f"a program for {math.prod(stated)} devices and a mesh of {num_devices}"
+        raise ArgumentError(where, "the program must be compiled for the mesh", got, "pass mesh.shape of the program's mesh")
+    found = [
+        _collective(instruction, kind, run, mesh_shape, where)
+        for instruction, kind, run in _walk(computations, entry, _Run(1, in_loop=False, exact=True))
+    ]
+    return tuple(collective for collective in found if collective.axes)
+
+
+class _Run(NamedTuple):
+    """How a computation is run: how often, whether in a loop, whether that is known."""
+
+    times: int
+    in_loop: bool
+    exact: bool
+
+
+def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, run: _Run) -> Iterator[tuple[HloInstruction, str, _Run]]:
+    """The collectives of a computation and of all that it runs."""
+    for instruction in computations.get(name, ()):
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVE_KINDS:
+            yield instruction, kind, run
+            continue
+        for called, times, in_loop in instruction.calls:
+            inside = _Run(run.times * (1 if times is None else times), run.in_loop or in_loop, run.exact and times is not None)
+            yield from _walk(computations, called, inside)
+
+
+def _collective(instruction: HloInstruction, kind: str, run: _Run, mesh_shape: Mapping[str, int], where: str) -> Collective:
+    num_devices = math.prod(mesh_shape.values())
+    groups = parse_groups(instruction.attributes, num_devices)
+    if groups is None:
+        got = f"{instruction.name}{instruction.attributes[:200]}"
+        raise ArgumentError(where, "the groups of devices must be written in a form that is known", got, "report it as a bug")
+    operands = instruction.operands
+    return Collective(
+        kind,
+        sum(operand.num_bytes for operand in operands),
+        groups,
+        _axes(groups, mesh_shape),
+        tuple(array for operand in operands for array in operand.arrays),
+        any(shape.on_host for shape in (*operands, instruction.result)),
+        *run,
+    )
+
+
+def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which the devices of some group differ."""
+    differ = np.zeros(len(mesh_shape), bool)
+    for group in filter(None, groups):
+        places = np.array(np.unravel_index(np.array(group), tuple(mesh_shape.values())))
+        differ |= (places != places[:, :1]).any(axis=1)
+    return tuple(axis for axis, moves in zip(mesh_shape, differ, strict=True) if moves)
+
+
+def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int = 0) -> Collectives:
+    """Read the programs of a step; ``num_other`` are the bytes of all other tasks' parameters, before they are sharded.
+
+    Programs are named by what they do, and a program that runs for every microbatch is named once. The bytes of all parameters are
+    what one device would hold of them, with the parameters of each stage counted once.
+    """
+    plan, lowered = engine.plan("update", batch, key)
+    calls = [instruction.call for instruction in plan.instructions]
+    runs: Counter[tuple[str, int]] = Counter()
+    found: dict[tuple[str, int], tuple[Collective, ...]] = {}
+    for line, call in zip(lowered.bound.lines, calls, strict=True):
+        for label, program, shape in _programs(line, call):
+            name = label, id(program)
+            runs[name] += 1
+            if name not in found:
+                found[name] = read_collectives(program.as_text(), shape)
+    rows = tuple(ProgramCollective(name[0], runs[name], each) for name, collectives in found.items() for each in collectives)
+    params = engine.layout.params
+    pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
+    sizes = [engine.placement[name.stage].num_bytes(name.ref, aval) for name, aval in pairs]
+    own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
+    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.own))) if own else 1.0
+    return Collectives(rows, sum(sizes) + round(share * num_other))
+
+
+def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
+    """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
+    sizes = dict(line.place.axis_sizes)
+    if not sizes:
+        return []
+    if isinstance(call, Mean):
+        groups = call.groups.current
+        return [(f"{line.label}, replicas {' '.join(map(str, g))}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
+    if line.program is None:
+        return []
+    label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
+    return [(label, call, sizes)]
+
+
+def parse_hlo(text: str) -> tuple[dict[str, list[HloInstruction]], str | None]:
+    """The instructions of each computation by its name, and the name of the one that is run; None if the text has none."""
+    computations: dict[str, list[HloInstruction]] = {}
+    known: dict[str, Shape] = {}
+    entry, current = None, None
+    for line in text.splitlines():
+        found = _INSTRUCTION.match(line)
+        if found and current is not None:
+            current.append(_instruction(found["name"], found["rest"], known))
+        elif found is None and (header := _HEADER.match(line)):
+            current, known = computations.setdefault(header["name"], []), {}
+            entry = header["name"] if header["entry"] else entry
+        elif line.lstrip().startswith("}"):
+            current = None
+    return computations, entry
+
+
+def parse_shape(text: str) -> Shape:
+    """The shape at the beginning of a text such as ``(f32[], bf16[16,16]{1,0:S(5)})``; tuples are flattened."""
+    arrays, num_bytes, on_host = [], 0, False
+    for found in _ARRAY.finditer(_until(text, 0) if text.startswith("(") else text.split(" ", 1)[0]):
+        layout = found["layout"] or ""
+        sizes = [int(size.strip("<= ")) for size in found["sizes"].split(",") if size.strip()]
+        arrays.append(f"{found['type']}[{found['sizes']}]")
+        num_bytes += -(-math.prod(sizes) * _bits(found["type"], layout) // 8)
+        on_host |= _HOST_MEMORY in layout
+    return Shape(tuple(arrays), num_bytes, on_host)
+
+
+def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
+    """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``.
+
+    Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
+    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (which the partitioner of JAX 0.10 writes, and all of 0.11; an axis may be a
+    part, ``'a':(2)4``), and for all devices ``{}``. The result is None if the groups are written in none of these forms.
+    """
+    found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
+    text = attributes[found.end() :] if found else "{}"
+    mesh, iota = _MESH.match(text), _IOTA.match(text)
+    rows = _mesh_groups(mesh) if mesh else _iota(iota) if iota else None
+    if rows is not None:
+        return tuple(map(tuple, rows.tolist()))
+    if not text.startswith("{"):
+        return None
+    inside = _until(text, 0)[1:-1]
+    groups = tuple(_ints(group) for group in re.findall(r"\{([^{}]*)\}", inside)) or (_ints(inside),)
+    return groups if any(groups) else (tuple(range(num_devices)),)
+
+
+def _instruction(name: str, rest: str, known: dict[str, Shape]) -> HloInstruction:
+    result = known[name] = parse_shape(rest)
+    behind = rest[len(_until(rest, 0)) :] if rest.startswith("(") else rest[len(rest.split(" ", 1)[0]) :]
+    found = _OPCODE.match(behind)
+    if found is None:
+        return HloInstruction(name, result, "", (), "", ())
+    inside = _until(behind, found.end() - 1)
+    attributes = behind[found.end() - 1 + len(inside) :]
+    opcode = found["opcode"]
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', attributes)
+    texts = map(str.strip, _split(inside[1:-1])) if opcode != "constant" else ()
+    operands = tuple(known.get(text.split(" ")[-1].lstrip("%")) or parse_shape(text) for text in texts)
+    return HloInstruction(name, result, opcode, operands, bare, tuple(_calls(opcode, bare, attributes)))
+
+
+def _calls(opcode: str, bare: str, attributes: str) -> Iterator[Call]:
+    if opcode in ("async-update", "async-done"):
+        return  # they name again what their start runs
+    trips = _TRIPS.search(attributes.replace("\\", ""))
+    for found in _CALLED.finditer(bare):
+        loops = opcode == "while"
+        times = 1 if not loops else int(trips[1]) + (found["role"] == "condition") if trips else None
+        times = None if found["role"] in _BRANCHES else times
+        for name in _split(found["many"] or found["one"] or ""):
+            yield Call(name.strip().lstrip("%"), times, loops)
+
+
+def _bits(kind: str, layout: str) -> int:
+    """Bits of an element: types of less than a byte take one, unless their layout packs them."""
+    if kind in _WITHOUT_BITS:
+        return 0
+    digits = re.search(r"\d+", kind)
+    packed = _PACKED.search(layout)
+    return int(packed[1]) if packed else max(8, int(digits[0])) if digits else 8
+
+
+def _until(text: str, start: int) -> str:
+    """From the bracket at ``start`` to the one that closes it."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] in "({[") - (text[at] in ")}]")
+        if depth == 0:
+            return text[start : at + 1]
+    return text[start:]
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that are in no bracket."""
+    parts, depth = [""], 0
+    for letter in re.sub(r"/\*.*?\*/", "", text):
+        depth += (letter in "({[") - (letter in ")}]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _iota(found: re.Match[str]) -> np.ndarray:
+    """``[2,2]<=[2,2]T(1,0)``: numbers in a row, shaped, transposed, shaped again."""
+    sizes = _ints(found["of"] or found["to"])
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    if found["perm"]:
+        numbers = numbers.transpose(_ints(found["perm"]))
+    return numbers.reshape(_ints(found["to"])) if found["of"] else numbers
+
+
+def _mesh_groups(found: re.Match[str]) -> np.ndarray:
+    """The groups along axes of a mesh, each axis whole or the part ``:(before)size`` of it."""
+    pairs = [part.strip().rsplit("=", 1) for part in found["sizes"].split(",")]
+    sizes = {name.strip("'"): int(size) for name, size in pairs}
+    ids = found["ids"] or ""
+    iota = _IOTA.match(ids)
+    devices = _iota(iota).ravel() if iota else np.array(_ints(ids) or range(math.prod(sizes.values())))
+    wanted = [(axis["name"], axis["before"], axis["size"]) for part in _split(found["axes"]) if (axis := _AXIS.match(part.strip()))]
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    for name, before, size in wanted:
+        cuts[name] |= {int(before), int(before) * int(size)} if before else set()
+    parts = [(name, low, high // low) for name in sizes for low, high in itertools.pairwise(sorted(cuts[name]))]
+    along = [
+        number
+        for name, before, size in wanted
+        for number, (axis, low, length) in enumerate(parts)
+        if axis == name and (not before or int(before) <= low < int(before) * int(size)) and length > 1
+    ]
+    rest = [number for number in range(len(parts)) if number not in along]
+    grid = devices.reshape([length for _, _, length in parts]).transpose(*rest, *along)
+    return grid.reshape(-1, math.prod(parts[number][2] for number in along))

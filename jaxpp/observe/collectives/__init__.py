@@ -1,1 +1,0 @@
-"""Communication: what the compiled programs of a step send between the devices of a sub-mesh."""

@@ -1,1 +1,0 @@
-"""The schedules by name, one kind a file."""
