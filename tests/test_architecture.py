@@ -13,7 +13,6 @@ import types
 import pytest
 
 import jaxpp
-from tests.conftest import in_parts
 
 ROOT = pathlib.Path(jaxpp.__file__).parent
 PROJECT = ROOT.parent

@@ -13,7 +13,7 @@ from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.schedule import Kind
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 FIRST_HALF = {"dense_0", "dense_1", "dense_2", "dense_3"}
 

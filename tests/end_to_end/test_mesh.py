@@ -17,8 +17,7 @@ from jaxpp.runtime.transfer import sender
 from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
-from tests.end_to_end.test_transparency import schedule_for
+from tests.models import gpt_case, mlp_case, schedule_for
 
 GPT_RULES = {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}
 MLP_RULES = {"dense_[024]": "column", "dense_[135]": "row"}

@@ -12,7 +12,7 @@ from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, Schedu
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.end_to_end.test_transparency import schedule_for
+from tests.models import schedule_for
 
 
 class Norms(nn.Module):

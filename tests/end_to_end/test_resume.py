@@ -19,8 +19,8 @@ from jax.sharding import SingleDeviceSharding
 import jaxpp
 from jaxpp.verify import compare
 from tests.docs.test_readme import ROOT
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn
-from tests.end_to_end.test_checkpoint import LAYERS, advance, loop, looped
+from tests.end_to_end.test_checkpoint import advance, loop
+from tests.models import LAYERS, PARAMS, X, looped, loss_fn
 
 BITS = {
     "the same": {},

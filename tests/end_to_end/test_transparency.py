@@ -10,10 +10,10 @@ import pytest
 import jaxpp
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.options import Options
-from jaxpp.schedule import SCHEDULES, Schedule, make
+from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case, schedule_for
 
 CASES = {"mlp": mlp_case, "gpt": gpt_case}
 STAGES = (1, 2, 3, 4, 8)
@@ -54,15 +54,6 @@ def engines(case, stages: int, microbatches: int, names: Sequence[str]) -> dict[
     )
     made = {name: schedule_for(name, stages, microbatches) for name in names}
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
-
-
-def schedule_for(name: str, stages: int, microbatches: int) -> Schedule | None:
-    """The schedule for these sizes, if there is one."""
-    recipe = SCHEDULES[name]
-    ranks = stages // recipe.stages_per_rank
-    if ranks * recipe.stages_per_rank == stages and recipe.allows(ranks, microbatches):
-        return make(name, num_ranks=ranks, num_microbatches=microbatches)
-    return None
 
 
 @pytest.mark.parametrize(
