@@ -81,12 +81,6 @@ def test_nothing_is_drawn_in_a_pipe_or_a_log(monkeypatch):
     assert drawn(monkeypatch, io.StringIO()) == "table"
 
 
-def test_every_bar_is_of_that_kind():
-    for folder in ("jaxpp", "experiments", "models"):
-        for file in (ROOT / folder).rglob("*.py"):
-            assert file.name == "progress.py" or not re.search(r"\btqdm\(", file.read_text()), file
-
-
 def test_compiling_draws_nothing_in_a_log(monkeypatch):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     params = {"a": jnp.full((4, 4), 0.1), "b": jnp.ones((4, 2))}
