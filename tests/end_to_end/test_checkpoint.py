@@ -211,7 +211,10 @@ def advance(pipe, state, run, num_steps):
     return state
 
 
-@pytest.mark.parametrize("name", RUNS)
+SHORT = ("unequal slices", "rows", "loss scale", "model state", "linen, with dropout", "stages by hand")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in RUNS])
 def test_a_restored_state_goes_on_with_the_same_bits(name, tmp_path):
     run = RUNS[name]()
     pipe = run.make()

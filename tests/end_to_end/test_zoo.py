@@ -64,10 +64,10 @@ def test_every_model_is_here():
 @pytest.mark.parametrize(
     ("model", "dtype", "stages"),
     [
-        ("mlp", "float32", 4),  # gpt: in test_transparency.py
-        ("resnet", "float64", 4),
-        ("unet", "float64", 2),
-        ("seq2seq", "float32", 2),
+        pytest.param("mlp", "float32", 4, marks=pytest.mark.long),  # gpt: in test_transparency.py
+        pytest.param("resnet", "float64", 4, marks=pytest.mark.long),
+        pytest.param("unet", "float64", 2, marks=pytest.mark.long),
+        pytest.param("seq2seq", "float32", 2, marks=pytest.mark.long),
         pytest.param("resnet", "float32", 1, marks=pytest.mark.slow),
         pytest.param("nnx_gpt", "float32", 2, marks=pytest.mark.slow),  # the zoo's test trains and verifies it
         ("adapters", "float32", 2),
@@ -86,6 +86,7 @@ def test_the_full_grid_equals_the_oracle(model, dtype, stages, microbatches):
     check(model, dtype, stages, microbatches)
 
 
+@pytest.mark.long
 def test_padding_changes_no_prediction():
     model = Seq2Seq(vocab_size=16, max_length=8, width=8, depth=1, num_heads=2, dropout=0.0)
     source, target = jnp.asarray([[3, 4, 5]]), jnp.asarray([[1, 6, 7]])
@@ -94,6 +95,7 @@ def test_padding_changes_no_prediction():
     np.testing.assert_allclose(model.apply(variables, source, target), model.apply(variables, *wide)[:, :3], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_an_evaluation_leaves_the_running_averages():
     model = ResNet(num_classes=3, width=4, groups=(1, 1))
     images = jax.random.normal(jax.random.key(1), (2, 8, 8, 1))
