@@ -14,7 +14,7 @@ from tests.models import PARAMS, X, gpt_case, loss_fn, pipeline
 
 def test_init_from_parameters_works_for_a_loss_that_takes_a_key():
     # The key's shape, not a key, was asked for its implementation.
-    case = gpt_case()
+    case = gpt_case(batch_size=4, depth=1, width=8)
     pipe = pipeline(case.loss_fn, has_aux=True)
     state = pipe.init(case.params, case.batch)
     _, metrics = pipe.step(state, case.batch, case.key)

@@ -289,6 +289,7 @@ def test_ranks_share_sub_meshes_if_there_are_fewer():
     pipe.verify(state, case.batch)
 
 
+@pytest.mark.long
 def test_an_optimizer_leaf_is_sharded_like_its_parameter():
     case = gpt_case(batch_size=8)
     for optimizer in (optax.lion(1e-3), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))):

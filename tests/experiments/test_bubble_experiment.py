@@ -53,6 +53,7 @@ def test_schedules_of_which_none_runs_are_refused(tmp_path, monkeypatch):
         main()
 
 
+@pytest.mark.long
 def test_the_price_of_tracing_is_a_ratio_for_each_model(capsys):
     found = tracing(Tracing(steps=1), {"small": Config(**SMALL)}).ratios
     assert found["small"] > 0

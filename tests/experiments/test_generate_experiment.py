@@ -159,6 +159,7 @@ def test_speeds_are_measured_and_shown(result):
     assert found["versions"]["jax"] == jax.__version__
 
 
+@pytest.mark.long
 def test_a_part_alone_runs_alone(monkeypatch):
     monkeypatch.setattr("experiments.generate.main.train", None)
     found = run(dataclasses.replace(TINY, parts=("one-thread",)))

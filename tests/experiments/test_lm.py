@@ -30,6 +30,7 @@ def story(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_pipelined_and_plain_training_print_the_same_losses(story, capsys):
     config = dataclasses.replace(TINY, text=story)
     pipelined, plain = run(config), run(dataclasses.replace(config, plain=True))

@@ -83,6 +83,7 @@ def test_no_labels_of_the_figure_overlap(result):
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
+@pytest.mark.long
 def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("experiments.options.has_matplotlib", lambda: False)
     config = dataclasses.replace(TINY, pairs=("mlp-1f1b",), no_figure=False, figure=tmp_path / "memory.png")

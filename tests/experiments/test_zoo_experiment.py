@@ -150,6 +150,7 @@ def test_too_many_stages_name_the_model():
     assert caught.value.__notes__ == ["This was the model mlp."]
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_equal_the_oracle_ends_the_run(monkeypatch):
     def differs(*args):
         raise VerifyError("verify", "it differs", "1", "look")
