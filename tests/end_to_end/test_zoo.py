@@ -16,14 +16,15 @@ from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.resnet import ResNet
 from models.seq2seq import Seq2Seq
-from tests.models import ZOO, ZooCase, schedule_for, seq2seq_case
+from tests.models import ZOO as CASES
+from tests.models import ZooCase, schedule_for, seq2seq_case
 
 DEEPER = {"deep seq2seq": lambda dtype: seq2seq_case(dtype, depth=2)}
 
 
 def check(model: str, dtype: str, stages: int, microbatches: int) -> None:
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        case = (ZOO | DEEPER)[model](dtype)
+        case = (CASES | DEEPER)[model](dtype)
         has_state = case.model_state is not None
         start = (case.params, case.model_state) if has_state else (case.params,)
         options = {"weight": case.weight} | ({"model_state": case.model_state} if has_state else {})
@@ -58,7 +59,7 @@ def data(tree):
 
 
 def test_every_model_is_here():
-    assert set(ZOO) == {path.stem for path in pathlib.Path(models.__file__).parent.glob("*.py")} - {"__init__"}
+    assert set(CASES) == {path.stem for path in pathlib.Path(models.__file__).parent.glob("*.py")} - {"__init__"}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_every_schedule_equals_the_oracle(model, dtype, stages):
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("model", [*ZOO, *DEEPER])
+@pytest.mark.parametrize("model", [*CASES, *DEEPER])
 def test_the_full_grid_equals_the_oracle(model, dtype, stages, microbatches):
     check(model, dtype, stages, microbatches)
 

@@ -29,7 +29,7 @@ from jaxpp.stages.program import Role
 from jaxpp.stages.remat.least import Least
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
-from tests.models import ZOO
+from tests.end_to_end.test_zoo import CASES
 from tests.random_models import LAYERS, from_host, half, random_model
 from tests.stages.test_split_backward import matmul_flops
 
@@ -146,9 +146,9 @@ NORMALISED = {"gpt", "resnet", "unet", "seq2seq", "nnx_gpt"}
 SLOW = {"unet", "seq2seq", "nnx_gpt"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ZOO])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_every_model_of_the_zoo_keeps_no_more_and_half_where_there_is_much_that_is_cheap(name):
-    loss = traced(ZOO[name]("float32"))
+    loss = traced(CASES[name]("float32"))
     for stages in (1, 2):
         before, after = cut_with(loss, stages, None, Least())
         for then, now in zip(before, after, strict=True):
