@@ -10,6 +10,8 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from PIL import Image
 
+pytestmark = pytest.mark.long
+
 BAR = """
 from jaxpp.runtime.progress import progress
 with progress(range(3), desc="a<b", mininterval=0) as bar:

@@ -16,11 +16,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_first_snippet_has_at_most_twelve_lines():
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 12
-
-
 def test_the_blocks_pasted_in_order_into_one_session_elsewhere_run_and_the_first_prints_the_table_below_it(tmp_path):
     # Only jaxpp is installed there: the models, experiments and tests beside it are not.
     (tmp_path / "installed").mkdir()
@@ -59,31 +54,3 @@ def test_the_formulae_of_the_schedules_are_what_the_clock_says(name, usual, make
         sizes = {"p": fractions.Fraction(p), "m": fractions.Fraction(p * rounds), "v": fractions.Fraction(v)}
         assert found.makespan == value(makespan, **sizes)
         assert max(found.peak_residuals) * unit == value(residuals, **sizes)
-
-
-DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "experiments").glob("*/README.md"))]
-
-
-def paths_in(document):
-    """The paths that a document mentions outside of its code blocks, as links or in backticks; not what a run would write."""
-    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not re.match(r"https?:|#", link):
-            yield document.parent / link
-    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text):
-        first, *rest = name.split("/")
-        if first in ("jaxpp", "models", "experiments", "tests") and rest and rest[-1] != "out":
-            yield ROOT / name
-        elif name.endswith((".py", ".md", ".toml", ".typed")):
-            yield document.parent / name
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
-def test_every_path_that_a_document_mentions_exists(document):
-    assert not [str(path.relative_to(ROOT)) for path in paths_in(document) if not path.exists()]
-
-
-def test_the_architecture_names_every_file_of_the_library_once():
-    named = re.findall(r"^\| `(jaxpp/[^`]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-    files = [file for file in (ROOT / "jaxpp").rglob("*") if file.suffix in (".py", ".typed") and file.name != "__init__.py"]
-    assert sorted(named) == sorted(str(file.relative_to(ROOT)) for file in files)

@@ -81,12 +81,6 @@ def test_nothing_is_drawn_in_a_pipe_or_a_log(monkeypatch):
     assert drawn(monkeypatch, io.StringIO()) == "table"
 
 
-def test_every_bar_is_of_that_kind():
-    for folder in ("jaxpp", "experiments", "models"):
-        for file in (ROOT / folder).rglob("*.py"):
-            assert file.name == "progress.py" or not re.search(r"\btqdm\(", file.read_text()), file
-
-
 def test_compiling_draws_nothing_in_a_log(monkeypatch):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     params = {"a": jnp.full((4, 4), 0.1), "b": jnp.ones((4, 2))}
@@ -98,7 +92,7 @@ def test_compiling_draws_nothing_in_a_log(monkeypatch):
         assert rendered(stream.getvalue()) == [""]
 
 
-@pytest.mark.parametrize("terminal", [False, True], ids=["a pipe", "a terminal"])
+@pytest.mark.parametrize("terminal", [pytest.param(False, marks=pytest.mark.long), True], ids=["a pipe", "a terminal"])
 def test_an_experiment_prints_its_table_and_nothing_else(terminal, tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     command, environment = [*COMMAND, "--json", str(path)], os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
@@ -140,6 +134,7 @@ def test_without_a_file_of_results_nothing_but_the_summary_is_printed(capsys):
     assert capsys.readouterr().out == "a table\nfigures: out/table.png\n"
 
 
+@pytest.mark.long
 def test_an_experiment_prints_its_tables_and_a_line_of_json_in_the_file(monkeypatch, capsys, tmp_path):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr("sys.argv", f"speed --parts lowering --lowering 2 2 --no-figure --json {path}".split())

@@ -9,24 +9,12 @@ import pytest
 import jaxpp
 from jaxpp.errors import BankError, StateError
 from jaxpp.verify import compare, oracle
-from tests.conftest import gpt_case
-
-PARAMS = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6), "c": jnp.full((6, 2), 0.3)}
-X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
-
-
-def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]) ** 2)
-
-
-def pipeline(loss=loss_fn, optimizer=None, stages=2, microbatches=2, **options):
-    optimizer = optimizer or optax.adam(1e-2)
-    return jaxpp.Pipeline(loss, optimizer, num_stages=stages, num_microbatches=microbatches, **options)
+from tests.models import PARAMS, X, gpt_case, loss_fn, pipeline
 
 
 def test_init_from_parameters_works_for_a_loss_that_takes_a_key():
     # The key's shape, not a key, was asked for its implementation.
-    case = gpt_case()
+    case = gpt_case(batch_size=4, depth=1, width=8)
     pipe = pipeline(case.loss_fn, has_aux=True)
     state = pipe.init(case.params, case.batch)
     _, metrics = pipe.step(state, case.batch, case.key)

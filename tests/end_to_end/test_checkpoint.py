@@ -17,12 +17,9 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn
+from tests.models import LAYERS, PARAMS, X, looped, loss_fn
 from tests.optim import test_loss_scale
 from tests.stages import test_rows
-
-RNG = np.random.default_rng(3)
-LAYERS = {"w": jnp.asarray(RNG.normal(size=(8, 4, 4)) * 0.6, jnp.float32), "out": jnp.ones((4, 2))}
 
 
 class Run(NamedTuple):
@@ -32,11 +29,6 @@ class Run(NamedTuple):
     made: tuple[Any, ...]
     batch: Any
     key: Any = None
-
-
-def looped(params, x):
-    x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])
-    return jnp.mean((x @ params["out"]) ** 2)
 
 
 def run_of(loss=loss_fn, params=PARAMS, optimizer=None, batch=X, key=None, **options):
@@ -219,7 +211,10 @@ def advance(pipe, state, run, num_steps):
     return state
 
 
-@pytest.mark.parametrize("name", RUNS)
+SHORT = ("unequal slices", "rows", "loss scale", "model state", "linen, with dropout", "stages by hand")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in RUNS])
 def test_a_restored_state_goes_on_with_the_same_bits(name, tmp_path):
     run = RUNS[name]()
     pipe = run.make()

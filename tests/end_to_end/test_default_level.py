@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from tests.end_to_end.test_transparency import check
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -16,6 +18,7 @@ REPRESENTATIVE = (
 )
 
 
+@pytest.mark.long
 def test_results_equal_the_oracle_and_schedules_give_the_same_bits_at_the_default_optimisation():
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "optimization_level" not in flag and "fusion_emitters" not in flag]
     environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}

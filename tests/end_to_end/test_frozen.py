@@ -13,7 +13,7 @@ from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.schedule import Kind
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 FIRST_HALF = {"dense_0", "dense_1", "dense_2", "dense_3"}
 
@@ -46,8 +46,15 @@ def make(case, how, schedule="1f1b", **more):
     return jaxpp.Pipeline(loss_fn, optimizer, **(options | more)), loss_fn, optimizer
 
 
-@pytest.mark.parametrize("how", ["optimizer", "stop_gradient"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [
+        ("1f1b", "optimizer"),
+        pytest.param("1f1b", "stop_gradient", marks=pytest.mark.long),
+        pytest.param("zb-h1", "optimizer", marks=pytest.mark.long),
+        ("zb-h1", "stop_gradient"),
+    ],
+)
 def test_the_frozen_half_runs_no_backward_and_keeps_no_residual(how, schedule):
     case = mlp_case(batch_size=16)
     pipe, _, _ = make(case, how, schedule)
@@ -68,7 +75,7 @@ def test_the_frozen_half_runs_no_backward_and_keeps_no_residual(how, schedule):
     assert len(sends) == 4 * (3 + 1), "activations over three boundaries, cotangents over the last only"
 
 
-@pytest.mark.parametrize("how", ["optimizer", "stop_gradient"])
+@pytest.mark.parametrize("how", ["optimizer", pytest.param("stop_gradient", marks=pytest.mark.long)])
 def test_a_pipeline_with_a_frozen_half_trains_as_the_oracle_does(how):
     case = mlp_case(batch_size=16)
     pipe, loss_fn, optimizer = make(case, how)
@@ -99,6 +106,7 @@ def test_the_drop_in_gives_zero_gradients_for_what_is_stopped():
     assert not any(np.any(leaf) for name in FIRST_HALF for leaf in jax.tree.leaves(found[name]))
 
 
+@pytest.mark.long
 def test_a_tied_embedding_that_is_stopped_on_one_side_learns_from_the_other():
     case = gpt_case()
 

@@ -90,6 +90,7 @@ def kill(runs: Runs, folder: Path, kills: int, seed: int) -> None:
             print("kill", done, "found", newest, "left", sorted(path.name for path in place.iterdir()) if place.exists() else None)
 
 
+@pytest.mark.long
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(runs, tmp_path):
     kill(runs, tmp_path, 3, seed=0)
 

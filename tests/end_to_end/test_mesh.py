@@ -17,8 +17,7 @@ from jaxpp.runtime.send import Send
 from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
-from tests.end_to_end.test_transparency import schedule_for
+from tests.models import gpt_case, mlp_case, schedule_for
 
 GPT_RULES = {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}
 MLP_RULES = {"dense_[024]": "column", "dense_[135]": "row"}
@@ -46,7 +45,11 @@ def engines(case, stages, microbatches, **options):
 
 @pytest.mark.parametrize(
     ("model", "dtype", "stages"),
-    [("mlp", "float64", 2), pytest.param("mlp", "float32", 4, marks=pytest.mark.slow), ("gpt", "float32", 2)],
+    [
+        ("mlp", "float64", 2),
+        pytest.param("mlp", "float32", 4, marks=pytest.mark.slow),
+        pytest.param("gpt", "float32", 2, marks=pytest.mark.long),
+    ],
 )
 def test_two_by_two_by_two_equals_the_oracle_whatever_the_schedule(model, dtype, stages):
     with jax.enable_x64(dtype == "float64"):
@@ -84,6 +87,7 @@ def pipeline(case, optimizer=None, num_microbatches=2, **options):
     return jaxpp.Pipeline(case.loss_fn, optimizer or optax.adamw(1e-2), num_microbatches=num_microbatches, **given)
 
 
+@pytest.mark.long
 def test_steps_on_a_mesh_equal_those_of_one_replica_with_as_many_microbatches():
     case = gpt_case(batch_size=16)
     found = []
@@ -104,8 +108,8 @@ def test_steps_on_a_mesh_equal_those_of_one_replica_with_as_many_microbatches():
     [
         {"weight": lambda batch: (batch["y"] + 1).sum()},
         {"reduce_aux": {"ones": "sum", "accuracy": "max", "logits": "join"}},
-        {"schedule": "zb-h1", "remat": "recompute"},
-        {"loss_scale": DynamicScale(scale=2.0**10)},
+        pytest.param({"schedule": "zb-h1", "remat": "recompute"}, marks=pytest.mark.long),
+        pytest.param({"loss_scale": DynamicScale(scale=2.0**10)}, marks=pytest.mark.long),
     ],
     ids=["weight", "reduce_aux", "zb-h1 and remat", "loss_scale"],
 )
@@ -119,6 +123,7 @@ def test_options_mean_the_same_on_a_mesh(options):
     pipe.verify(state, case.batch)
 
 
+@pytest.mark.long
 def test_parameters_are_born_sharded_with_the_bits_of_jit_and_stay_so():
     case = gpt_case(batch_size=8)
     pipe = pipeline(case, mesh=mesh_of())
@@ -245,6 +250,7 @@ def test_a_loop_over_layers_is_cut_on_a_mesh():
     pipe.verify(state, batch)
 
 
+@pytest.mark.long
 def test_forecast_and_profile_count_what_each_device_of_a_rank_holds():
     case = mlp_case(batch_size=16)
     pipe = pipeline(case, mesh=mesh_of())
@@ -283,6 +289,7 @@ def test_ranks_share_sub_meshes_if_there_are_fewer():
     pipe.verify(state, case.batch)
 
 
+@pytest.mark.long
 def test_an_optimizer_leaf_is_sharded_like_its_parameter():
     case = gpt_case(batch_size=8)
     for optimizer in (optax.lion(1e-3), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))):

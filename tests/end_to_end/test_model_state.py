@@ -12,7 +12,7 @@ from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, Schedu
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.end_to_end.test_transparency import schedule_for
+from tests.models import schedule_for
 
 
 class Norms(nn.Module):
@@ -54,6 +54,7 @@ def pipeline(num_stages, num_microbatches, schedule="1f1b", loss=loss_fn, **opti
     return jaxpp.Pipeline(loss, optax.sgd(0.1), has_state=True, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_running_statistics_equal_the_oracles_after_five_steps(x64, microbatches):
     pipe = pipeline(3, microbatches)
@@ -69,7 +70,7 @@ def test_running_statistics_equal_the_oracles_after_five_steps(x64, microbatches
         compare("aux", metrics.aux, aux)
 
 
-@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_every_schedule_equals_the_oracle(x64, stages):
     params, stats = jax.jit(init)(jax.random.key(0))
     loss, aux, grads, stats_after = oracle(loss_fn, params, BATCH, None, 4, model_state=stats)
@@ -85,6 +86,7 @@ def test_every_schedule_equals_the_oracle(x64, stages):
             compare(f"{name} grads", outcome.grads, jax.tree.leaves(grads), floor=GRAD_FLOOR)
 
 
+@pytest.mark.long
 def test_verify_tells_rounding_from_a_difference(monkeypatch):
     pipe = pipeline(2, 4)  # a dense bias before a norm has a gradient of rounding alone, larger than float32's usual share
     state = pipe.init(init, jax.random.key(0), BATCH)

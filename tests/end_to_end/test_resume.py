@@ -19,8 +19,8 @@ from jax.sharding import SingleDeviceSharding
 import jaxpp
 from jaxpp.verify import compare
 from tests.docs.test_readme import ROOT
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn
-from tests.end_to_end.test_checkpoint import LAYERS, advance, loop, looped
+from tests.end_to_end.test_checkpoint import advance, loop
+from tests.models import LAYERS, PARAMS, X, looped, loss_fn
 
 BITS = {
     "the same": {},
@@ -68,13 +68,21 @@ def resumed(path, run, **options):
     return advance(pipe, state, run, 10)
 
 
-@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("name", [*list(BITS)[:2], *(pytest.param(name, marks=pytest.mark.long) for name in list(BITS)[2:])])
 def test_another_pipeline_that_adds_in_the_same_order_goes_on_with_the_same_bits(half_way, name):
     path, wanted = half_way["loop"]
     chex.assert_trees_all_equal(resumed(path, loop(), **BITS[name]), wanted)
 
 
-@pytest.mark.parametrize("name", [*CLOSE, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one stage",
+        "two replicas",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("three stages", "eight stages on a V")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 def test_a_checkpoint_opens_at_any_number_of_stages_with_any_schedule(half_way, name):
     path, wanted = half_way["loop"]
     state = resumed(path, loop(), **(CLOSE | SLOW)[name])
@@ -119,6 +127,7 @@ np.savez(sys.argv[1] + "/plain.npz", *jax.tree.leaves((params, opt_state)))
 """
 
 
+@pytest.mark.long
 def test_twenty_steps_are_ten_and_ten_in_a_new_process_with_jaxpp_or_without(half_way, tmp_path):
     np.save(tmp_path / "x.npy", X)
     folder = half_way["loop"][0].parent

@@ -70,6 +70,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loss_fn", "name"), [(loop, "clip and adamw"), (loop, "MultiSteps"), (scan, "clip and adamw")])
 def test_tracing_cutting_and_lowering_grow_linearly_with_parameter_leaves(loss_fn, name):
     def prepare(num_leaves):
@@ -103,6 +104,7 @@ def pipeline(loss_fn=squares, num_stages=2, num_microbatches=2, **options):
     return pipe, pipe.init(params, jnp.ones((2 * num_microbatches, 4)))
 
 
+@pytest.mark.long
 def test_of_all_batch_shapes_the_last_ones_used_are_kept():
     # Plans, drafts, cuts and programs were kept for every size for ever: 24 MiB a size.
     pipe, state = pipeline(max_shapes=2)
@@ -132,6 +134,7 @@ def test_of_all_batch_shapes_the_last_ones_used_are_kept():
     assert len(engine.programs) == count
 
 
+@pytest.mark.long
 def test_programs_that_call_the_host_are_forgotten_with_their_plans():
     # Each was known by itself to what was compiled for it, so it lived as long as the pipeline.
     def loss_fn(params, batch):
@@ -171,6 +174,7 @@ def test_max_shapes_is_a_count():
         jaxpp.Pipeline(squares, optax.sgd(0.1), num_stages=2, max_shapes=0)
 
 
+@pytest.mark.long
 def test_what_is_the_same_is_compiled_once_a_device():
     # Each stage's programs, and the update at each batch size, were compiled by themselves.
     device = jax.devices()[:1]
@@ -218,7 +222,7 @@ def test_host_functions_of_equal_stages_are_called_each():
     assert set(called) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("kind", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long), "unsafe_rbg"])
 def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
     # A fold for each stage and microbatch: 64 x 256 did not finish compiling.
     key = jax.random.key(3, impl=kind)

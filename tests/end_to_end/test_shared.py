@@ -79,7 +79,11 @@ def test_a_shared_leaf_is_one_array_on_each_device_not_one_a_microbatch():
     assert pipe.profile(state, BATCH, num_steps=1).ledger
 
 
-@pytest.mark.parametrize("weight", [None, lambda batch: jnp.abs(batch["x"]).sum() * batch["beta"]], ids=["sizes", "weight"])
+@pytest.mark.parametrize(
+    "weight",
+    [pytest.param(None, marks=pytest.mark.long), lambda batch: jnp.abs(batch["x"]).sum() * batch["beta"]],
+    ids=["sizes", "weight"],
+)
 def test_replicas_all_get_the_whole_of_a_shared_leaf(weight):
     pipe = pipeline(num_stages=2, num_microbatches=2, data_parallel=2, weight=weight)
     state = pipe.init(PARAMS, BATCH)
@@ -109,6 +113,7 @@ def test_value_and_grad_weights_rows_of_aux_and_stages_by_hand_take_shared_leave
     compare("by hand", x, loss_fn(PARAMS, part))
 
 
+@pytest.mark.long
 def test_from_stages_shares_the_inputs_and_targets_named():
     def first(w, x):
         return jnp.tanh(x["x"] @ w + x["bias"].sum(0))

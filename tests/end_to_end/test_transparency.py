@@ -10,10 +10,10 @@ import pytest
 import jaxpp
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.options import Options
-from jaxpp.schedule import SCHEDULES, Schedule, make
+from jaxpp.schedule import SCHEDULES
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case, schedule_for
 
 CASES = {"mlp": mlp_case, "gpt": gpt_case}
 STAGES = (1, 2, 3, 4, 8)
@@ -56,30 +56,25 @@ def engines(case, stages: int, microbatches: int, names: Sequence[str]) -> dict[
     return {name: first.with_schedule(schedule) for name, schedule in made.items() if schedule}
 
 
-def schedule_for(name: str, stages: int, microbatches: int) -> Schedule | None:
-    """The schedule for these sizes, if there is one."""
-    recipe = SCHEDULES[name]
-    ranks = stages // recipe.stages_per_rank
-    if ranks * recipe.stages_per_rank == stages and recipe.allows(ranks, microbatches):
-        return make(name, num_ranks=ranks, num_microbatches=microbatches)
-    return None
+SMALL_GPT = {"batch_size": 5, "depth": 1, "width": 8}
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "stages", "microbatches"),
+    ("model", "dtype", "stages", "microbatches", "sizes"),
     [
-        ("mlp", "float64", 1, 1),
-        ("mlp", "float64", 2, 3),
-        pytest.param("mlp", "float32", 3, 5, marks=pytest.mark.slow),
-        ("mlp", "float64", 4, 2),
-        ("mlp", "float32", 8, 9),
-        pytest.param("mlp", "float64", 8, 2, marks=pytest.mark.slow),
-        ("gpt", "float64", 3, 4),
-        pytest.param("gpt", "float32", 4, 4, marks=pytest.mark.slow),
+        ("mlp", "float64", 1, 1, {}),
+        ("mlp", "float64", 2, 3, {}),
+        pytest.param("mlp", "float32", 3, 5, {}, marks=pytest.mark.slow),
+        ("mlp", "float64", 4, 2, {}),
+        pytest.param("mlp", "float32", 8, 9, {}, marks=pytest.mark.long),
+        pytest.param("mlp", "float64", 8, 2, {}, marks=pytest.mark.slow),
+        ("gpt", "float64", 2, 2, SMALL_GPT),
+        pytest.param("gpt", "float64", 3, 4, {}, marks=pytest.mark.long),
+        pytest.param("gpt", "float32", 4, 4, {}, marks=pytest.mark.slow),
     ],
 )
-def test_pipelined_equals_plain(model, dtype, stages, microbatches):
-    check(model, dtype, stages, microbatches)
+def test_pipelined_equals_plain(model, dtype, stages, microbatches, sizes):
+    check(model, dtype, stages, microbatches, **sizes)
 
 
 @pytest.mark.slow
@@ -92,7 +87,7 @@ def test_the_full_grid_equals_plain(model, dtype, stages, microbatches):
 
 
 def test_the_result_does_not_depend_on_the_cuts():
-    case = gpt_case("float32")
+    case = gpt_case("float32", **SMALL_GPT)
     found = [
         jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=1, has_aux=True, cuts=cuts)(
             case.params, case.batch, case.key

@@ -19,6 +19,7 @@ def result(tmp_path_factory):
     return run(Config(schedules=("1f1b", "zb-v", "bogus"), out=out, **SMALL))
 
 
+@pytest.mark.long
 def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
     first, second = result.rows
     assert first.ideal == simulate(make("1f1b", num_ranks=2, num_microbatches=4)).bubble_fraction
@@ -37,6 +38,7 @@ def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
     assert json.loads(result.to_json())["rows"][1]["name"] == "zb-v"
 
 
+@pytest.mark.long
 def test_every_profile_is_drawn_and_exported(result):
     names = {path.name for path in result.config.out.iterdir()}
     assert names == {f"{name}{end}" for name in ("1f1b", "zb-v") for end in (".png", "_pebbles.png", ".html", ".trace.json")}
@@ -51,6 +53,7 @@ def test_schedules_of_which_none_runs_are_refused(tmp_path, monkeypatch):
         main()
 
 
+@pytest.mark.long
 def test_the_price_of_tracing_is_a_ratio_for_each_model(capsys):
     found = tracing(Tracing(steps=1), {"small": Config(**SMALL)}).ratios
     assert found["small"] > 0

@@ -66,6 +66,7 @@ def without_a_cache(params, prompt, i, num_tokens, rule, key, stop):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", [GREEDY, SAMPLED])
 def test_one_device_generates_what_the_model_without_a_cache_does(params, empty, rule):
     prompts = ragged(np.arange(100) % 32, 4, 14, seed=0)
@@ -81,6 +82,7 @@ def test_one_device_generates_what_the_model_without_a_cache_does(params, empty,
     np.testing.assert_allclose(found[0][0].logprob, jax.nn.log_softmax(logits)[expected[0][0]], rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group_size", [1, 2, 4])
 def test_groups_generate_what_one_sequence_after_the_other_does(params, empty, group_size):
     prompts, key = [[k, k + 1, k + 2] for k in range(4)], jax.random.key(3)
@@ -119,6 +121,7 @@ def result():
     return run(TINY)
 
 
+@pytest.mark.long
 def test_the_pipeline_generates_the_tokens_of_one_device(result):
     assert len(result.same) == 2
     for row in result.same:
@@ -127,6 +130,7 @@ def test_the_pipeline_generates_the_tokens_of_one_device(result):
         assert row.logprob < 1e-5
 
 
+@pytest.mark.long
 def test_caches_are_on_the_stages_of_their_blocks_and_hardly_anything_else_is_alive(result):
     block = 2 * 16 * 32 * 4 + 4  # keys and values of 16 tokens, 32 features wide, in float32; and the index
     assert [row.caches for row in result.memory] == [4 * (2 * block + 4), 4 * block]  # the first stage counts positions too
@@ -136,6 +140,7 @@ def test_caches_are_on_the_stages_of_their_blocks_and_hardly_anything_else_is_al
         assert row.caches + tied <= row.generating < row.caches + tied + 4 * block  # tokens, keys, and a prompt being read
 
 
+@pytest.mark.long
 def test_speeds_are_measured_and_shown(result):
     assert [(row.groups, row.sequences) for row in result.speed] == [(2, 4)]
     assert all(rate > 0 for row in result.speed for rate in (row.pipeline, row.turns, row.together, row.ratio))
@@ -154,6 +159,7 @@ def test_speeds_are_measured_and_shown(result):
     assert found["versions"]["jax"] == jax.__version__
 
 
+@pytest.mark.long
 def test_a_part_alone_runs_alone(monkeypatch):
     monkeypatch.setattr("experiments.generate.main.train", None)
     found = run(dataclasses.replace(TINY, parts=("one-thread",)))

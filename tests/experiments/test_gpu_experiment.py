@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CASES = [(name, case) for name, part in PARTS.items() for case in part.cases]
 
 
+@pytest.mark.long
 def test_the_command_measures_in_other_processes_and_writes_the_table_and_the_json(tmp_path, capsys):
     result = run(Config(("send",), small=True, out=tmp_path))
     assert result.whole
@@ -91,6 +92,7 @@ def test_what_jaxpp_imports_is_looked_for_before_anything_is_imported():
     assert "-m pip install jax jaxlib" in done.stderr
 
 
+@pytest.mark.long
 def test_no_part_needs_tyro():
     modules = ", ".join(f"experiments.gpu.{name}" for name in ("main", *PARTS))
     code = f"import sys; sys.modules['tyro'] = sys.modules['matplotlib'] = None; import {modules}"  # None: cannot be imported

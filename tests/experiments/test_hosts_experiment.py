@@ -28,6 +28,7 @@ def result():
     return run(Config(processes=(2,), **SMALL))
 
 
+@pytest.mark.long
 def test_two_processes_have_the_losses_of_one_and_share_its_work(result):
     one, two = result.rows
     assert (one.processes, two.processes) == (1, 2)
@@ -39,6 +40,7 @@ def test_two_processes_have_the_losses_of_one_and_share_its_work(result):
     assert min(two.crossing) > 0
 
 
+@pytest.mark.long
 def test_what_crosses_are_activations_forward_and_cotangents_back(result):
     crossings = {(source, target, kind): (times, size) for source, target, kind, times, size in result.rows[1].crossings}
     whole = 8 * 8 * 4  # the batch, of the width, in float32
@@ -48,6 +50,7 @@ def test_what_crosses_are_activations_forward_and_cotangents_back(result):
     assert json.loads(result.to_json())["rows"][1]["equal"] is True
 
 
+@pytest.mark.long
 def test_processes_started_by_slurm_find_each_other_and_the_first_says_what_they_found():
     ports = free_ports(3)
     common = {

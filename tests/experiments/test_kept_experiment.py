@@ -7,6 +7,7 @@ import pytest
 from experiments.memory.kept import Config, ConfigError, main, run, table
 
 
+@pytest.mark.long
 def test_a_stage_of_gpt_blocks_keeps_at_most_half_and_its_activations_are_counted_a_block():
     result = run(Config(models=("gpt-blocks-bf16",), width=32, length=16, microbatch=2))
     (line,) = result.lines

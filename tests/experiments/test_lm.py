@@ -30,6 +30,7 @@ def story(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_pipelined_and_plain_training_print_the_same_losses(story, capsys):
     config = dataclasses.replace(TINY, text=story)
     pipelined, plain = run(config), run(dataclasses.replace(config, plain=True))
@@ -64,6 +65,7 @@ def test_a_plain_step_is_the_weighted_mean_over_microbatches(batch_size):
     np.testing.assert_allclose(state.params, params - grad, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_the_standard_library_reads_the_same_twice_and_without_tests():
     first, second = text.read(None, 64), text.read(None, 64)
     assert first.digest == second.digest
@@ -186,6 +188,7 @@ def test_a_number_of_devices_chosen_before_is_noticed():
     assert is_chosen("", 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "devices", "said"),
     [("", 3, "forcing 3 CPU devices"), ("jax.devices();", 1, "")],

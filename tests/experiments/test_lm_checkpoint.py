@@ -99,6 +99,7 @@ def resumed(config, folder, tmp_path, monkeypatch, **options):
         return run(dataclasses.replace(config, checkpoint=copied, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plain", [False, True], ids=["pipeline", "plain"])
 def test_a_run_that_was_interrupted_ends_with_the_bits_of_one_that_was_not(
     config, whole, stopped, tmp_path, monkeypatch, capsys, plain
@@ -121,6 +122,7 @@ def test_a_run_that_was_interrupted_ends_with_the_bits_of_one_that_was_not(
     assert "step  3: loss " in out and "step  2: loss " not in out and "after 0 steps" not in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plain", "options"),
     [
@@ -141,6 +143,7 @@ def test_a_run_is_resumed_with_other_stages_schedules_and_without_a_pipeline(
     np.testing.assert_allclose(found.val_losses, whole[plain].val_losses, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_schedules_that_add_in_the_same_order_and_other_evaluations_leave_the_bits(config, whole, stopped, tmp_path, monkeypatch):
     found = resumed(config, stopped[False], tmp_path, monkeypatch, schedule="gpipe", eval_every=5, every=1)
     assert found.losses == whole[False].losses
@@ -148,6 +151,7 @@ def test_schedules_that_add_in_the_same_order_and_other_evaluations_leave_the_bi
     assert found.val_losses[-1] == whole[False].val_losses[-1]
 
 
+@pytest.mark.long
 def test_a_run_that_is_done_is_not_done_again(config, whole, stopped, tmp_path, monkeypatch):
     config = dataclasses.replace(config, plain=True)
     resumed(config, stopped[True], tmp_path, monkeypatch)
@@ -156,6 +160,7 @@ def test_a_run_that_is_done_is_not_done_again(config, whole, stopped, tmp_path, 
     assert (again.resumed_from, again.safe_step, again.tokens_per_second) == (6, 6, None)
 
 
+@pytest.mark.long
 def test_a_run_that_loses_its_disk_is_resumed_when_the_disk_is_back(config, whole, tmp_path, capfd):
     folder = tmp_path / "run"
     config = dataclasses.replace(config, checkpoint=folder, every=1)
@@ -175,6 +180,7 @@ def test_a_run_that_loses_its_disk_is_resumed_when_the_disk_is_back(config, whol
     assert run(config).losses == whole[False].losses
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_without_its_disk_says_so_in_the_end(config, whole, tmp_path, capfd, monkeypatch):
     folder, line = tmp_path / "run", tmp_path / "results.jsonl"
     config = dataclasses.replace(config, checkpoint=folder, on_save_error="go-on", json=line)
@@ -312,6 +318,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(folder, lo
     assert Checkpoints(folder, {"width": 16}).safe_step == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -339,6 +346,7 @@ def test_a_run_with_another_model_or_data_is_refused_before_any_work(config, sto
     assert str(caught.value) == f"--checkpoint {stopped[False]}: {rule}. Fix: pass {was} to resume it, or name another folder."
 
 
+@pytest.mark.long
 def test_everything_that_differs_is_named_and_another_text_too(config, stopped, tmp_path):
     other = tmp_path / "other.txt"
     other.write_bytes(b"another story" * 100)

@@ -33,6 +33,7 @@ def result(tmp_path_factory):
     return run(dataclasses.replace(TINY, no_figure=False, figure=tmp_path_factory.mktemp("out") / "folder" / "memory.png"))
 
 
+@pytest.mark.long
 def test_what_is_measured_at_any_moment_is_within_a_tenth_of_the_forecast(result):
     assert [row.pair.name for row in result.rows] == list(TINY.pairs)
     for row in result.rows:
@@ -43,6 +44,7 @@ def test_what_is_measured_at_any_moment_is_within_a_tenth_of_the_forecast(result
             assert holding.found[PARTS.index("optimizer")] >= 2 * holding.found[PARTS.index("parameters")]
 
 
+@pytest.mark.long
 def test_microbatches_are_held_from_forward_to_backward_with_recompute_too(result):
     held = {row.pair.name: [holding.microbatches for holding in row.holdings] for row in result.rows}
     assert held["mlp-1f1b"] == [2, 1]
@@ -50,6 +52,7 @@ def test_microbatches_are_held_from_forward_to_backward_with_recompute_too(resul
     assert [row.stages for row in result.rows] == [2, 4]
 
 
+@pytest.mark.long
 def test_arrays_that_were_there_before_are_not_counted(result):
     mine = jax.device_put(jax.numpy.ones(100_000), jax.devices()[0])
     again = run(dataclasses.replace(TINY, pairs=("mlp-1f1b",)))
@@ -58,6 +61,7 @@ def test_arrays_that_were_there_before_are_not_counted(result):
     assert mine.nbytes > 2 * again.rows[0].worst.measured
 
 
+@pytest.mark.long
 def test_the_table_has_a_row_a_pair_and_the_peak_of_each_device(result):
     head, *lines = table(result).splitlines()
     assert head.split()[:6] == ["pair", "stages", "device", "forecast", "measured", "ratio"]
@@ -66,6 +70,7 @@ def test_the_table_has_a_row_a_pair_and_the_peak_of_each_device(result):
     assert [line.split()[0] for line in lines[-2:]] == list(TINY.pairs)
 
 
+@pytest.mark.long
 def test_no_labels_of_the_figure_overlap(result):
     with Image.open(result.figure) as image:
         image.verify()
@@ -75,6 +80,7 @@ def test_no_labels_of_the_figure_overlap(result):
     assert len(figure.axes[0].texts) == 4 * len(PAIRS) and len(key_words(figure)) == len(PARTS)
 
 
+@pytest.mark.long
 def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("experiments.options.has_matplotlib", lambda: False)
     config = dataclasses.replace(TINY, pairs=("mlp-1f1b",), no_figure=False, figure=tmp_path / "memory.png")

@@ -10,6 +10,7 @@ TINY = {"models": ("gpt",), "computes": ("float32",), "ways": ("keep", "least"),
 TINY |= {"gpt_width": 64, "gpt_depth": 2, "gpt_heads": 2, "gpt_length": 16, "gpt_batch": 4, "rounds": 1, "steps": 1}
 
 
+@pytest.mark.long
 def test_each_way_has_a_row_and_the_least_keeps_less():
     result = run(Config(**TINY))
     keep, least = result.rows

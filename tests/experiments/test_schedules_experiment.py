@@ -17,6 +17,7 @@ def result(tmp_path_factory):
     return run(Config(ranks=2, microbatches=4, out=tmp_path_factory.mktemp("out") / "figures"))
 
 
+@pytest.mark.long
 def test_rows_are_those_of_the_formulae(result):
     p, m = 2, 4
     rows = {row.name: row for row in result.rows}
@@ -30,6 +31,7 @@ def test_rows_are_those_of_the_formulae(result):
     assert rows["zb-h1"].makespan == 3 * m + p - 1
 
 
+@pytest.mark.long
 def test_all_schedules_do_the_same_work(result):
     p, m = 2, 4
     for row in result.rows:
@@ -37,6 +39,7 @@ def test_all_schedules_do_the_same_work(result):
         assert row.own_bubble <= row.bubble_fraction * p * row.makespan
 
 
+@pytest.mark.long
 def test_every_figure_is_there_and_can_be_read(result):
     assert len(result.files) == 2 * len(SCHEDULES) + 2
     assert sorted(result.files) == sorted(result.config.out.iterdir())

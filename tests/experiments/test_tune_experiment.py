@@ -33,6 +33,7 @@ def result(tmp_path_factory):
     return run(dataclasses.replace(TINY, no_figure=False, figure=figure))
 
 
+@pytest.mark.long
 def test_every_candidate_has_a_row(result):
     found = {(row.schedule, row.microbatches, row.stages) for row in result.rows}
     assert found == {(name, m, 4 if name == "zb-v" else 2) for name in TINY.schedules for m in TINY.microbatches}
@@ -40,6 +41,7 @@ def test_every_candidate_has_a_row(result):
     assert all(row.error == row.predicted / row.measured - 1 for row in result.rows)
 
 
+@pytest.mark.long
 def test_the_choice_is_one_that_tune_ran(result):
     assert [row.chosen for row in result.rows].count(True) == 1
     tried = [row for row in result.rows if row.tried is not None]
@@ -49,6 +51,7 @@ def test_the_choice_is_one_that_tune_ran(result):
     assert result.best.ratio <= 1
 
 
+@pytest.mark.long
 def test_the_summary_names_the_choice_and_the_fastest(result):
     text = summary(result)
     assert f"tune chose {result.choice.name}: {1e3 * result.choice.measured:.1f} ms" in text
@@ -60,6 +63,7 @@ def test_the_summary_names_the_choice_and_the_fastest(result):
     assert json.loads(result.to_json())["rows"][0]["predicted"] == result.rows[0].predicted
 
 
+@pytest.mark.long
 def test_the_figure_is_drawn(result):
     with Image.open(result.figure) as image:
         assert min(image.size) > 100

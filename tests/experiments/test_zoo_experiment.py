@@ -24,6 +24,7 @@ def result():
     return run(TINY)
 
 
+@pytest.mark.long
 def test_each_model_learns_something_and_has_a_row(result):
     assert [(row.model, row.num_stages) for row in result.rows] == [("mlp", 2), ("resnet", 2)]
     for row in result.rows:
@@ -38,6 +39,7 @@ def test_each_model_learns_something_and_has_a_row(result):
         assert line.endswith(row.crossings)
 
 
+@pytest.mark.long
 def test_the_line_of_json_has_everything(result):
     found = json.loads(result.to_json())
     assert found["config"]["steps"] == TINY.steps
@@ -46,6 +48,7 @@ def test_the_line_of_json_has_everything(result):
     assert found["rows"][0]["stages"] == result.rows[0].stages
 
 
+@pytest.mark.long
 def test_the_command_prints_the_table_and_writes_the_line(monkeypatch, capsys, tmp_path, result):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
@@ -60,6 +63,7 @@ def test_there_is_a_task_for_every_model():
     assert set(CASES) == {path.stem for path in pathlib.Path(models.__file__).parent.glob("*.py")} - elsewhere
 
 
+@pytest.mark.long
 def test_every_case_is_a_loss_of_the_form_it_says():
     for name, make in CASES.items():
         case = make(4, 0)
@@ -146,6 +150,7 @@ def test_too_many_stages_name_the_model():
     assert caught.value.__notes__ == ["This was the model mlp."]
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_equal_the_oracle_ends_the_run(monkeypatch):
     def differs(*args):
         raise VerifyError("verify", "it differs", "1", "look")
