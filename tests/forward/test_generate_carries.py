@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.forward import passes
+from jaxpp.forward import ring as passes
 from tests.decoders import ROOM, VOCAB, WIDTH, loop, plain, prompts_of, recurrent
 from tests.forward.test_generate import check
 

@@ -186,7 +186,7 @@ def test_what_is_wrong_is_said_before_anything_runs(two_stages, monkeypatch, nam
     forward, params = two_stages
     changes, kind, where, got, fix = WRONG[name]
     known = {"params": params, "fn": DECODER.fn, "carry": DECODER.carry, "prompts": PROMPTS, "num_tokens": NUM_TOKENS} | changes
-    monkeypatch.setattr("jaxpp.forward.passes.execute", lambda *_: pytest.fail("a device has worked"))
+    monkeypatch.setattr("jaxpp.forward.ring.execute", lambda *_: pytest.fail("a device has worked"))
     with pytest.raises(kind) as error:
         forward.generate(**known)
     text = str(error.value)
