@@ -106,11 +106,8 @@ def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int
     counters = {leaf for leaf, value in enumerate(results) if value == _Whole(num_tokens, num_tokens, leaf)}
     contents = [value for leaf, value in enumerate(results) if isinstance(value, _Content) and value.leaf == leaf]
     limits = {limit for content in contents for limit in content.limits if limit[0] in counters}
-    return min((max(most + num_tokens - _count_in(carry[counter]), 0) for counter, most in limits), default=None)
-
-
-def _count_in(counter: Leaf) -> int:
-    return 0 if isinstance(counter, jax.ShapeDtypeStruct) else int(np.max(np.asarray(counter)))
+    used = {leaf: 0 if isinstance(carry[leaf], jax.ShapeDtypeStruct) else int(np.max(np.asarray(carry[leaf]))) for leaf in counters}
+    return min((max(most + num_tokens - used[counter], 0) for counter, most in limits), default=None)
 
 
 def _is_whole(atom: Atom) -> bool:

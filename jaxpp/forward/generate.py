@@ -18,7 +18,6 @@ import math
 import signal
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -43,12 +42,8 @@ __all__ = ["Generation"]
 _WAITED = "jaxpp: the generation goes on with its next token: next(generation), or generation.collect()"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the generation; the parameters are as they were"
 
-
-class _Unread(NamedTuple):
-    """Tokens on their way to the host: what a pass has drawn, and for which sequences."""
-
-    drawn: NextToken
-    rows: Rows
+_Outcome = tuple[NextToken, Rows] | Exception
+"""What comes of a pass: tokens on their way to the host, and whose they are; or of a prompt that is refused."""
 
 
 @entries
@@ -213,30 +208,30 @@ class Generation(Iterator[Token]):
         if ring is None:
             raise _only_shapes("next(generation)")
         groups = [Group() for _ in range(ring.num_groups)]
-        ahead = collections.deque[list[_Unread | Exception]]()
+        ahead = collections.deque[list[_Outcome]]()
         bar = progress(desc="generate", unit=" tokens", total=places.most_tokens, after=1.0) if shown else None
         with contextlib.nullcontext() if bar is None else bar:  # a bar without a total has no truth value
             while True:
                 for number, group in enumerate(groups):
                     ahead.append(self._begin(ring, places, group, number) if self.num_passes < self._most_passes else [])
-                    for unread in ahead.popleft() if len(ahead) > AHEAD * len(groups) else ():
-                        yield from [unread] if isinstance(unread, Exception) else _read(unread, places, bar)
+                    for outcome in ahead.popleft() if len(ahead) > AHEAD * len(groups) else ():
+                        yield from [outcome] if isinstance(outcome, Exception) else _read(*outcome, places, bar)
                 if not any(ahead):
                     self._ended = True
                     return
 
-    def _begin(self, ring: Ring, places: Places, group: Group, number: int) -> list[_Unread | Exception]:
+    def _begin(self, ring: Ring, places: Places, group: Group, number: int) -> list[_Outcome]:
         """Give the free places of a group to the next prompts; if none has taken one, begin the next pass of the group.
 
         A pass right after a prompt would hold up the first stage, and with it all groups, until the prompt has left the last stage.
         """
-        begun: list[_Unread | Exception] = []
+        outcomes: list[_Outcome] = []
         entered = False
         for _ in range(ring.group_size):
             try:
                 admitted = places.admit(number)
             except Exception as error:  # noqa: BLE001  (a prompt that is none comes out at its place; those after it go on)
-                begun.append(error)
+                outcomes.append(error)
                 continue
             if admitted is None:
                 break
@@ -249,13 +244,13 @@ class Generation(Iterator[Token]):
             if prompt.goes_on:
                 ring.enter(group, row, carry, drawn.token)
                 entered = True
-            begun.append(_on_its_way(drawn, ((0, prompt),)))
+            outcomes.append((drawn.to_host(), ((0, prompt),)))
             del carry  # it is gone when the next prompt is prefilled
         rows = () if entered else places.decode(number)
         if rows:
-            begun.append(_on_its_way(ring.turn(group, self.observer), rows))
+            outcomes.append((ring.turn(group, self.observer).to_host(), rows))
             self._note(number, 1, len(rows), is_prompt=False)
-        return begun
+        return outcomes
 
     def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool) -> None:
         self.num_passes += 1
@@ -272,16 +267,9 @@ def _only_shapes(where: str) -> StateError:
     return StateError(where, rule, "parameters or a carry that are shapes without values", fix)
 
 
-def _on_its_way(drawn: NextToken, rows: Rows) -> _Unread:
-    """Begin to copy the tokens of a pass to the host."""
-    for array in drawn:
-        array.copy_to_host_async()
-    return _Unread(drawn, rows)
-
-
-def _read(unread: _Unread, places: Places, bar: tqdm | None) -> tuple[Token, ...]:
+def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tuple[Token, ...]:
     """The tokens of a pass, when they are there."""
-    tokens = places.read(unread.rows, *map(np.asarray, unread.drawn))
+    tokens = places.read(rows, *map(np.asarray, drawn))
     if bar is not None:
         bar.total = places.most_tokens
         bar.update(len(tokens))

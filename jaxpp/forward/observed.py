@@ -134,14 +134,7 @@ def _group_aval(group_size: int) -> Aval:
 
 
 def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, num_unread: int) -> Liveness:
-    """What is alive while passes run one after another.
-
-    Args:
-        kinds: the passes in order, the last of them of a group.
-        alone: the passes of one sequence.
-        together: the passes of a group.
-        num_unread: how many passes were begun whose tokens nobody has read yet.
-    """
+    """What is alive while passes run one after another, the last of them of a group, and so many have tokens still to be read."""
     parts: list[Liveness] = []
     stay: dict[Hashable, Life] = {}
     by_pass: dict[int, Liveness] = {}

@@ -87,15 +87,12 @@ Rows = tuple[tuple[int, Continuation], ...]
 class Places:
     """The places of a generation, and the prompts that wait for one.
 
+    A prompt is taken from an iterable when there is a place for it. Lists and arrays are checked at once, other iterables prompt by
+    prompt.
+
     Args:
-        prompts: any iterable of token numbers; a prompt is taken from it when there is a place for it. Lists and arrays are checked
-            at once, other iterables prompt by prompt.
-        num_tokens: how many tokens to generate for each prompt, or a sequence with one number for each prompt.
-        num_groups: groups of sequences that go through the stages together.
-        group_size: places in a group.
+        prompts: as for ``Pipeline.generate``, like ``num_tokens``, ``num_groups``, ``group_size``, ``stop`` and ``max_length``.
         sizes: the lengths that a chunk may have, descending, 1 among them.
-        stop: token numbers that end a sequence.
-        max_length: how many tokens a sequence may have, its prompt included; None: any number.
         vocab: for how many tokens there are logits; None if that is not known.
         where: what messages call the generation.
 

@@ -61,16 +61,7 @@ AHEAD = 2
 
 
 def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
-    """Refuse to go on with a stream or a generation whose state a step has consumed.
-
-    Args:
-        where: what was called.
-        what: "stream" or "generation".
-        leaves: of the state that it was given.
-
-    Raises:
-        StateError: it has.
-    """
+    """Refuse to go on with a "stream" or a "generation" whose state, which has these leaves, a step has consumed."""
     held = leaves.flat()
     if gone := sum(leaf.is_deleted() for leaf in held):
         rule = f"a {what} reads the state that it was given until it ends, and a step reuses the buffers of that state"
@@ -87,11 +78,8 @@ class CompiledPass:
     """What runs for inputs of one shape.
 
     Attributes:
-        plan: the instructions.
-        bound: the lines that they were made of.
         inputs: the names of the arguments: parameters, what depends on parameters alone, the carry, the batch.
         outputs: the names of the results: the outputs of the function, then the new carry.
-        step: what was lowered.
         lasting: the first arguments, which are the same for every pass.
     """
 
@@ -104,11 +92,7 @@ class CompiledPass:
 
 
 class Lasting:
-    """The values that depend on parameters alone, computed and sent once, and shared by the passes of all shapes.
-
-    Args:
-        leaves: the parameters, each on its owner.
-    """
+    """The values that depend on parameters alone, computed and sent once, and shared by the passes of all shapes."""
 
     def __init__(self, leaves: Leaves[Leaf]):
         self.leaves = leaves
@@ -151,9 +135,6 @@ class LastingShapes(Lasting):
     """The shapes of these values, which are not computed: for passes that are compiled and not run.
 
     A value that is known by two names, because two stages share a device, is one object.
-
-    Args:
-        leaves: the shapes of the parameters.
     """
 
     def __init__(self, leaves: Leaves[Aval]):
@@ -170,12 +151,7 @@ class LastingShapes(Lasting):
 
 
 class Passes:
-    """Runs ``fn(params, carry, batch) -> (carry, outputs)`` through the stages, once at each call.
-
-    Args:
-        engine: of the function (``Functions.engine``).
-        lasting: of the parameters.
-    """
+    """Runs the function of an engine, ``fn(params, carry, batch) -> (carry, outputs)``, through the stages once at each call."""
 
     def __init__(self, engine: Engine, lasting: Lasting):
         self.engine, self._lasting = engine, lasting
@@ -334,7 +310,8 @@ class Ring:
         empty += [empty[leaf] for leaf, _ in layout.copies]
         axes += [axes[leaf] for leaf, _ in layout.copies]
         self._empty = [put(leaf, home) for leaf, home in zip(empty, alone.carry_homes, strict=True)]
-        by_stage = [[k for k, owner in enumerate(layout.state_owner) if owner == stage] for stage in sorted(set(layout.state_owner))]
+        owners = layout.state_owner
+        by_stage = [[k for k, owner in enumerate(owners) if owner == stage] for stage in sorted(set(owners))]
         self._by_stage = [(mine, tuple(axes[k] for k in mine)) for mine in by_stage]
         self._tokens_home = alone.engine.placement.places[-1].home(Ref(Role.AUX, shared=True))
 
@@ -451,7 +428,6 @@ def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree,
 
 
 def _takes(fn: ForwardFn, params: Tree, carry: Tree, length: int) -> bool:
-    """Whether a function takes so many tokens at once: more than fit into the carry, or more than one, may be too many."""
     try:
         jax.eval_shape(fn, params, carry, jax.ShapeDtypeStruct((1, length), np.int32))
     except Exception:  # noqa: BLE001  (what is wrong at one token too is said when that is traced)

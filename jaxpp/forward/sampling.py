@@ -145,11 +145,7 @@ SampleRule = str | Sampling | Sampler | None
 
 
 def sampler_of(sample: SampleRule) -> Sampler:
-    """The rule that a user's ``sample`` stands for: None and "greedy" take the most likely token; functions stand for themselves.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """The rule that ``sample`` stands for: None and "greedy" take the most likely token; functions stand for themselves."""
     if sample is None or (isinstance(sample, str) and sample == "greedy"):
         return Sampling(temperature=0)
     if callable(sample) and sample is not Sampling:
@@ -194,9 +190,8 @@ def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[In
 
 
 def _is_token(value: object) -> bool:
-    if not isinstance(value, (jax.Array, np.ndarray, np.integer, int)) or isinstance(value, bool):
-        return False
-    return np.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+    is_number = isinstance(value, (jax.Array, np.ndarray, np.integer, int)) and not isinstance(value, bool)
+    return is_number and np.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
 
 
 class SequenceCarry(NamedTuple):
@@ -224,16 +219,16 @@ class NextToken(NamedTuple):
     token: Int[Array, "1 1"]
     logprob: Float[Array, ""]
 
+    def to_host(self) -> "NextToken":
+        """Begin to copy it to the host."""
+        self.token.copy_to_host_async()
+        self.logprob.copy_to_host_async()
+        return self
+
 
 @dataclass(frozen=True)
 class NextTokenFn:
-    """The function of one sequence: ``(params, SequenceCarry, tokens [1, length]) -> (SequenceCarry, NextToken)``.
-
-    Attributes:
-        fn: ``fn(params, carry, tokens) -> (carry, logits)``.
-        sampler: how tokens are drawn.
-        implementation: of the keys.
-    """
+    """The user's function of one sequence, as one that returns the next token; ``implementation`` is that of the keys."""
 
     fn: ForwardFn
     sampler: Sampler
@@ -295,11 +290,7 @@ def _check_carry(old: Tree, new: Tree) -> None:
 
 
 def _last(logits: Tree, length: int) -> Float[Array, " vocab"]:
-    """The logits of the last position.
-
-    Raises:
-        OutputError: they are not the logits of one sequence.
-    """
+    """The logits of the last position; refuses what are not the logits of one sequence."""
     if isinstance(logits, jax.Array | np.ndarray) and logits.shape[:1] == (1,) and jnp.issubdtype(logits.dtype, jnp.floating):
         if logits.ndim == 2:
             return jnp.asarray(logits[0])

@@ -1,7 +1,6 @@
 """The next token: which may be drawn, how often, what its log-probability is, and which samplers are refused."""
 
 import functools
-import itertools
 import math
 
 import jax
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp.errors import ArgumentError
-from jaxpp.forward.sampling import Sampling, draw, key_of, sampler_of
+from jaxpp.forward.sampling import Sampling, draw, sampler_of
 
 VOCAB = 12
 NUM_DRAWS = 20_000
@@ -154,16 +153,6 @@ def test_the_sampler_gets_wide_logits_of_one_position():
 def test_a_sampler_may_return_any_integer_scalar(sample):
     token, logprob = draw(sampler_of(sample), jnp.zeros(8), jax.random.key(0))
     assert token == 3 and token.dtype == jnp.int32 and logprob == pytest.approx(-math.log(8))
-
-
-@pytest.mark.parametrize("key", [jax.random.key(9), jax.random.PRNGKey(9)])
-def test_a_key_is_that_of_a_sequence_and_a_place_in_it(key):
-    keys = [jax.random.uniform(key_of(key, i, q)).item() for i, q in itertools.product(range(5), repeat=2)]
-    assert len(set(keys)) == 25
-    wanted = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 3), 4))
-    assert wanted == keys[3 * 5 + 4]
-    traced = jax.jit(jax.vmap(lambda i, q: jax.random.uniform(key_of(key, i, q))))(jnp.array([3, 0]), jnp.array([4, 1]))
-    assert traced.tolist() == [keys[3 * 5 + 4], keys[1]]
 
 
 # What is refused.
