@@ -68,13 +68,6 @@ class _AtCounter:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """Indices of a scatter, a column for each axis."""
-
-    columns: tuple["_Value", ...]
-
-
-@dataclass(frozen=True)
 class _Content:
     """A leaf of the carry, into which was written; ``limits``: a counter, and how large it may be before the call."""
 
@@ -82,8 +75,8 @@ class _Content:
     limits: frozenset[tuple[int, int]] = frozenset()
 
 
-_Value = _Whole | _AtCounter | _Columns | _Content | None
-"""What is known of a value."""
+_Value = _Whole | _AtCounter | _Content | tuple["_Value", ...] | None
+"""What is known of a value; a tuple is the indices of a scatter, a column for each axis."""
 
 
 def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int) -> int | None:
@@ -178,7 +171,7 @@ def _result(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
     if kind in _PARTS:
         return _part(first)
     if kind == "concatenate":
-        return _Columns(tuple(values)) if columns_of(eqn) else _joined(values)
+        return tuple(values) if columns_of(eqn) else _joined(values)
     return _written(eqn, values)
 
 
@@ -189,7 +182,7 @@ def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
         return None
     for axis, operand, column, rows in writes:
         value = values[operand]
-        value = value.columns[column] if isinstance(value, _Columns) else value
+        value = value[column] if isinstance(value, tuple) else value
         if not isinstance(value, _Whole):
             return None
         if value.counter is not None:

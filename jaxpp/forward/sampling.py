@@ -190,8 +190,9 @@ def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[In
 
 
 def _is_token(value: object) -> bool:
-    is_number = isinstance(value, (jax.Array, np.ndarray, np.integer, int)) and not isinstance(value, bool)
-    return is_number and np.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+    if not isinstance(value, (jax.Array, np.ndarray, np.integer, int)) or isinstance(value, bool):
+        return False
+    return np.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
 
 
 class SequenceCarry(NamedTuple):

@@ -56,8 +56,11 @@ def frequencies(rule, logits):
     return np.bincount(np.asarray(draws(rule, logits)), minlength=len(logits)) / NUM_DRAWS
 
 
+LOWER = [pytest.param(dtype, marks=pytest.mark.long) for dtype in ("bfloat16", "float16")]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", *LOWER])
 def test_tokens_are_drawn_with_the_probabilities_of_the_reference(rule, dtype):
     logits = jnp.asarray(np.random.default_rng(5).normal(size=VOCAB) * 1.5, dtype)
     wanted, found = reference(np.asarray(logits, np.float64), rule), frequencies(rule, logits)
@@ -74,7 +77,7 @@ def test_in_float64_they_are_too(x64):
     assert draw(rule, logits, jax.random.key(0))[1].dtype == jnp.float64
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     logits=st.lists(st.sampled_from([-math.inf, -8.0, -1.0, -0.5, 0.0, 0.25, 1.0, 6.0]), min_size=8, max_size=8),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
@@ -125,7 +128,7 @@ def test_at_a_temperature_alone_the_token_is_that_of_jax_random_categorical():
 # draw: the token and its log-probability.
 
 
-@pytest.mark.parametrize("rule", [None, *RULES], ids=str)
+@pytest.mark.parametrize("rule", [None, RULES[0], RULES[4], RULES[9]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_log_probability_is_that_of_the_model_whatever_the_rule(rule, dtype):
     logits = jnp.asarray(np.random.default_rng(7).normal(size=(40, VOCAB)) * 2, dtype)

@@ -8,7 +8,6 @@ import threading
 import weakref
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -462,54 +461,6 @@ def test_after_ctrl_c_wherever_python_handles_it_in_next_no_output_is_lost(ctrl_
     assert hits > 50
 
 
-WEIGHTS = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6) * 0.9, "c": jnp.eye(6) * 0.8, "d": jnp.full((6, 2), 0.3)}
-RAGGED = [np.random.default_rng(size).normal(size=(size, 4)).astype("f") for size in (8, 3, 1, 9, 8, 2)]
-SEED = jax.random.key(5)
-
-
-def outputs_of(params, x, key):
-    h = jnp.tanh(x @ params["a"])
-    h = jnp.tanh(h * jax.random.bernoulli(key, 0.8, h.shape) @ params["b"])
-    return {"y": jnp.tanh(h @ params["c"]) @ params["d"], "h": h}
-
-
-def without_dropout(params, x):
-    return jnp.tanh(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]) @ params["d"]
-
-
-@pytest.fixture(scope="module")
-def pipe():
-    made = jaxpp.Pipeline(
-        lambda params, x: jnp.mean(without_dropout(params, x) ** 2), optax.sgd(1e-2), num_stages=2, num_microbatches=2
-    )
-    made.init(WEIGHTS, RAGGED[0])
-    return made
-
-
-@pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_stream_over_a_pipeline_has_the_bits_of_apply_batch_by_batch(pipe, max_in_flight):
-    found = list(pipe.stream(pipe.state, iter(RAGGED), outputs_of, SEED, max_in_flight=max_in_flight))
-    wanted = [pipe.apply(pipe.state, x, outputs_of, jax.random.fold_in(SEED, k)) for k, x in enumerate(RAGGED)]
-    assert [len(outputs["y"]) for outputs in found] == [len(x) for x in RAGGED]
-    chex.assert_trees_all_equal(found, wanted)
-    assert {device for outputs in found for device in outputs["y"].devices()} == {jax.devices()[1]}
-
-
-def test_after_ctrl_c_at_random_moments_a_stream_over_a_pipeline_goes_on_with_every_output(pipe, ctrl_c):
-    wanted = list(pipe.stream(pipe.state, RAGGED * 4, outputs_of, SEED))
-    rng, hits = np.random.default_rng(0), 0
-    while hits < 20:
-        stream, found = pipe.stream(pipe.state, RAGGED * 4, outputs_of, SEED, max_in_flight=3), []
-        while len(found) < len(wanted):
-            try:
-                ctrl_c(rng.uniform(0.1, 8))
-                found.extend(stream)  # in C: what was given is kept
-                ctrl_c(None)
-            except KeyboardInterrupt:
-                hits += 1
-        chex.assert_trees_all_equal(found, wanted)
-
-
 # Over a pipeline, and over a Forward.
 
 RNG = np.random.default_rng(0)
@@ -573,6 +524,7 @@ def test_outputs_come_in_order_and_are_those_of_each_batch_alone(max_in_flight):
 def test_batch_k_has_the_key_of_its_number():
     for stream in streams(lambda: batches([8, 3, 8]), noisy, KEY):
         for k, (outputs, batch) in enumerate(zip(stream, batches([8, 3, 8]), strict=True)):
+            assert outputs.devices() == {jax.devices()[1]}
             assert same(outputs, rows(plain(noisy, (PARAMS,), batch, jax.random.fold_in(KEY, k), 2)))
 
 
@@ -780,3 +732,19 @@ def test_there_is_one_fill_and_one_drain_in_all(monkeypatch):
     # the second batch before it are there.
     assert finished(rows, lambda k, ends: ends[k - 2] if k > 1 else 0)[-1] == makespan
     assert finished(rows, lambda k, ends: ends[k - 1] if k else 0)[-1] == COUNT * (MICROBATCHES + STAGES - 1)
+
+
+def test_after_ctrl_c_at_random_moments_a_stream_over_a_pipeline_goes_on_with_every_output(ctrl_c):
+    pipe, state = trained()
+    wanted = list(pipe.stream(state, batches() * 4, noisy, KEY))
+    rng, hits = np.random.default_rng(0), 0
+    while hits < 20:
+        stream, found = pipe.stream(state, batches() * 4, noisy, KEY, max_in_flight=3), []
+        while len(found) < len(wanted):
+            try:
+                ctrl_c(rng.uniform(0.1, 8))
+                found.extend(stream)  # in C: what was given is kept
+                ctrl_c(None)
+            except KeyboardInterrupt:
+                hits += 1
+        assert same(found, wanted)
