@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,9 +119,16 @@ class Lasting:
                     needed |= {name for name in line.inputs if name not in there}
                     lines.insert(0, line)
             bound = bind_lines(Builder(lines=lines, constants=builder.constants), engine.placement)
-            options: dict[str, Any] = {"leaves": engine.placed.shapes_by_role, "given": _shardings(engine, there)}
-            options["what"] = "for what depends on parameters alone"
-            plan, bound = compile_plan(bound, engine.programs, engine.preparer.groups, list(there), missing, **options)
+            plan, bound = compile_plan(
+                bound,
+                engine.programs,
+                engine.preparer.groups,
+                list(there),
+                missing,
+                leaves=engine.placed.shapes_by_role,
+                given=_shardings(engine, there),
+                what="for what depends on parameters alone",
+            )
             self._values.update(zip((keys[name] for name in missing), self._made(plan, bound, there, missing), strict=True))
         return [self._values[keys[name]] for name in wanted]
 
@@ -193,11 +200,16 @@ class Passes:
         values = self._lasting.values(engine, lasting, wanted)
         batch_names = (Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch)))
         inputs = (*engine.placed.names.all_params, *wanted, *carry, *batch_names)
-        options: dict[str, Any] = {"leaves": engine.placed.shapes_by_role}
-        options["given"] = _shardings(engine, dict(zip(wanted, values, strict=True)))
-        options["what"] = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}"
-        bound = bind_lines(builder, engine.placement)
-        plan, bound = compile_plan(bound, engine.programs, engine.preparer.groups, inputs, outputs, **options)
+        plan, bound = compile_plan(
+            bind_lines(builder, engine.placement),
+            engine.programs,
+            engine.preparer.groups,
+            inputs,
+            outputs,
+            leaves=engine.placed.shapes_by_role,
+            given=_shardings(engine, dict(zip(wanted, values, strict=True))),
+            what=f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}",
+        )
         return CompiledPass(plan, bound, inputs, outputs, step, (*self._lasting.leaves.all_params, *values))
 
 
@@ -251,16 +263,17 @@ def passes_of(
     state = SequenceCarry(carry, jax.eval_shape(jax.random.key_data, key), jnp.int32(0))
     shapes = avals_of(jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), state))
     token = np.zeros((1, 1), np.int32)
-    options: dict[str, Any] = {"reduce_aux": "last", "carry": shapes}
-    alone = Passes(functions.engine(engine, sequence, token, None, **options), lasting)
+    alone = Passes(functions.engine(engine, sequence, token, None, carry=shapes, reduce_aux="last"), lasting)
     together = alone
     if group_size > 1:
         axes = tuple(axis for axis, _ in _group_axes(alone.engine.layout.variables[1][0]))
         leaves = zip(jax.tree.leaves(shapes), axes, strict=True)
         stacked = [jax.ShapeDtypeStruct((*x.shape[:axis], group_size, *x.shape[axis:]), x.dtype) for x, axis in leaves]
-        options |= {"carry": jax.tree.structure(shapes).unflatten(stacked), "like": alone.engine}
-        tokens = np.zeros((group_size, 1, 1), np.int32)
-        together = Passes(functions.engine(engine, NextTokensFn(sequence, axes), tokens, None, **options), lasting)
+        shapes, tokens = jax.tree.structure(shapes).unflatten(stacked), np.zeros((group_size, 1, 1), np.int32)
+        group = functions.engine(
+            engine, NextTokensFn(sequence, axes), tokens, None, carry=shapes, reduce_aux="last", like=alone.engine
+        )
+        together = Passes(group, lasting)
         together.prepare(tokens)
     alone.prepare(token)
     return alone, together
