@@ -4,7 +4,7 @@ from jaxpp import observe, schedule
 from jaxpp.engine.state import Metrics, State
 from jaxpp.forward.forward import Forward
 from jaxpp.forward.generate import Generation
-from jaxpp.forward.places import Token
+from jaxpp.forward.prompts import Token
 from jaxpp.forward.sampling import Sampling
 from jaxpp.forward.stream import Stream
 from jaxpp.grad import value_and_grad

@@ -59,7 +59,7 @@ class _Whole:
 
 
 @dataclass(frozen=True)
-class _Hit:
+class _AtCounter:
     """True just where the place along an axis, from 0 to ``last``, is the counter plus ``offset``."""
 
     counter: int
@@ -68,22 +68,15 @@ class _Hit:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """Indices of a scatter, a column for each axis."""
-
-    columns: tuple["_Value", ...]
-
-
-@dataclass(frozen=True)
 class _Content:
-    """A leaf of the carry, into which was written; ``limits``: a counter, and the most tokens that it may have counted after it."""
+    """A leaf of the carry, into which was written; ``limits``: a counter, and how large it may be before the call."""
 
     leaf: int
     limits: frozenset[tuple[int, int]] = frozenset()
 
 
-_Value = _Whole | _Hit | _Columns | _Content | None
-"""What is known of a value."""
+_Value = _Whole | _AtCounter | _Content | tuple["_Value", ...] | None
+"""What is known of a value; a tuple is the indices of a scatter, a column for each axis."""
 
 
 def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int) -> int | None:
@@ -98,25 +91,16 @@ def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int
     Returns:
         the room in the fullest leaf; None if no limit can be proven.
     """
-    reader = _Reader(num_tokens)
     known: dict[Var, _Value] = {var: _constant(value) for var, value in graph.constants.items()}
     for leaf, var in enumerate(graph.inputs[first : first + len(carry)]):
         known[var] = _Whole(0, 0, leaf) if _is_whole(var) else _Content(leaf)
-    reader.follow(graph.eqns, known)
+    _follow(graph.eqns, known)
     results = [_read(known, atom) for atom in graph.outputs[: len(carry)]]
     counters = {leaf for leaf, value in enumerate(results) if value == _Whole(num_tokens, num_tokens, leaf)}
-    limits = {
-        limit
-        for leaf, value in enumerate(results)
-        if isinstance(value, _Content) and value.leaf == leaf
-        for limit in value.limits
-        if limit[0] in counters
-    }
-    return min((max(most - _count_in(carry[counter]), 0) for counter, most in limits), default=None)
-
-
-def _count_in(counter: Leaf) -> int:
-    return 0 if isinstance(counter, jax.ShapeDtypeStruct) else int(np.max(np.asarray(counter)))
+    contents = [value for leaf, value in enumerate(results) if isinstance(value, _Content) and value.leaf == leaf]
+    limits = {limit for content in contents for limit in content.limits if limit[0] in counters}
+    used = {leaf: 0 if isinstance(carry[leaf], jax.ShapeDtypeStruct) else int(np.max(np.asarray(carry[leaf]))) for leaf in counters}
+    return min((max(most + num_tokens - used[counter], 0) for counter, most in limits), default=None)
 
 
 def _is_whole(atom: Atom) -> bool:
@@ -127,9 +111,9 @@ def _constant(value: Leaf) -> _Value:
     """An array that the function closed over, if it holds one whole number, or several without a gap."""
     if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.integer) or not np.size(value):
         return None
-    found = np.unique(np.asarray(value))
-    low, high = int(found[0]), int(found[-1])
-    return _Whole(low, high) if high - low + 1 == len(found) else None
+    numbers = np.unique(np.asarray(value))
+    low, high = int(numbers[0]), int(numbers[-1])
+    return _Whole(low, high) if high - low + 1 == len(numbers) else None
 
 
 def _read(known: Mapping[Var, _Value], atom: Atom) -> _Value:
@@ -139,95 +123,76 @@ def _read(known: Mapping[Var, _Value], atom: Atom) -> _Value:
     return _Whole(int(number), int(number)) if number is not None and (_is_whole(atom) or aval_of(atom).dtype == bool) else None
 
 
-class _Reader:
-    """Follows equations with what is known of their values."""
+def _follow(eqns: Iterable[JaxprEqn], known: dict[Var, _Value]) -> None:
+    """Add what is known of the results of equations to what is known of their operands."""
+    for eqn in eqns:
+        values = [_read(known, atom) for atom in eqn.invars]
+        if (body := called(eqn, CALLS | CUSTOM_RULES | CHECKPOINTS)) is not None:
+            results = _results(body, values)
+        elif kind_of(eqn) == "scan":
+            results = _scan(eqn, values)
+        else:
+            results = [_result(eqn, values)] if len(eqn.outvars) == 1 else []
+        known.update((var, value) for var, value in zip(eqn.outvars, results, strict=False) if value is not None)
 
-    def __init__(self, num_tokens: int):
-        self._num_tokens = num_tokens
 
-    def follow(self, eqns: Iterable[JaxprEqn], known: dict[Var, _Value]) -> None:
-        """Add what is known of the results of equations to what is known of their operands."""
-        for eqn in eqns:
-            values = [_read(known, atom) for atom in eqn.invars]
-            body = called(eqn, CALLS | CUSTOM_RULES | CHECKPOINTS)
-            if body is not None:
-                found = self._results(body, values)
-            elif kind_of(eqn) == "scan":
-                found = self._scan(eqn, values)
-            elif len(eqn.outvars) == 1:
-                found = [self._result(eqn, values)]
-            else:
-                continue
-            known.update((var, value) for var, value in zip(eqn.outvars, found, strict=True) if value is not None)
+def _results(body: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
+    """What is known of the results of a function."""
+    known = dict(zip(body.jaxpr.invars, values, strict=True))
+    known.update(zip(body.jaxpr.constvars, map(_constant, body.consts), strict=True))
+    _follow(body.jaxpr.eqns, known)
+    return [_read(known, atom) for atom in body.jaxpr.outvars]
 
-    def _results(self, body: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
-        """What is known of the results of a function."""
-        known = dict(zip(body.jaxpr.invars, values, strict=True))
-        known.update(zip(body.jaxpr.constvars, map(_constant, body.consts), strict=True))
-        self.follow(body.jaxpr.eqns, known)
-        return [_read(known, atom) for atom in body.jaxpr.outvars]
 
-    def _scan(self, eqn: JaxprEqn, values: Sequence[_Value]) -> list[_Value]:
-        """A loop over layers: rows of a leaf are a leaf; what is carried is known if it is the same after each iteration."""
-        scan = scan_of(eqn)
-        if scan is None:
-            return [None] * len(eqn.outvars)
-        inside = [*values[: scan.num_before], *map(_part, values[scan.num_before :])]
-        carried = slice(scan.num_fixed, scan.num_before)
-        while True:
-            found = self._results(scan.body, inside)
-            kept = [_joined([old, new]) for old, new in zip(inside[carried], found[: scan.num_carry], strict=True)]
-            if kept == inside[carried]:
-                return [*kept, *map(_part, found[scan.num_carry :])]
-            inside[carried] = kept
+def _scan(eqn: JaxprEqn, values: Sequence[_Value]) -> list[_Value]:
+    """A loop over layers: rows of a leaf are a leaf; what is carried is known if it is the same after each iteration."""
+    scan = scan_of(eqn)
+    if scan is None:
+        return []
+    inside = [*values[: scan.num_before], *map(_part, values[scan.num_before :])]
+    carried = slice(scan.num_fixed, scan.num_before)
+    while True:
+        results = _results(scan.body, inside)
+        kept = [_joined([old, new]) for old, new in zip(inside[carried], results[: scan.num_carry], strict=True)]
+        if kept == inside[carried]:
+            return [*kept, *map(_part, results[scan.num_carry :])]
+        inside[carried] = kept
 
-    def _result(self, eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
-        kind, first = kind_of(eqn), values[0] if values else None
-        if kind in _RULES:
-            return _RULES[kind](values)
-        if kind in _SAME:
-            return first if not isinstance(first, _Whole) or _is_whole(eqn.outvars[0]) else None
-        if kind == "iota":
-            shape = aval_of(eqn.outvars[0]).shape
-            return _Whole(0, shape[0] - 1) if len(shape) == 1 and _is_whole(eqn.outvars[0]) else None
-        if kind in _PARTS:
-            return _part(first)
-        if kind == "concatenate":
-            return _Columns(tuple(values)) if columns_of(eqn) else _joined(values)
-        if kind == "select_n":
-            return self._select(values)
-        return self._written(eqn, values)
 
-    def _select(self, values: Sequence[_Value]) -> _Value:
-        """A choice that is known, or new values where an axis is at the counter."""
-        which, *cases = values
-        if isinstance(which, _Whole):
-            return cases[which.low] if which.single and which.counter is None else None
-        content = _content(cases[0])
-        if not isinstance(which, _Hit) or content is None or len(cases) != 2:
+def _result(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
+    kind, first = kind_of(eqn), values[0] if values else None
+    if kind in _RULES:
+        return _RULES[kind](values)
+    if kind in _SAME:
+        return first if not isinstance(first, _Whole) or _is_whole(eqn.outvars[0]) else None
+    if kind == "iota":
+        shape = aval_of(eqn.outvars[0]).shape
+        return _Whole(0, shape[0] - 1) if len(shape) == 1 and _is_whole(eqn.outvars[0]) else None
+    if kind in _PARTS:
+        return _part(first)
+    if kind == "concatenate":
+        return tuple(values) if columns_of(eqn) else _joined(values)
+    return _written(eqn, values)
+
+
+def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
+    """A leaf with rows written into it; unknown if it is not known where."""
+    writes, content = writes_of(eqn), _content(values[0]) if values else None
+    if not writes or content is None:
+        return None
+    for axis, operand, column, rows in writes:
+        value = values[operand]
+        value = value[column] if isinstance(value, tuple) else value
+        if not isinstance(value, _Whole):
             return None
-        return self._with_limit(content, which.counter, which.last + 1, which.offset + 1)
+        if value.counter is not None:
+            content = _with_limit(content, value.counter, aval_of(eqn.invars[0]).shape[axis], value.high + rows)
+    return next((whole for update in values[1:] if (whole := _joined([content, update])) is not None), content)
 
-    def _written(self, eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
-        """A leaf with rows written into it; unknown if it is not known where."""
-        writes, content = writes_of(eqn), _content(values[0]) if values else None
-        if not writes or content is None:
-            return None
-        for axis, operand, column, rows in writes:
-            value = values[operand]
-            value = value.columns[column] if isinstance(value, _Columns) else value
-            if not isinstance(value, _Whole):
-                return None
-            if value.counter is not None:
-                content = self._with_limit(content, value.counter, aval_of(eqn.invars[0]).shape[axis], value.high + rows)
-        return next((found for update in values[1:] if (found := _joined([content, update])) is not None), content)
 
-    def _with_limit(self, content: _Content, counter: int, size: int, end: int) -> _Content:
-        """A leaf into which was written up to ``end`` rows after the counter, of an axis of this size.
-
-        After the call the counter says T tokens, so before it ``T - num_tokens``; then ``T - num_tokens + end <= size``.
-        """
-        return replace(content, limits=content.limits | {(counter, size + self._num_tokens - end)})
+def _with_limit(content: _Content, counter: int, size: int, end: int) -> _Content:
+    """A leaf into which was written up to ``end`` rows after the counter, of an axis of this size: counter + end <= size."""
+    return replace(content, limits=content.limits | {(counter, size - end)})
 
 
 def _content(value: _Value) -> _Content | None:
@@ -244,7 +209,7 @@ def _part(value: _Value) -> _Value:
 
 def _joined(values: Sequence[_Value]) -> _Value:
     """What is known of values put together, or of one that may be any of these: parts of one leaf, or the same number."""
-    contents = [found for value in values if (found := _content(value)) is not None]
+    contents = [content for value in values if (content := _content(value)) is not None]
     alike = len(contents) == len(values) and len({content.leaf for content in contents}) == 1
     if alike and any(isinstance(value, _Content) for value in values):
         return replace(contents[0], limits=frozenset().union(*(content.limits for content in contents)))
@@ -276,10 +241,28 @@ def _less(values: Sequence[_Value]) -> _Value:
 
 
 def _equal(values: Sequence[_Value]) -> _Value:
-    for a, b in (values, values[::-1]):
-        if isinstance(a, _Whole) and isinstance(b, _Whole) and b.counter is not None and b.single:
-            return _Hit(b.counter, b.low, a.high) if a.counter is None and a.low == 0 < a.high else None  # the places of an axis
+    for places, counter in (values, values[::-1]):
+        if isinstance(places, _Whole) and isinstance(counter, _Whole) and counter.counter is not None and counter.single:
+            of_axis = places.counter is None and places.low == 0 < places.high
+            return _AtCounter(counter.counter, counter.low, places.high) if of_axis else None
     return None
 
 
-_RULES: dict[str, Callable[[Sequence[_Value]], _Value]] = {"add": _add, "sub": _sub, "lt": _less, "eq": _equal}
+def _select(values: Sequence[_Value]) -> _Value:
+    """A choice that is known, or new values where an axis is at the counter."""
+    which, *cases = values
+    if isinstance(which, _Whole):
+        return cases[which.low] if which.single and which.counter is None else None
+    content = _content(cases[0])
+    if not isinstance(which, _AtCounter) or content is None or len(cases) != 2:
+        return None
+    return _with_limit(content, which.counter, which.last + 1, which.offset + 1)
+
+
+_RULES: dict[str, Callable[[Sequence[_Value]], _Value]] = {
+    "add": _add,
+    "sub": _sub,
+    "lt": _less,
+    "eq": _equal,
+    "select_n": _select,
+}

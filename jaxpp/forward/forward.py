@@ -15,9 +15,9 @@ from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.generate import Generation
-from jaxpp.forward.passes import check_unstepped
-from jaxpp.forward.places import Prompts
+from jaxpp.forward.prompts import Prompts
 from jaxpp.forward.request import generation, generation_forecast
+from jaxpp.forward.ring import check_unstepped
 from jaxpp.forward.sampling import SampleRule
 from jaxpp.forward.stream import Stream
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes

@@ -5,6 +5,9 @@ Groups of sequences follow one another through the stages; when the last group h
 group has come back to it. Mechanism: each pass of a group is a plan of its own. The host hands passes over ahead of the devices,
 whose queues make the ring; a token goes from the last stage to the first without passing through the host, which reads it later to
 yield it, to look for stop tokens and to give the place of a finished sequence to the next prompt.
+
+Ctrl-C waits while a token is made. A token that is made stands in a queue until it is given: from the bytecode that takes it out to
+the one that returns it nothing is called, and Python handles signals after calls and at jumps only.
 """
 
 import collections
@@ -15,20 +18,19 @@ import math
 import signal
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.errors.tracebacks import current_trace, entries, leave
-from jaxpp.forward.groups import Group
-from jaxpp.forward.observed.profile import Begun, RingRuns
-from jaxpp.forward.places import Admitted, Pass, Places, Token
-from jaxpp.forward.ring import AHEAD, Ring
-from jaxpp.forward.sequences import NextToken
+from jaxpp.forward.observed import RingRuns
+from jaxpp.forward.prompts import Places, Rows, Token
+from jaxpp.forward.ring import AHEAD, Group, Ring
+from jaxpp.forward.sampling import NextToken
+from jaxpp.observe.memory.forecast import Forecast
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import check_profile, record
+from jaxpp.observe.profile.record import RingPass, check_profile, record
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
@@ -39,16 +41,8 @@ __all__ = ["Generation"]
 _WAITED = "jaxpp: the generation goes on with its next token: next(generation), or generation.collect()"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the generation; the parameters are as they were"
 
-
-class _Read(NamedTuple):
-    """Tokens on their way to the host: what a pass has drawn, and for which sequences."""
-
-    drawn: NextToken
-    made: Pass
-
-
-_Found = _Read | Exception
-"""What comes of a prompt or of a pass: tokens, or what was wrong with the prompt."""
+_Outcome = tuple[NextToken, Rows] | Exception
+"""What comes of a pass: tokens on their way to the host, and whose they are; or of a prompt that is refused."""
 
 
 @entries
@@ -68,17 +62,18 @@ class Generation(Iterator[Token]):
 
     def __init__(
         self,
-        ring: Ring,
+        ring: Ring | None,
         places: Places,
         *,
         shown: bool,
         again: Callable[[], Places] | None = None,
+        foresee: Callable[[float | str | None], Forecast] | None = None,
         most_passes: float = math.inf,
     ):
         self.num_passes = 0
         self.observer: Observer | None = None
-        self._places, self._begun, self._most_passes = places, list[Begun](), most_passes
-        self._ring, self._again = ring, again
+        self._ring, self._places, self._again, self._foresee = ring, places, again, foresee
+        self._most_passes, self._passes = most_passes, list[RingPass]()
         self._tokens, self._ended = Generation._run(weakref.proxy(self), ring, places, shown), False  # no cycle holds the carries
         self._made, self._collected = collections.deque[Token | Exception](), list[Token]()
 
@@ -86,26 +81,25 @@ class Generation(Iterator[Token]):
         return self
 
     def __next__(self) -> Token:
-        taken, trace = None, current_trace()
+        trace = current_trace()
         try:
             if not self._made:
                 with Hold(_WAITED, _BROKE_OFF, (signal.SIGINT,)) as hold:
                     hold.begin()
-                    self._made.extend(itertools.islice(self._tokens, 1))  # in C: no Ctrl-C between what was made and where it is
+                    self._made.extend(itertools.islice(self._tokens, 1))
             if not self._made:
                 self._check_ended()
                 self.close()
                 raise StopIteration
-            taken = self._made[0]
-            del self._made[0]
-            if isinstance(taken, Exception):
-                raise taken
-            return taken
+            token = self._made[0]
+            if isinstance(token, Exception):
+                del self._made[0]
+                raise token
         except BaseException as error:
-            if taken is not None and error is not taken and not self._made:
-                self._made.append(taken)  # Ctrl-C, when all but the return was done
             leave(error, trace)
             raise
+        del self._made[0]
+        return token
 
     def _check_ended(self) -> None:
         """Refuse to end like a generation that has made all its tokens where an exception has broken it off."""
@@ -132,6 +126,27 @@ class Generation(Iterator[Token]):
         self._made.clear()
         self._ring = self._again = None
 
+    def forecast(self, *, hbm: float | str | None = None) -> Forecast:
+        """Memory of the generation before it runs, from shapes alone.
+
+        The passes are compiled and not run. Parameters that are shapes (``pipe.abstract_state(...)``), the shapes of a carry and no
+        prompts will do: ``pipe.generate(shapes, fn, carry_shapes, [], num_tokens).forecast()``.
+
+        Args:
+            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
+                report (CPUs report nothing).
+
+        Returns:
+            the forecast: what each stage holds when its device holds most: parameters, what is computed from them alone, the
+            carries of all groups, that of the prompt being prefilled and the empty one, values in flight, tokens, temporaries of
+            the compiled programs, and the optimizer's state, which stays where it is.
+
+        Raises:
+            JaxppError: as ``generate``; and for an ``hbm`` that is no size.
+        """
+        assert self._foresee, "whoever generates says how to foresee it"
+        return self._foresee(hbm)
+
     def profile(self, *, num_passes: int = 48, num_runs: int = 3, clock: Clock | None = None) -> Profile:
         """What really ran, when, and why ranks idled: the ring as it runs, under JAX's profiler.
 
@@ -156,6 +171,8 @@ class Generation(Iterator[Token]):
         """
         check_profile(clock, "generation.profile", num_passes=num_passes, num_runs=num_runs)
         ring, again = self._ring, self._again
+        if ring is None and not self._ended:
+            raise _only_shapes("generation.profile()")
         if ring is None:
             rule, fix = "a generation that has ended has let go of what it ran", "make another: pipe.generate(...).profile()"
             raise StateError("generation.profile()", rule, repr(self), fix)
@@ -163,12 +180,11 @@ class Generation(Iterator[Token]):
             rule, fix = "the prompts are generated several times", "pass them as a list: pipe.generate(..., list(prompts), ...)"
             raise ArgumentError("generation.profile()", rule, "prompts in an iterator, which gives each of them once", fix)
 
-        def generate(observer: Observer | None) -> list[Begun]:
-            found = Generation(ring, again(), shown=False, most_passes=num_passes)
-            found.observer = observer
-            for _ in found:
-                pass
-            return found._begun
+        def generate(observer: Observer | None) -> list[RingPass]:
+            generation = Generation(ring, again(), shown=False, most_passes=num_passes)
+            generation.observer = observer
+            collections.deque(generation, maxlen=0)
+            return generation._passes
 
         return record(RingRuns(ring, generate), num_runs, clock)
 
@@ -178,84 +194,82 @@ class Generation(Iterator[Token]):
         If Ctrl-C or a prompt that is refused interrupts it, another call goes on, and gives those too that the first had collected.
         """
         self._collected.extend(self)  # in C: what was made is kept
-        found: dict[int, list[int]] = collections.defaultdict(list)
+        tokens: dict[int, list[int]] = collections.defaultdict(list)
         for token in self._collected:
-            found[token.prompt].append(token.token)
-        count = self._places.num_prompts or max(self._places.num_ended, 1 + max(found, default=-1))
-        made = [np.array(found[k], np.int32) for k in range(count)]
+            tokens[token.prompt].append(token.token)
+        count = self._places.num_prompts or max(self._places.num_ended, 1 + max(tokens, default=-1))
+        arrays = [np.array(tokens[prompt], np.int32) for prompt in range(count)]
         self._collected = []
-        return made
+        return arrays
 
-    def _run(self, ring: Ring, places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
+    def _run(self, ring: Ring | None, places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
+        """Begin the passes of the groups in turn, and read what comes of each when as many were begun as may be ahead of it."""
+        if ring is None:
+            raise _only_shapes("next(generation)")
         groups = [Group() for _ in range(ring.num_groups)]
-        waiting: collections.deque[tuple[tuple[int, int], _Found]] = collections.deque()
+        ahead = collections.deque[list[_Outcome]]()
         bar = progress(desc="generate", unit=" tokens", total=places.most_tokens, after=1.0) if shown else None
         with contextlib.nullcontext() if bar is None else bar:  # a bar without a total has no truth value
-            for turn in itertools.count():
-                begun = False
+            while True:
                 for number, group in enumerate(groups):
-                    for found in self._advance(ring, places, group, number) if self.num_passes < self._most_passes else ():
-                        begun = True
-                        waiting.append(((turn, number), found))
-                    while waiting and waiting[0][0] <= (turn - AHEAD, number):
-                        yield from self._take(places, waiting.popleft()[1], bar)
-                if not begun and not waiting:
+                    ahead.append(self._begin(ring, places, group, number) if self.num_passes < self._most_passes else [])
+                    for outcome in ahead.popleft() if len(ahead) > AHEAD * len(groups) else ():
+                        yield from [outcome] if isinstance(outcome, Exception) else _read(*outcome, places, bar)
+                if not any(ahead):
                     self._ended = True
                     return
 
-    def _advance(self, ring: Ring, places: Places, group: Group, number: int) -> Iterator[_Found]:
-        """Give the free places of a group to the next prompts; if there is none, begin its next pass.
+    def _begin(self, ring: Ring, places: Places, group: Group, number: int) -> list[_Outcome]:
+        """Give the free places of a group to the next prompts; if none has taken one, begin the next pass of the group.
 
         A pass right after a prompt would hold up the first stage, and with it all groups, until the prompt has left the last stage.
         """
+        outcomes: list[_Outcome] = []
         entered = False
-        for _ in range(ring.carries.size):
+        for _ in range(ring.group_size):
             try:
-                prompt = places.admit(number)
+                admitted = places.admit(number)
             except Exception as error:  # noqa: BLE001  (a prompt that is none comes out at its place; those after it go on)
-                yield error
+                outcomes.append(error)
                 continue
-            if prompt is None:
+            if admitted is None:
                 break
-            yield self._enter(ring, prompt, group, number)
-            entered = entered or prompt.num_tokens > 1
-        made = None if entered else places.decode(number)
-        if made is not None:
-            self._note(Begun(number, 1, len(made), is_prompt=False))
-            yield _begun(ring.turn(group, self.observer), made)
+            row, prompt = admitted
+            if ring.group_size == 1:
+                group.carry = None  # of the sequence whose place it takes
+            carry, drawn = ring.prefill(prompt, self.observer)
+            for k, size in enumerate(prompt.chunks, 1):
+                self._note(number, size, int(k == len(prompt.chunks)), is_prompt=True)
+            if prompt.goes_on:
+                ring.enter(group, row, carry, drawn.token)
+                entered = True
+            outcomes.append((drawn.to_host(), ((0, prompt),)))
+            del carry  # it is gone when the next prompt is prefilled
+        rows = () if entered else places.decode(number)
+        if rows:
+            outcomes.append((ring.turn(group, self.observer).to_host(), rows))
+            self._note(number, 1, len(rows), is_prompt=False)
+        return outcomes
 
-    def _note(self, begun: Begun) -> None:
+    def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool) -> None:
         self.num_passes += 1
-        if self._most_passes < math.inf:  # somebody wants to know
-            self._begun.append(begun)
-
-    def _enter(self, ring: Ring, prompt: Admitted, group: Group, number: int) -> _Read:
-        """Prefill a prompt, and put it into its place; its own carry is gone when the next prompt is prefilled."""
-        if ring.carries.size == 1:
-            group.carry = None  # of the sequence whose place it takes
-        carry, drawn = ring.prefill(prompt, self.observer)
-        for size in prompt.chunks[:-1]:
-            self._note(Begun(number, size, 0, is_prompt=True))
-        self._note(Begun(number, prompt.chunks[-1], 1, is_prompt=True))
-        if prompt.num_tokens > 1:
-            ring.carries.enter(group, prompt.row, carry, drawn.token)
-        return _begun(drawn, prompt.first)
-
-    @staticmethod
-    def _take(places: Places, read: _Found, bar: tqdm | None) -> Iterator[Token | Exception]:
-        """The tokens of a pass, when they are there."""
-        if isinstance(read, Exception):
-            yield read
-            return
-        tokens = places.read(read.made, *map(np.asarray, read.drawn))
-        if bar is not None:
-            bar.total = places.most_tokens
-            bar.update(len(tokens))
-        yield from tokens
+        if self._most_passes < math.inf:  # it is profiled
+            before = [number for number, begun in enumerate(self._passes) if begun.group == group]
+            awaits = -1 if is_prompt else before[-1]
+            self._passes.append(RingPass(group, len(before), num_tokens, num_made, is_prompt, awaits))
 
 
-def _begun(drawn: NextToken, made: Pass) -> _Read:
-    """Begin to copy the tokens to the host."""
-    for each in drawn:
-        each.copy_to_host_async()
-    return _Read(drawn, made)
+def _only_shapes(where: str) -> StateError:
+    """The error for a generation that is run where it can only be forecast."""
+    rule = "a generation of shapes says what it would hold, generation.forecast(), and makes no tokens"
+    fix = "pass the arrays: the state or the parameters that init returned, and a carry of arrays"
+    return StateError(where, rule, "parameters that are shapes without values", fix)
+
+
+def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tuple[Token, ...]:
+    """The tokens of a pass, when they are there."""
+    tokens = places.read(rows, *map(np.asarray, drawn))
+    if bar is not None:
+        bar.total = places.most_tokens
+        bar.update(len(tokens))
+    return tokens

@@ -13,10 +13,9 @@ from jaxpp.errors import ArgumentError, ParamsError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.generate import Generation
-from jaxpp.forward.observed.memory import forecast_ring
-from jaxpp.forward.passes import LastingShapes
-from jaxpp.forward.places import Places, Prompts
-from jaxpp.forward.ring import passes_of, prompts_of, ring_of, sizes_of
+from jaxpp.forward.observed import forecast_ring
+from jaxpp.forward.prompts import Places, Prompts
+from jaxpp.forward.ring import Lasting, LastingShapes, Ring, passes_of, prompts_of
 from jaxpp.forward.sampling import SampleRule, sampler_of
 from jaxpp.observe.memory.forecast import Forecast, parse_bytes, room_of
 from jaxpp.plan.step import Leaves
@@ -66,7 +65,9 @@ def generation(  # noqa: PLR0913  (what a generation is asked for)
         return Places(prompts, num_tokens, sizes=taken.sizes, stop=stop, where=where, **known, **given)
 
     first = places()
-    ring = ring_of(engine, leaves, functions, fn, carry, sampler=sampler, key=key, **given)
+    options = {"sampler": sampler, "key": key, "group_size": int(group_size)}
+    alone, together = passes_of(engine, Lasting(leaves), functions, fn, carry, **options)
+    ring = Ring(alone, together, carry, key, **given)
     return Generation(ring, first, shown=progress, again=None if isinstance(prompts, Iterator) else places)
 
 
@@ -91,7 +92,7 @@ def generation_forecast(  # noqa: PLR0913  (what a generation is asked for)
     _check_engine(where, engine)
     given, lasting = {"sampler": sampler_of(sample), "key": jax.random.key(0)}, LastingShapes(_read(engine.placed.shapes))
     alone, together = passes_of(engine, lasting, functions, fn, carry, group_size=int(group_size), **given)
-    sizes = sizes_of(engine, functions, fn, carry, int(chunk))
+    sizes = prompts_of(engine, functions, fn, carry, int(chunk)).sizes
     return forecast_ring(engine, alone, together, sizes, num_groups=int(num_groups), group_size=int(group_size), room=room)
 
 

@@ -1,129 +1,231 @@
-"""What a generation runs: the passes of one sequence and of a group, at the shapes of the user's carry, and where they live."""
+"""What a generation runs: a ring of groups of sequences that go through the stages again and again, on the same parameters.
 
-from collections.abc import Callable
+Problem: to make one token takes little work, so whatever a step does beside it costs more than it does in training: a cast of all
+weights to bfloat16, a tied embedding that is sent to the last stage, a cache that is copied. Idea: what depends on parameters alone
+outlives the pass. Mechanism: the lines of a pass are written in two parts; the lasting part is run once for all passes of all
+shapes, and the values that it makes are arguments of the other. The carry's buffers are taken over, so a cache changes in place.
+
+A prompt is prefilled in passes of one sequence; then its carry enters a place of its group, whose passes take a token of each.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import aux_names
 from jaxpp.engine.tracing import avals_of
+from jaxpp.errors import StateError
 from jaxpp.forward.capacity import capacity
 from jaxpp.forward.functions import Functions
-from jaxpp.forward.groups import Carries, Group, batch_axes
-from jaxpp.forward.passes import Lasting, Passes
-from jaxpp.forward.places import Admitted, chunk_sizes
-from jaxpp.forward.sampling import Sampler
-from jaxpp.forward.sequences import NextToken, SequenceCarry, group_of, sequence_of
-from jaxpp.plan.step import Leaves
-from jaxpp.runtime.execute import Observer
+from jaxpp.forward.prompts import Continuation, chunk_sizes
+from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, Sampler, SequenceCarry
+from jaxpp.plan.builder import CALLER, Builder, Line, Name, last_uses
+from jaxpp.plan.lower import forward_actions, lower
+from jaxpp.plan.plan import Plan
+from jaxpp.plan.step import Leaves, Step, state_name
+from jaxpp.runtime.bind import Bound, bind_lines, compile_plan
+from jaxpp.runtime.execute import Observer, execute
+from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.runtime.transfer import put
 from jaxpp.stages.graph import Graph, trace
 from jaxpp.stages.program import Ref, Role
-from jaxpp.stages.stacked import concatenated, joined
-from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
+from jaxpp.stages.stacked import Slices, concatenated, is_slices, joined, split_like
+from jaxpp.types import Array, Aval, Batch, ForwardFn, Home, Key, Leaf, Tree
 
-__all__ = ["AHEAD", "Ring", "Taken", "passes_of", "prompts_of", "ring_of", "sizes_of"]
+__all__ = [
+    "AHEAD",
+    "CompiledPass",
+    "Group",
+    "Lasting",
+    "LastingShapes",
+    "Passes",
+    "PromptLimits",
+    "Ring",
+    "check_unstepped",
+    "passes_of",
+    "prompts_of",
+]
 
 AHEAD = 2
-"""Turns that are handed over before the tokens of the first of them are read."""
+"""Turns that are begun before the tokens of the first of them are read."""
 
 
-class Taken(NamedTuple):
-    """What prompts a function takes.
+def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
+    """Refuse to go on with a "stream" or a "generation" whose state, which has these leaves, a step has consumed."""
+    held = leaves.flat()
+    if gone := sum(leaf.is_deleted() for leaf in held):
+        rule = f"a {what} reads the state that it was given until it ends, and a step reuses the buffers of that state"
+        got = f"{gone} of {len(held)} arrays were consumed by a step while the {what} was open"
+        fix = f"read the {what} to its end before the step, or call step(..., donate=False)"
+        raise StateError(where, rule, got, fix)
 
-    Attributes:
-        sizes: how many tokens a pass of a prompt may take, the largest first.
-        room: how many tokens the carry has room for; None if that is not known.
-        vocab: for how many tokens there are logits; None if that is not known.
-    """
 
-    sizes: tuple[int, ...]
-    room: int | None
-    vocab: int | None
+# A function with a carry, as passes through all stages.
 
 
 @dataclass(frozen=True)
-class Ring:
-    """What a generation runs.
+class CompiledPass:
+    """What runs for inputs of one shape.
 
     Attributes:
-        alone: the passes of one sequence, in which prompts are prefilled.
-        together: the passes of a group; the same if a group is one sequence.
-        carries: makes carries and puts them into groups.
-        num_groups: groups in flight.
-        key_of: the raw key of a sequence, by its number.
+        inputs: the names of the arguments: parameters, what depends on parameters alone, the carry, the batch.
+        outputs: the names of the results: the outputs of the function, then the new carry.
+        lasting: the first arguments, which are the same for every pass.
     """
 
-    alone: Passes
-    together: Passes
-    carries: Carries
-    num_groups: int
-    key_of: Callable[[int], Array]
-
-    def prefill(self, prompt: Admitted, observer: Observer | None) -> tuple[list[Array], NextToken]:
-        """Run a prompt through the stages in chunks: its carry, and its first token."""
-        carry, drawn, start = self.carries.new(self.key_of(prompt.prompt)), None, 0
-        for size in prompt.chunks:
-            carry, drawn = self.alone(carry, np.array(prompt.tokens[None, start : start + size], np.int32), observer)
-            start += size
-        assert drawn is not None
-        return carry, drawn
-
-    def turn(self, group: Group, observer: Observer | None) -> NextToken:
-        """One token for every sequence of a group."""
-        assert group.carry is not None
-        group.carry, drawn = self.together(group.carry, group.tokens, observer)
-        group.tokens = drawn.token
-        return drawn
+    plan: Plan
+    bound: Bound
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    step: Step
+    lasting: tuple[Leaf, ...]
 
 
-def ring_of(
-    engine: Engine,
-    leaves: Leaves[Array],
-    functions: Functions,
-    fn: ForwardFn,
-    carry: Tree,
-    *,
-    sampler: Sampler,
-    key: Key,
-    num_groups: int,
-    group_size: int,
-) -> Ring:
-    """Cut the function that makes the next token, compile its passes, and say where the carries live.
+class Lasting:
+    """The values that depend on parameters alone, computed and sent once, and shared by the passes of all shapes."""
 
-    Args:
-        engine: whose parameters are used.
-        leaves: the parameters, each on its owner.
-        functions: keeps the cut functions.
-        fn: ``fn(params, carry, tokens) -> (carry, logits)``, as the engine calls it.
-        carry: of one sequence that has had no token.
-        sampler: how tokens are drawn.
-        key: from which the key of each sequence is folded.
-        num_groups: groups in flight.
-        group_size: sequences in a group.
+    def __init__(self, leaves: Leaves[Leaf]):
+        self.leaves = leaves
+        self._values: dict[Hashable, Leaf] = {}
 
-    Raises:
-        OutputError: the function returns no pair of a like carry and logits.
-        Exception: what the function raises, unchanged, with a note.
+    def values(self, engine: Engine, builder: Builder, wanted: Sequence[Name]) -> list[Leaf]:
+        """The values of these names; those that are not there yet are made by the lines of the builder.
+
+        Passes of other shapes have other names for the same value, so a value is known by the programs and parameters it comes of.
+        """
+        params = engine.placed.names.all_params
+        keys: dict[Name, Hashable] = {name: name for name in params}
+        for line in builder.lines:
+            does = object() if line.program is None or line.program.does is None else line.program.does
+            inputs = tuple(keys.get(name, name) for name in line.inputs)
+            made = "send" if line.is_send else does, line.stage, inputs
+            keys.update((name, (made, k)) for k, name in enumerate(line.outputs))
+        there = dict(zip(params, self.leaves.all_params, strict=True))
+        there |= {name: self._values[key] for name, key in keys.items() if key in self._values}
+        if missing := [name for name in wanted if name not in there]:
+            needed, lines = set(missing), list[Line]()
+            for line in reversed(builder.lines):
+                if not needed.isdisjoint(line.outputs):
+                    needed |= {name for name in line.inputs if name not in there}
+                    lines.insert(0, line)
+            bound = bind_lines(Builder(lines=lines, constants=builder.constants), engine.placement)
+            plan, bound = compile_plan(
+                bound,
+                engine.programs,
+                engine.preparer.groups,
+                list(there),
+                missing,
+                leaves=engine.placed.shapes_by_role,
+                given=_shardings(engine, there),
+                what="for what depends on parameters alone",
+            )
+            self._values.update(zip((keys[name] for name in missing), self._made(plan, bound, there, missing), strict=True))
+        return [self._values[keys[name]] for name in wanted]
+
+    def _made(self, plan: Plan, bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) -> Sequence[Leaf]:
+        """What the lines make of what is there."""
+        del bound, names
+        return execute(plan, list(there.values()))
+
+
+class LastingShapes(Lasting):
+    """The shapes of these values, which are not computed: for passes that are compiled and not run.
+
+    A value that is known by two names, because two stages share a device, is one object.
     """
-    empty = SequenceCarry(carry, jax.random.key_data(key), jnp.int32(0))
-    alone, together = passes_of(engine, Lasting(leaves), functions, fn, carry, sampler=sampler, key=key, group_size=group_size)
-    last = engine.placement.places[-1]
-    return Ring(
-        alone=alone,
-        together=together,
-        carries=Carries(alone, empty, group_size, last.home(Ref(Role.AUX, shared=True))),
-        num_groups=num_groups,
-        key_of=lambda number: _folded(key, np.uint32(number)),
-    )
+
+    def __init__(self, leaves: Leaves[Aval]):
+        super().__init__(leaves.fill([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.flat()]))
+
+    def _made(self, plan: Plan, bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) -> Sequence[Leaf]:
+        del plan
+        shapes: dict[Name, Leaf] = dict(there)
+        for line in bound.lines:
+            results = line.program.results if line.program else [shapes[name] for name in line.inputs]
+            for name, aval in zip(line.outputs, results, strict=True):
+                shapes[name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=bound.chosen.get(name))
+        return [shapes[bound.resolve(name)] for name in names]
 
 
-@jax.jit
-def _folded(key: Key, number: Array) -> Array:
-    """The raw key of a sequence."""
-    return jax.random.key_data(jax.random.fold_in(key, number))
+class Passes:
+    """Runs the function of an engine, ``fn(params, carry, batch) -> (carry, outputs)``, through the stages once at each call."""
+
+    def __init__(self, engine: Engine, lasting: Lasting):
+        self.engine, self._lasting = engine, lasting
+        self._compiled: dict[Hashable, CompiledPass] = {}
+
+    @property
+    def carry_homes(self) -> Sequence[Home]:
+        """Where each leaf of the carry lives."""
+        return self.engine.placed.homes.model_state
+
+    def prepare(self, batch: Batch) -> CompiledPass:
+        """What runs for inputs of these shapes, compiled at the first call."""
+        leaves, tree = jax.tree.flatten(batch)
+        key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = despite_ctrl_c(self._compile, batch)
+        return self._compiled[key]
+
+    def __call__(self, carry: Sequence[Array], batch: Batch, observer: Observer | None = None) -> tuple[list[Array], Tree]:
+        """Run one pass; the carry is consumed. Returns the new carry and the outputs, and waits for nothing."""
+        try:
+            compiled = self.prepare(batch)
+            results = execute(compiled.plan, [*compiled.lasting, *carry, *jax.tree.leaves(batch)], observer)
+        except Exception:
+            check_unstepped("next(generation)", "generation", self._lasting.leaves)
+            raise
+        split = len(results) - len(carry)
+        return results[split:], compiled.step.cuts[0].loss.aux_tree.unflatten(results[:split])
+
+    def _compile(self, batch: Batch) -> CompiledPass:
+        engine, lasting = self.engine, Builder()
+        step = engine.preparer.step(batch, None, train=False)
+        builder = lower(step, forward_actions(step.num_stages, 1), lasting)
+        carry = list(engine.placed.names.model_state)
+        outputs = (*aux_names(step), *(state_name(name.stage, leaf, 1) for leaf, name in enumerate(carry)))
+        builder.lines[:] = _in_place(builder.lines, set(carry), set(outputs))
+        made = {name for line in lasting.lines for name in line.outputs}
+        wanted = [name for name in dict.fromkeys(name for line in builder.lines for name in line.inputs) if name in made]
+        values = self._lasting.values(engine, lasting, wanted)
+        batch_names = (Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch)))
+        inputs = (*engine.placed.names.all_params, *wanted, *carry, *batch_names)
+        plan, bound = compile_plan(
+            bind_lines(builder, engine.placement),
+            engine.programs,
+            engine.preparer.groups,
+            inputs,
+            outputs,
+            leaves=engine.placed.shapes_by_role,
+            given=_shardings(engine, dict(zip(wanted, values, strict=True))),
+            what=f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}",
+        )
+        return CompiledPass(plan, bound, inputs, outputs, step, (*self._lasting.leaves.all_params, *values))
+
+
+def _shardings(engine: Engine, values: Mapping[Name, Leaf]) -> dict[Name, Sharding]:
+    """How the values are sharded that the compiler has sharded as it likes."""
+    return {name: value.sharding for name, value in values.items() if engine.placement[name.stage].is_free(name.ref)}
+
+
+def _in_place(lines: Sequence[Line], carry: set[Name], results: set[Name]) -> Iterable[Line]:
+    """The lines, with the buffer of each leaf of the carry taken over by its last reader, unless the leaf stays as it is."""
+    last = last_uses(lines)
+    for number, line in enumerate(lines):
+        read = [k for k, name in enumerate(line.inputs) if name in carry and last[name] == number and name not in results]
+        changes = line.program is not None and any(name.ref.role == Role.STATE for name in line.outputs)
+        yield dataclasses.replace(line, donated=(*line.donated, *read)) if read and changes else line
+
+
+# The passes of one sequence and of a group.
 
 
 def passes_of(
@@ -137,89 +239,208 @@ def passes_of(
     key: Key,
     group_size: int,
 ) -> tuple[Passes, Passes]:
-    """The passes of one sequence and those of a group, which are the same if a group is one sequence; each compiled for one token.
+    """Cut the function that makes the next token, and compile its passes for one token: those of one sequence, and of a group.
 
-    The arguments are those of ``ring_of``; of the carry, shapes will do.
+    They are the same if a group is one sequence.
+
+    Args:
+        engine: whose parameters are used.
+        lasting: of the parameters; or ``LastingShapes``.
+        functions: keeps the cut functions.
+        fn: ``fn(params, carry, tokens) -> (carry, logits)``, as the engine calls it.
+        carry: of one sequence that has had no token; shapes will do.
+        sampler: how tokens are drawn.
+        key: from which the key of each sequence is folded.
+        group_size: sequences in a group.
+
+    Raises:
+        OutputError: the function returns no pair of a like carry and logits.
+        Exception: what the function raises, unchanged, with a note.
     """
-    implementation = str(jax.random.key_impl(key))
+    sequence = NextTokenFn(fn, sampler, str(jax.random.key_impl(key)))
     state = SequenceCarry(carry, jax.eval_shape(jax.random.key_data, key), jnp.int32(0))
-    sequence, shapes = sequence_of(fn, sampler, implementation), avals_of(_as_arrays(state))
-    given = {"reduce_aux": "last", "carry": shapes}
-    alone = Passes(functions.engine(engine, sequence, _tokens(1), None, **given), lasting)
+    shapes = avals_of(jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), state))
+    token = np.zeros((1, 1), np.int32)
+    alone = Passes(functions.engine(engine, sequence, token, None, carry=shapes, reduce_aux="last"), lasting)
     together = alone
     if group_size > 1:
-        axes = jax.tree.structure(shapes).unflatten(axis for axis, _ in batch_axes(alone.engine.layout.variables[1][0]))
-        given["carry"] = jax.tree.map(lambda aval, axis: _with_axis(aval, axis, group_size), shapes, axes)
-        batch = np.zeros((group_size, 1, 1), np.int32)
-        found = functions.engine(engine, group_of(sequence, axes), batch, None, like=alone.engine, **given)
-        together = Passes(found, lasting)
-        together.prepare(batch)
-    alone.prepare(_tokens(1))
+        axes = tuple(axis for axis, _ in _group_axes(alone.engine.layout.variables[1][0]))
+        leaves = zip(jax.tree.leaves(shapes), axes, strict=True)
+        stacked = [jax.ShapeDtypeStruct((*x.shape[:axis], group_size, *x.shape[axis:]), x.dtype) for x, axis in leaves]
+        shapes, tokens = jax.tree.structure(shapes).unflatten(stacked), np.zeros((group_size, 1, 1), np.int32)
+        group = functions.engine(
+            engine, NextTokensFn(sequence, axes), tokens, None, carry=shapes, reduce_aux="last", like=alone.engine
+        )
+        together = Passes(group, lasting)
+        together.prepare(tokens)
+    alone.prepare(token)
     return alone, together
 
 
-def _as_arrays(tree: Tree) -> Tree:
-    """Leaves that are numbers as arrays; shapes stay."""
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), tree)
+def _group_axes(carry: Tree) -> list[tuple[int, int]]:
+    """For each leaf of a carry the axis along which a group stacks it, and in how many slices it is held.
+
+    A leaf that is stacked over layers keeps these as its first axis, because a loop runs over them.
+    """
+    nodes = jax.tree.leaves(carry, is_leaf=is_slices)
+    return [(1, len(node.sizes)) if isinstance(node, Slices) else (0, 1) for node in nodes]
 
 
-def _tokens(length: int) -> np.ndarray:
-    return np.zeros((1, length), np.int32)
+@dataclass
+class Group:
+    """Sequences that go through the stages together.
+
+    Attributes:
+        carry: its leaves, each on its stage; None before the first sequence has entered.
+        tokens: what the next pass takes, on the last stage.
+    """
+
+    carry: list[Array] | None = None
+    tokens: Array | None = None
+
+
+class Ring:
+    """Runs the passes of groups of sequences, whose carries stay on their stages.
+
+    Args:
+        alone: the passes of one sequence, in which prompts are prefilled.
+        together: the passes of a group; the same if a group is one sequence.
+        carry: of one sequence that has had no token.
+        key: from which the key of each sequence is folded.
+        num_groups: groups in flight.
+        group_size: sequences in a group.
+    """
+
+    def __init__(self, alone: Passes, together: Passes, carry: Tree, key: Key, *, num_groups: int, group_size: int):
+        self.alone, self.together, self.num_groups, self.group_size = alone, together, num_groups, group_size
+        layout, self._key = alone.engine.layout, key
+        held = layout.variables[1][0]
+        empty = split_like(jax.tree.leaves(SequenceCarry(carry, jax.random.key_data(key), jnp.int32(0))), held)
+        axes = [axis for axis, num_slices in _group_axes(held) for _ in range(num_slices)]
+        self._key_leaf = len(empty) - 2  # a SequenceCarry ends with its key and its length, and before them are the model's leaves
+        empty += [empty[leaf] for leaf, _ in layout.copies]
+        axes += [axes[leaf] for leaf, _ in layout.copies]
+        self._empty = [put(leaf, home) for leaf, home in zip(empty, alone.carry_homes, strict=True)]
+        owners = layout.state_owner
+        by_stage = [[k for k, owner in enumerate(owners) if owner == stage] for stage in sorted(set(owners))]
+        self._by_stage = [(mine, tuple(axes[k] for k in mine)) for mine in by_stage]
+        self._tokens_home = alone.engine.placement.places[-1].home(Ref(Role.AUX, shared=True))
+
+    def prefill(self, prompt: Continuation, observer: Observer | None) -> tuple[list[Array], NextToken]:
+        """Run a prompt through the stages in chunks, in a carry of its own: the carry, and the first token."""
+        carry = self._on_each_stage(_copies, self._empty)
+        carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self.alone.carry_homes[self._key_leaf])
+        drawn, start = None, 0
+        for size in prompt.chunks:
+            carry, drawn = self.alone(carry, np.array(prompt.tokens[None, start : start + size], np.int32), observer)
+            start += size
+        assert drawn is not None, "a prompt has a token"
+        return carry, drawn
+
+    def enter(self, group: Group, row: int, carry: list[Array], token: Array) -> None:
+        """Put a sequence that was prefilled alone into a place of a group, with the token that was drawn for it."""
+        if self.group_size == 1:
+            group.carry, group.tokens = carry, token
+            return
+        if group.carry is None or group.tokens is None:
+            group.carry = self._on_each_stage(partial(_stacked, self.group_size), self._empty)
+            group.tokens = put(np.zeros((self.group_size, 1, 1), np.int32), self._tokens_home)
+        group.carry = self._on_each_stage(partial(_inserted, np.int32(row)), group.carry, carry)
+        group.tokens = _replaced(np.int32(row), group.tokens, token)  # the host has yet to read the old ones
+
+    def turn(self, group: Group, observer: Observer | None) -> NextToken:
+        """One token for every sequence of a group."""
+        assert group.carry is not None, "a sequence has entered the group"
+        group.carry, drawn = self.together(group.carry, group.tokens, observer)
+        group.tokens = drawn.token
+        return drawn
+
+    def _on_each_stage(self, function: ForwardFn, *carries: Sequence[Array]) -> list[Array]:
+        """Run ``function(axes, leaves, ...)`` on the leaves of each stage, where they live."""
+        results: list[Array] = list(carries[0])
+        for mine, axes in self._by_stage:
+            leaves = function(axes, *([carry[k] for k in mine] for carry in carries))
+            for k, leaf in zip(mine, leaves, strict=True):
+                results[k] = leaf
+        return results
+
+
+@jax.jit
+def _sequence_key(key: Key, number: Array) -> Array:
+    return jax.random.key_data(jax.random.fold_in(key, number))
+
+
+@partial(jax.jit, static_argnums=0)
+def _copies(axes: Sequence[int], leaves: Sequence[Array]) -> list[Array]:
+    del axes
+    return [jnp.array(leaf, copy=True) for leaf in leaves]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _stacked(size: int, axes: Sequence[int], leaves: Sequence[Array]) -> list[Array]:
+    return [jnp.stack([leaf] * size, axis) for axis, leaf in zip(axes, leaves, strict=True)]
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=2)
+def _inserted(row: Array, axes: Sequence[int], group: Sequence[Array], one: Sequence[Array]) -> list[Array]:
+    triples = zip(axes, group, one, strict=True)
+    return [jax.lax.dynamic_update_index_in_dim(leaf, new, row, axis) for axis, leaf, new in triples]
+
+
+@jax.jit
+def _replaced(row: Array, tokens: Array, token: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(tokens, token, row, 0)
+
+
+# What prompts the function takes.
+
+
+class PromptLimits(NamedTuple):
+    """What prompts a function takes.
+
+    Attributes:
+        sizes: how many tokens a pass of a prompt may take, the largest first.
+        room: how many tokens the carry has room for; None if that is not known.
+        vocab: for how many tokens there are logits; None if that is not known.
+    """
+
+    sizes: tuple[int, ...]
+    room: int | None
+    vocab: int | None
+
+
+def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> PromptLimits:
+    """What prompts the function takes; of a carry whose counters are 0, shapes will do.
+
+    A model that takes one token a call (Flax's attention with ``decode=True``) is known by that it cannot be traced at more. Nor
+    can a model whose cache is shorter than a chunk, so it gets smaller chunks.
+    """
+    shapes = avals_of(carry)
+    params = jax.eval_shape(lambda tree: joined(tree, concatenated), engine.layout.params)
+
+    def look() -> tuple[tuple[int, ...], int, Graph | None, int | None]:
+        sizes = tuple(size for size in chunk_sizes(chunk) if size == 1 or _takes(fn, params, shapes, size))
+        length = sizes[-2:][0]
+        try:
+            graph, result = trace(fn, params, shapes, jax.ShapeDtypeStruct((1, length), np.int32))
+        except Exception:  # noqa: BLE001  (said when the function is cut)
+            return sizes, length, None, None
+        match result:
+            case (_, Aval(shape=(_, *_, vocab), dtype=dtype)) if jnp.issubdtype(dtype, jnp.floating):
+                return sizes, length, graph, vocab
+        return sizes, length, graph, None
+
+    leaves, tree = jax.tree.flatten(shapes)
+    name = "prompts", id(engine), fn, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), chunk
+    sizes, length, graph, vocab = functions.remember(name, engine, look)
+    first = len(jax.tree.leaves(engine.layout.given[0]))
+    room = None if graph is None else capacity(graph, jax.tree.leaves(carry), first=first, num_tokens=length)
+    return PromptLimits(sizes, room, vocab)
 
 
 def _takes(fn: ForwardFn, params: Tree, carry: Tree, length: int) -> bool:
-    """Whether a function takes so many tokens at once: more than fit into the carry, or more than one, may be too many."""
     try:
         jax.eval_shape(fn, params, carry, jax.ShapeDtypeStruct((1, length), np.int32))
     except Exception:  # noqa: BLE001  (what is wrong at one token too is said when that is traced)
         return False
     return True
-
-
-def _with_axis(aval: Aval, axis: int, size: int) -> Aval:
-    return jax.ShapeDtypeStruct((*aval.shape[:axis], size, *aval.shape[axis:]), aval.dtype)
-
-
-def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> Taken:
-    """What prompts the function takes.
-
-    A model that takes one token a call (Flax's attention with ``decode=True``) is known by that it cannot be traced at more. Nor
-    can a model whose cache is shorter than a chunk, so it gets smaller chunks.
-    """
-    sizes, traced = _sizes_and_graph(engine, functions, fn, carry, chunk)
-    if traced is None:
-        return Taken(sizes, None, None)
-    graph, shapes = traced
-    first, count = len(jax.tree.leaves(engine.layout.given[0])), sizes[-2:][0]
-    return Taken(sizes, capacity(graph, jax.tree.leaves(carry), first=first, num_tokens=count), _vocab_of(shapes))
-
-
-def _vocab_of(result: Tree) -> int | None:
-    """For how many tokens there are logits, by the shapes of what the function returns; None if it returns none."""
-    match result:
-        case (_, Aval(shape=(_, *_, vocab), dtype=dtype)) if jnp.issubdtype(dtype, jnp.floating):
-            return vocab
-    return None
-
-
-def sizes_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> tuple[int, ...]:
-    """How many tokens a pass of a prompt may take, the largest first; of the carry, shapes will do."""
-    return _sizes_and_graph(engine, functions, fn, carry, chunk)[0]
-
-
-def _sizes_and_graph(
-    engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int
-) -> tuple[tuple[int, ...], tuple[Graph, Tree] | None]:
-    shapes = avals_of(carry)
-    params = jax.eval_shape(lambda tree: joined(tree, concatenated), engine.layout.params)
-
-    def look() -> tuple[tuple[int, ...], tuple[Graph, Tree] | None]:
-        sizes = tuple(size for size in chunk_sizes(chunk) if size == 1 or _takes(fn, params, shapes, size))
-        try:
-            return sizes, trace(fn, params, shapes, jax.ShapeDtypeStruct((1, sizes[-2:][0]), np.int32))
-        except Exception:  # noqa: BLE001
-            return sizes, None
-
-    leaves, tree = jax.tree.flatten(shapes)
-    name = "prompts", id(engine), fn, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), chunk
-    return functions.remember(name, engine, look)

@@ -1,36 +1,43 @@
-"""How the next token is chosen from the logits of a language model.
+"""How the next token is made: the user's function with the choice of the token behind it, so that only a token leaves a stage.
 
 ``Sampling`` is the usual rule: divide the logits by a temperature, keep the ``top_k`` most likely tokens, of these keep the most
 likely ones that together have the probability ``top_p``, and draw. A sampling rule is any function ``(logits, key) -> token`` of
 the logits of one position, so a user can write another. ``draw`` applies a rule, and says how likely the model found the token.
 
-Every token has a key of its own (``key_of``), made of the number of the sequence and of the place of the token in it. What is drawn
-therefore does not depend on how many sequences are generated side by side, in which order, or on how many devices.
+``NextTokenFn`` makes of ``fn(params, carry, tokens) -> (carry, logits)`` a function of one sequence that returns the next token
+instead of the logits. Its carry holds, beside the user's, the key of the sequence and how many tokens the sequence has had. So each
+token has a key made of the number of its sequence and of its place in it, and what is drawn does not depend on how many sequences
+are generated side by side, in which order, or on how many devices. ``NextTokensFn`` is ``jax.vmap`` of it over the carries of
+several sequences, so that each has its own length and its own end.
 """
 
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, OutputError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
-from jaxpp.types import Array, Aval, Key
+from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
 
-__all__ = ["SampleRule", "Sampler", "Sampling", "draw", "key_of", "sampler_of"]
+__all__ = ["NextToken", "NextTokenFn", "NextTokensFn", "SampleRule", "Sampler", "Sampling", "SequenceCarry", "draw", "sampler_of"]
 
 Sampler = Callable[[Float[Array, " vocab"], Key], Int[Array, ""]]
 """The token drawn from the logits of one position; it is traced."""
 
 _SMALL, _SMALLEST = 1e-6, 1e-30
 """Below the first temperature, the maximum is subtracted before the division; below the second, the second is used."""
+
+_FN = "fn(params, carry, tokens)"
+"""What messages call the user's function."""
 
 
 @entries
@@ -103,7 +110,10 @@ class Sampling:
             raise ArgumentError(where, rule, f"{size} tokens", f"pass top_k={size} or less, or leave top_k out")
         if self.temperature == 0:
             return jnp.where(jnp.arange(size) == jnp.argmax(logits), jnp.zeros_like(logits), -jnp.inf)
-        logits = _scaled(logits, float(self.temperature))
+        if self.temperature >= _SMALL:
+            logits = logits / float(self.temperature)
+        else:  # without an infinity where there was none
+            logits = (logits - logits.max()) / max(float(self.temperature), _SMALLEST)
         nucleus = self.top_p is not None and self.top_p < 1
         if self.top_k is None and not nucleus:
             return logits
@@ -124,12 +134,6 @@ def _wide(logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def _scaled(logits: Float[Array, " vocab"], temperature: float) -> Float[Array, " vocab"]:
-    if temperature >= _SMALL:
-        return logits / temperature
-    return (logits - logits.max()) / max(temperature, _SMALLEST)  # without an infinity where there was none
-
-
 def _nucleus(logits: Float[Array, " k"], top_p: float) -> Bool[Array, " k"]:
     """Which of the tokens, the likeliest first, are needed to reach ``top_p``: those before which it is not reached yet."""
     reached = jnp.cumsum(jax.nn.softmax(logits))
@@ -141,11 +145,7 @@ SampleRule = str | Sampling | Sampler | None
 
 
 def sampler_of(sample: SampleRule) -> Sampler:
-    """The rule that a user's ``sample`` stands for: None and "greedy" take the most likely token; functions stand for themselves.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """The rule that ``sample`` stands for: None and "greedy" take the most likely token; functions stand for themselves."""
     if sample is None or (isinstance(sample, str) and sample == "greedy"):
         return Sampling(temperature=0)
     if callable(sample) and sample is not Sampling:
@@ -165,7 +165,7 @@ def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[In
     Args:
         sampler: from ``sampler_of``.
         logits: of one position, ``[vocab]``, in any floating type; the sampler gets them in float32, or in float64 if they are.
-        key: of this token, from ``key_of``.
+        key: of this token.
 
     Returns:
         the token as int32, and its log-probability.
@@ -176,25 +176,133 @@ def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[In
     """
     logits = _wide(logits)
     try:
-        found = sampler(logits, key)
+        token = sampler(logits, key)
     except Exception as error:
         error.add_note(f"jaxpp: raised by sample, which was called with logits {describe(logits)} and a key")
         raise
-    if not _is_token(found):
-        got = jax.tree.map(lambda leaf: describe(leaf) if isinstance(leaf, Aval) else leaf, found)
+    if not _is_token(token):
+        got = jax.tree.map(lambda leaf: describe(leaf) if isinstance(leaf, Aval) else leaf, token)
         rule = "a sampling function returns the number of one token, an integer scalar"
         fix = "return for example jax.random.categorical(key, logits), which is an integer"
-        raise ArgumentError("sample(logits, key)", rule, got if isinstance(found, Aval) else shown(got), fix)
-    token = jnp.asarray(found, jnp.int32)
+        raise ArgumentError("sample(logits, key)", rule, got if isinstance(token, Aval) else shown(got), fix)
+    token = jnp.asarray(token, jnp.int32)
     return token, jax.nn.log_softmax(logits)[token]
 
 
-def _is_token(found: object) -> bool:
-    if not isinstance(found, (jax.Array, np.ndarray, np.integer, int)) or isinstance(found, bool):
+def _is_token(value: object) -> bool:
+    if not isinstance(value, (jax.Array, np.ndarray, np.integer, int)) or isinstance(value, bool):
         return False
-    return np.shape(found) == () and jnp.issubdtype(jnp.result_type(found), jnp.integer)
+    return np.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
 
 
-def key_of(key: Key, sequence: int | Int[Array, ""], index: int | Int[Array, ""]) -> Key:
-    """The key of a token: of the sequence of this number, at this place in it, its prompt included."""
-    return jax.random.fold_in(jax.random.fold_in(key, sequence), index)
+class SequenceCarry(NamedTuple):
+    """What a sequence carries from pass to pass.
+
+    Attributes:
+        model: the user's carry: a cache, the state of a recurrent network.
+        key: the raw key of the sequence, from which each token's key is folded.
+        length: the tokens that the sequence has had.
+    """
+
+    model: Tree
+    key: UInt32[Array, " words"]
+    length: Int[Array, ""]
+
+
+class NextToken(NamedTuple):
+    """What a pass makes.
+
+    Attributes:
+        token: the next token, ``[1, 1]``, as the next pass takes it.
+        logprob: the logarithm of its probability in the model's own distribution.
+    """
+
+    token: Int[Array, "1 1"]
+    logprob: Float[Array, ""]
+
+    def to_host(self) -> "NextToken":
+        """Begin to copy it to the host."""
+        self.token.copy_to_host_async()
+        self.logprob.copy_to_host_async()
+        return self
+
+
+@dataclass(frozen=True)
+class NextTokenFn:
+    """The user's function of one sequence, as one that returns the next token; ``implementation`` is that of the keys."""
+
+    fn: ForwardFn
+    sampler: Sampler
+    implementation: str
+
+    def __call__(self, params: Tree, carry: SequenceCarry, tokens: Int[Array, "1 length"]) -> tuple[SequenceCarry, NextToken]:
+        """One pass of a sequence."""
+        result = self.fn(params, carry.model, tokens)
+        if not isinstance(result, tuple) or len(result) != 2:
+            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result)
+            raise OutputError(_FN, "it returns a pair (new_carry, logits)", got, "return the new carry, and the logits")
+        model, logits = result
+        _check_carry(carry.model, model)
+        length = carry.length + tokens.shape[1]
+        key = jax.random.fold_in(jax.random.wrap_key_data(carry.key, impl=self.implementation), length)
+        token, logprob = draw(self.sampler, _last(logits, tokens.shape[1]), key)
+        return SequenceCarry(model, carry.key, length), NextToken(token.reshape(1, 1), logprob)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.fn, "__name__", "fn")
+
+
+@dataclass(frozen=True)
+class NextTokensFn:
+    """The function of several sequences: leaves of the carry have one more axis, numbered in ``axes``, and tokens one in front."""
+
+    sequence: NextTokenFn
+    axes: tuple[int, ...]
+
+    def __call__(self, params: Tree, carry: SequenceCarry, tokens: Int[Array, "sequences 1 1"]) -> tuple[SequenceCarry, NextToken]:
+        """One pass of a group."""
+        axes = jax.tree.structure(carry).unflatten(self.axes)
+        return jax.vmap(self.sequence, (None, axes, 0), (axes, 0))(params, carry, tokens)
+
+    @property
+    def __name__(self) -> str:
+        return self.sequence.__name__
+
+
+def _check_carry(old: Tree, new: Tree) -> None:
+    """Refuse a new carry that is not like the old one."""
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
+    name = jax.tree_util.keystr
+    wrong = [f"carry{name(path)} is missing in the new carry" for path in before if path not in after]
+    wrong += [f"carry{name(path)} is new" for path in after if path not in before]
+    shapes = {path: jax.eval_shape(jnp.asarray, leaf) for path, leaf in after.items() if path in before}
+    wrong += [
+        f"carry{name(path)}: {describe(before[path])} becomes {describe(shape)}"
+        for path, shape in shapes.items()
+        if (shape.shape, shape.dtype) != (before[path].shape, before[path].dtype)
+    ]
+    if not wrong and jax.tree.structure(old) != jax.tree.structure(new):
+        wrong = [f"{jax.tree.structure(old)} becomes {jax.tree.structure(new)}"]
+    if wrong:
+        rule = "the new carry has the tree, the shapes and the types of the old one, so that a pass can follow on another"
+        fix = "return every leaf, changed or not, write into a cache of fixed size, and cast with .astype(old.dtype)"
+        raise OutputError(_FN, rule, wrong, fix)
+
+
+def _last(logits: Tree, length: int) -> Float[Array, " vocab"]:
+    """The logits of the last position; refuses what are not the logits of one sequence."""
+    if isinstance(logits, jax.Array | np.ndarray) and logits.shape[:1] == (1,) and jnp.issubdtype(logits.dtype, jnp.floating):
+        if logits.ndim == 2:
+            return jnp.asarray(logits[0])
+        if logits.ndim == 3 and logits.shape[1] in (1, length):
+            return jnp.asarray(logits[0, -1])
+    rule = f"it returns the logits of the next token: floats [1, {length}, vocab], or [1, vocab] of the last position"
+    raise OutputError(_FN, rule, _called(logits), "return (new_carry, logits) for a batch of one sequence")
+
+
+def _called(result: Tree) -> str:
+    """What a function returned, as people call it."""
+    if result is None or isinstance(result, Aval):
+        return "None" if result is None else f"one array, {describe(result)}"
+    return f"a {type(result).__name__}"

@@ -15,7 +15,6 @@ An output that the consumer holds counts as in flight until the consumer asks fo
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice, repeat
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -72,29 +71,29 @@ class Stream(Iterator[Tree]):
         self._next, self._numbers, self._flight = 0, count(), deque[tuple[Tree, int, str]]()
 
     def __next__(self) -> Tree:
-        taken, failure, trace = None, None, current_trace()
+        trace = current_trace()
         try:
             self._fill()
             if not self._flight:
                 raise StopIteration
-            value, number, status = entry = self._flight[0]
+            value, number, status = self._flight[0]
             failure = value if status == _FAILED else self._failure_of(value, number)
-            taken, self._next = entry, number + 1
-            del self._flight[0]
             if failure is not None:
+                self._next = number + 1
+                del self._flight[0]
                 raise failure
-            return value
         except BaseException as error:
-            if taken is not None and error is not failure and (not self._flight or self._flight[0] is not taken):
-                self._flight.appendleft(taken)  # Ctrl-C, when all but the return was done
             leave(error, trace)
             raise
+        self._next = number + 1  # from here on nothing is called, so no signal is handled before the outputs are given
+        del self._flight[0]
+        return value
 
     def _fill(self) -> None:
         """Dispatch batches until enough are in flight, there are no more, or a failure waits for its turn.
 
-        Ctrl-C may come between any two bytecodes here. What is in flight changes in single steps: a batch that was not dispatched
-        for certain is dispatched again.
+        Ctrl-C may come after any call here. What is in flight changes in single steps: a batch that was not dispatched for certain
+        is dispatched again.
         """
         flight = self._flight
         while self._work is not None and not (flight and flight[-1][2] == _FAILED):
@@ -106,7 +105,7 @@ class Stream(Iterator[Tree]):
                 except Exception as error:  # noqa: BLE001  (raised when it is its turn)
                     if is_ctrl_c(error):
                         raise KeyboardInterrupt from None
-                    flight[-1] = (_noted(error, self._at(number)), number, _FAILED)
+                    flight[-1] = (self._noted(error, number), number, _FAILED)
                 del batch
             elif len(flight) < self._max_in_flight:
                 self._pull(source)
@@ -121,7 +120,7 @@ class Stream(Iterator[Tree]):
         except Exception as error:  # noqa: BLE001  (raised when it is its turn)
             number = next(self._numbers)
             note = f"jaxpp: {self._where}: the iterator of batches raised this when it was asked for batch {number}"
-            self._flight.append((_noted(error, note), number, _FAILED))
+            self._flight.append((_with_note(error, note), number, _FAILED))
             return
         if len(self._flight) == before:
             self._work = None
@@ -130,16 +129,16 @@ class Stream(Iterator[Tree]):
                 fix = "pass a list or a fresh iterator of batches (an iterator that was run through before is empty)"
                 self._flight.append((BatchError(where, rule, "an iterator that ended before its first batch", fix), 0, _FAILED))
 
-    def _at(self, number: int) -> str:
-        return f"jaxpp: {self._where}: this was batch {number}, counted from 0"
-
     def _failure_of(self, outputs: Tree, number: int) -> Exception | None:
         """Wait for outputs; returns what a device raised."""
         try:
             jax.block_until_ready(outputs)
         except Exception as error:  # noqa: BLE001  (raised by who asked)
-            return _noted(error, self._at(number))
+            return self._noted(error, number)
         return None
+
+    def _noted(self, error: Exception, number: int) -> Exception:
+        return _with_note(error, f"jaxpp: {self._where}: this was batch {number}, counted from 0")
 
     def close(self) -> None:
         """Drop everything: the batches, and the outputs that nobody has taken. The stream has ended then."""
@@ -149,7 +148,7 @@ class Stream(Iterator[Tree]):
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -167,7 +166,7 @@ class Stream(Iterator[Tree]):
         return f"<{self._where}: batch {self._next} is next; {len(self._flight)} of at most {self._max_in_flight} in flight>"
 
 
-def _noted(error: Exception, note: str) -> Exception:
+def _with_note(error: Exception, note: str) -> Exception:
     """The exception with a note, to be raised when it is its turn."""
     error.add_note(note)
     if isinstance(error, StopIteration):  # which would look like the end of the stream

@@ -80,7 +80,7 @@ def check_model(name: str, stages: int, sizes=(SIZE, 8, 3, 1)) -> None:
     assert same(pipe.apply(held if has_state else held[0], model.of(size), model.fn, model.key), jax.device_get(outputs))
 
 
-@pytest.mark.parametrize(("name", "stages"), [("resnet", 2), ("adapters", 4)])
+@pytest.mark.parametrize(("name", "stages"), [pytest.param("resnet", 2, marks=pytest.mark.long), ("adapters", 4)])
 def test_outputs_of_a_trained_model_are_those_of_one_device(name, stages):
     check_model(name, stages, (SIZE, 1))
 
@@ -161,7 +161,11 @@ def test_each_microbatch_has_the_key_of_its_number():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches"), [("interleaved", 4, 4), ("zb-v", 4, 4), ("naive", 2, 1), ("dualpipe-v", 4, 8)]
+    ("schedule", "stages", "microbatches"),
+    [
+        ("interleaved", 4, 4),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("zb-v", 4, 4), ("naive", 2, 1), ("dualpipe-v", 4, 8))),
+    ],
 )
 def test_the_schedule_changes_nothing_not_even_with_two_stages_a_rank(schedule, stages, microbatches):
     if schedule == "interleaved":
@@ -171,7 +175,14 @@ def test_the_schedule_changes_nothing_not_even_with_two_stages_a_rank(schedule, 
         check_rows(pipe.apply(state, X[:size], net), net, (PARAMS,), X[:size], None, microbatches)
 
 
-@pytest.mark.parametrize("options", [{"data_parallel": 2}, {"data_parallel": 4, "num_microbatches": 1}, {"mesh": (2, 2, 2)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel": 2},
+        pytest.param({"data_parallel": 4, "num_microbatches": 1}, marks=pytest.mark.long),
+        {"mesh": (2, 2, 2)},
+    ],
+)
 def test_replicas_and_shards_give_the_rows_of_the_batch_in_order(options):
     options = dict(options)
     if "mesh" in options:
@@ -220,7 +231,7 @@ def test_a_model_state_is_read_and_left_as_it_is():
     assert same(counted, variables[1])
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow), 4])
 def test_stacked_parameters_may_be_held_as_slices(stages):
     stacked = {"w": RNG.normal(size=(6, 4, 4)).astype("f") / 2, "head": RNG.normal(size=(4, 3)).astype("f")}
 

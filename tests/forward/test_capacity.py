@@ -279,7 +279,7 @@ class _Layer(nn.Module):
         return x + nn.MultiHeadDotProductAttention(num_heads=2, decode=True)(nn.LayerNorm()(x)), None
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_cache_of_linens_attention(scanned):
     module = Attending(scanned=scanned)
 
@@ -365,6 +365,7 @@ class _HuggingFace:
         return found.past_key_values, found.logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_the_cache_of_hugging_faces_gpt2(num_tokens):
     with warnings.catch_warnings():

@@ -75,7 +75,7 @@ def most_live_bytes(run, devices, before):
     return most
 
 
-@pytest.mark.parametrize("examples", [2, 7, 48])
+@pytest.mark.parametrize("examples", [2, pytest.param(7, marks=pytest.mark.long), pytest.param(48, marks=pytest.mark.long)])
 def test_a_forecast_of_a_forward_is_what_apply_holds_to_the_byte(forward, examples):
     found, params = forward
     x = np.ones((examples, 16), np.float32)
@@ -105,6 +105,7 @@ def test_a_forward_is_forecast_before_there_are_parameters_and_init_compiles_not
     assert len(found.engine.programs) == programs
 
 
+@pytest.mark.long
 def test_forwards_that_do_not_fit_are_run_on_smaller_batches():
     found = jaxpp.Forward(network, num_stages=2, num_microbatches=2)
     shapes, batch = jax.eval_shape(network_params), jax.ShapeDtypeStruct((512, 16), jnp.float32)
@@ -140,10 +141,16 @@ def test_a_pipeline_forecasts_what_apply_holds_beside_the_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_groups", "group_size", "dtype"), [(2, 2, 1, "float32"), (4, 3, 2, "bfloat16"), (4, 1, 3, "float32")]
+    ("num_stages", "num_groups", "group_size", "dtype"),
+    [
+        (2, 2, 1, "float32"),
+        (2, 3, 2, "bfloat16"),
+        pytest.param(4, 3, 2, "bfloat16", marks=pytest.mark.long),
+        pytest.param(4, 1, 3, "float32", marks=pytest.mark.long),
+    ],
 )
 def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages, num_groups, group_size, dtype):
-    decoder = plain(dtype=dtype)
+    decoder = plain(dtype=dtype, num_layers=num_stages)
     found, params = decoder.forward(num_stages)
     options = {"num_groups": num_groups, "group_size": group_size, "chunk": 8}
     forecast = found.forecast_generate(decoder.fn, shapes_of(decoder.carry), **options)
@@ -222,6 +229,7 @@ def test_the_batches_of_a_stream_fill_and_drain_the_stages_once(profiles):
     assert held == 3 * one.ledger.liveness.levels[one.devices[3]][-1][MEMORY_KINDS.index("outputs")]
 
 
+@pytest.mark.long
 def test_a_profile_of_forwards_speaks_of_forwards(profiles):
     assert str(profiles[1]).startswith("forward: 4 ranks, 4 stages, 3 microbatches; each program alone")
     assert str(profiles[3]).startswith("stream of 3 batches: 4 ranks, 4 stages, 9 microbatches; each program alone")
@@ -239,6 +247,7 @@ def test_a_profile_of_forwards_speaks_of_forwards(profiles):
     assert len(profiles[1].ledger.samples) == 12
 
 
+@pytest.mark.long
 def test_a_pipeline_profiles_a_function_of_its_parameters_and_its_state_stays():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=4, has_aux=True, schedule="zb-v")
@@ -256,7 +265,10 @@ def test_a_pipeline_profiles_a_function_of_its_parameters_and_its_state_stays():
         pipe.profile(pipe.state, case.batch, num_batches=2)
 
 
-@pytest.fixture(scope="module", params=[(4, 1), (2, 2)], ids=["groups of one", "groups of two"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((4, 1), id="groups of one", marks=pytest.mark.long), pytest.param((2, 2), id="groups of two")],
+)
 def ring(request):
     """A generation with its groups, the profile of it, and the tokens that it gives afterwards."""
     num_groups, group_size = request.param
@@ -312,6 +324,7 @@ def test_the_generation_that_was_profiled_gives_all_its_tokens(ring):
         generation.profile()
 
 
+@pytest.mark.long
 def test_a_profile_of_a_ring_prints_draws_and_exports_itself(ring):
     _, _, profile, num_groups = ring
     text = str(profile)
@@ -331,6 +344,7 @@ def test_a_profile_of_a_ring_prints_draws_and_exports_itself(ring):
     assert first[MEMORY_KINDS.index("carries")] < last[MEMORY_KINDS.index("carries")], "more groups have begun"
 
 
+@pytest.mark.long
 def test_only_so_many_passes_are_profiled_and_prompts_that_come_once_are_refused():
     decoder = plain()
     found, params = decoder.forward(2)

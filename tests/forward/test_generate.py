@@ -1,20 +1,35 @@
-"""Generated tokens are those of a loop on one device, token by token, however many stages, groups and places there are."""
+"""Generation: its tokens are those of a loop on one device, over any pipeline; what it refuses, how it ends and is interrupted."""
 
+import gc
+import io
 import itertools
+import re
+import signal
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from tests.decoders import MODELS, VOCAB, Made, loop, plain, prompts_of
+from jaxpp.errors import ArgumentError, BatchError, CutError, OutputError, ParamsError, StateError
+from jaxpp.forward import generate as driver
+from jaxpp.runtime import interrupts
+from tests.decoders import MODELS, VOCAB, WIDTH, Made, loop, plain, prompts_of
+from tests.forward.signals import CtrlCAt
 
 NUM_TOKENS, CHUNK = 6, 8
 PROMPTS = prompts_of(1, 3, 8, 5, 17, 1, 9, 16)
 """One token, fewer than a chunk, exactly one chunk or two, more than a chunk."""
 
+SHORT, FEW = prompts_of(1, 9, 5, 2), 4
+"""For what does not depend on the prompts."""
 KEY = jax.random.key(7)
+DECODER, SMALL = plain(), plain(num_layers=2)
 
 
 def near_the_top(logits, key):
@@ -33,7 +48,20 @@ SAMPLES = {
 
 @pytest.fixture(scope="module")
 def decoder():
-    return plain()
+    return DECODER
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+    return SMALL.forward(2)
+
+
+def live():
+    """Buffers and bytes on the devices."""
+    gc.collect()
+    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    buffers = {shard.data.unsafe_buffer_pointer(): shard.data.nbytes for array in arrays for shard in array.addressable_shards}
+    return len(buffers), sum(buffers.values())
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +115,20 @@ def check_case(decoder, forwards, num_stages, num_groups, group_size, sample):
     check(generation, stopped(wanted, stop))
 
 
-CASES = [(1, 1, 1), (1, 2, 3), (2, 2, 1), (2, 1, 3), (4, 1, 1), (4, 4, 1), (4, 8, 1), (4, 2, 3)]
+CASES = [(1, 2, 3), (2, 1, 3), (4, 4, 1)]
+FURTHER = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 8, 1), (4, 2, 3)]
 
 
-@pytest.mark.parametrize(("num_stages", "num_groups", "group_size"), CASES)
+@pytest.mark.parametrize(
+    ("num_stages", "num_groups", "group_size"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)]
+)
 def test_tokens_are_those_of_one_device(decoder, forwards, num_stages, num_groups, group_size):
     check_case(decoder, forwards, num_stages, num_groups, group_size, None)
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize(
+    "sample", [name if name in ("top-k", "function") else pytest.param(name, marks=pytest.mark.long) for name in SAMPLES]
+)
 def test_sampled_tokens_are_those_of_one_device(decoder, forwards, sample):
     check_case(decoder, forwards, 2, 2, 1, SAMPLES[sample])
 
@@ -112,15 +145,14 @@ def test_tokens_are_those_of_one_device_in_every_case(decoder, forwards, num_sta
         check_case(decoder, forwards, num_stages, groups, size, SAMPLES[sample])
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
-@pytest.mark.parametrize("num_prompts", [1, 2, 8])
+@pytest.mark.parametrize(("num_prompts", "group_size"), [(1, 3), (2, 1), (8, 3)])
 def test_one_token_for_each_prompt(decoder, forwards, num_prompts, group_size):
     forward, params = forwards(2)
     wanted = loop(decoder, PROMPTS[:num_prompts], 1)
     check(forward.generate(params, decoder.fn, decoder.carry, PROMPTS[:num_prompts], 1, group_size=group_size), wanted)
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_fewer_prompts_than_places(decoder, forwards, group_size):
     forward, params = forwards(4)
     wanted = loop(decoder, PROMPTS[:2], NUM_TOKENS)
@@ -157,7 +189,12 @@ def teacher_forced(decoder, prompt, tokens):
 
 @pytest.mark.parametrize(
     ("param_dtype", "dtype", "group_size"),
-    [("bfloat16", "bfloat16", 1), ("bfloat16", "bfloat16", 3), ("bfloat16", "float32", 1), ("float16", "float32", 3)],
+    [
+        ("bfloat16", "bfloat16", 3),
+        pytest.param("bfloat16", "bfloat16", 1, marks=pytest.mark.long),
+        pytest.param("bfloat16", "float32", 1, marks=pytest.mark.long),
+        pytest.param("float16", "float32", 3, marks=pytest.mark.long),
+    ],
 )
 def test_in_lower_precision_tokens_are_the_best_within_a_few_roundings(param_dtype, dtype, group_size):
     decoder = plain(param_dtype, dtype)
@@ -176,7 +213,9 @@ def test_in_lower_precision_tokens_are_the_best_within_a_few_roundings(param_dty
         np.testing.assert_allclose([token.logprob for token in mine], logprobs, atol=2 * rounding)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "plain"])
+@pytest.mark.parametrize(
+    "name", ["linen", "recurrent", *(pytest.param(name, marks=pytest.mark.long) for name in ("nnx", "gpt", "hugging-face"))]
+)
 def test_models_generate_unedited(name):
     decoder = MODELS[name]()
     forward, params = decoder.forward(2)
@@ -195,3 +234,474 @@ def test_prompts_of_an_iterator_whose_number_is_not_known_may_show_a_bar(decoder
     (wanted,) = loop(decoder, PROMPTS[:1], 2)
     made = forward.generate(params, decoder.fn, decoder.carry, iter(PROMPTS[:1]), 2, chunk=CHUNK, progress=True)
     assert [each.tolist() for each in made.collect()] == [wanted.tokens]
+
+
+# Every kind of pipeline.
+
+BATCH = np.random.default_rng(0).integers(0, VOCAB, (8, 7))
+DECODER = plain()
+
+
+def next_token_loss(params, batch):
+    """The next-token loss of the decoder, with an empty carry for each example."""
+
+    def one(row):
+        return DECODER.fn(params, DECODER.carry, row[None, :-1])[1][0]
+
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(one)(batch), batch[:, 1:]).mean()
+
+
+def trained(num_stages=4, loss=next_token_loss, params=None, **options):
+    """A pipeline after a step, and its state."""
+    pipe = jaxpp.Pipeline(loss, optax.adam(1e-2), num_stages=num_stages, num_microbatches=4, **options)
+    state = pipe.init(DECODER.params if params is None else params, BATCH)
+    return pipe, pipe.step(state, BATCH)[0]
+
+
+def wanted_of(params, decoder=DECODER):
+    return loop(decoder._replace(params=jaxpp.gather(params)), SHORT, FEW)
+
+
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_trained_pipeline_generates_with_its_parameters(num_stages):
+    pipe, state = trained(num_stages)
+    homes = [leaf.devices() for leaf in jax.tree.leaves(state.params)]
+    wanted = wanted_of(state.params)
+    assert wanted != loop(DECODER, SHORT, FEW), "the step has changed the tokens"
+    for given in (state, state.params):
+        check(pipe.generate(given, DECODER.fn, DECODER.carry, SHORT, FEW), wanted)
+    assert [leaf.devices() for leaf in jax.tree.leaves(state.params)] == homes
+    state, _ = pipe.step(state, BATCH)  # the next generation reads the new parameters
+    check(pipe.generate(state, DECODER.fn, DECODER.carry, SHORT, FEW), wanted_of(state.params))
+
+
+SEVERAL = [
+    {"schedule": "interleaved"},
+    pytest.param({"devices": jax.devices()[:1]}, marks=pytest.mark.long),
+    pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow),
+    pytest.param({"devices": jax.devices()[:2]}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("options", SEVERAL)
+def test_several_stages_on_a_device(options):
+    pipe, state = trained(4, **options)
+    assert len({device for leaf in jax.tree.leaves(state.params) for device in leaf.devices()}) < 4
+    for group_size in (1, 3):
+        check(pipe.generate(state, DECODER.fn, DECODER.carry, SHORT, FEW, group_size=group_size), wanted_of(state.params))
+
+
+@pytest.mark.long
+def test_stages_on_a_mesh_with_tensor_parallelism():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "model"))
+    rules = {"qkv": P(None, "model"), "out": P("model", None), "mlp": P(None, "model")}
+    shardings = jax.tree_util.tree_map_with_path(lambda path, _: rules.get(getattr(path[-1], "key", None), P()), DECODER.params)
+    pipe, state = trained(2, mesh=mesh, shardings=shardings)
+    assert len(state.params["layers"][0]["qkv"].devices()) == 2
+    check(pipe.generate(state, DECODER.fn, DECODER.carry, SHORT, FEW, group_size=2, chunk=8), wanted_of(state.params))
+
+
+def with_task(params, task_params):
+    return {**params, "last": params["last"] + task_params["delta"]}
+
+
+def task_fn(params, task_params, carry, tokens):
+    return DECODER.fn(with_task(params, task_params), carry, tokens)
+
+
+def test_with_the_parameters_of_a_task():
+    rng = np.random.default_rng(1)
+    tasks = {name: {"delta": rng.normal(size=(16, 16)).astype("f")} for name in ("cat", "dog")}
+    bank = jaxpp.Bank(tasks, optax.adam(1e-2))
+    loss = lambda params, task_params, batch: next_token_loss(with_task(params, task_params), batch)  # noqa: E731
+    pipe = jaxpp.Pipeline(loss, optax.adam(1e-2), num_stages=2, num_microbatches=2, bank=bank)
+    state = pipe.init(DECODER.params, BATCH)
+    state, _ = pipe.step(state, BATCH, task="cat")
+    found = []
+    for name in tasks:
+        decoder = DECODER._replace(params=with_task(jaxpp.gather(state.params), bank.params(name)))
+        wanted = loop(decoder, SHORT, FEW)
+        found.append(wanted)
+        check(pipe.generate(state, task_fn, DECODER.carry, SHORT, FEW, task=name), wanted)
+    assert found[0] != found[1]
+
+
+# What is refused, and how a generation ends.
+
+FN = "fn(params, carry, tokens): "
+
+
+def with_logits(change):
+    """The decoder with its logits changed."""
+
+    def fn(params, carry, tokens):
+        carry, logits = SMALL.fn(params, carry, tokens)
+        return carry, change(logits)
+
+    return fn
+
+
+def with_carry(change):
+    """The decoder with its new carry changed."""
+
+    def fn(params, carry, tokens):
+        carry, logits = SMALL.fn(params, carry, tokens)
+        return change(carry), logits
+
+    return fn
+
+
+def shorter(carry):
+    return {**carry, "layers": [{"k": each["k"][:, 1:], "v": each["v"].astype("bfloat16")} for each in carry["layers"]]}
+
+
+def fed_back(params, carry, tokens):
+    own, logits = SMALL.fn({**params, "positions": params["positions"] + carry["fed"]}, carry["own"], tokens)
+    return {"own": own, "fed": logits[0, -1, :WIDTH]}, logits
+
+
+WRONG = {
+    "no pair": (
+        {"fn": lambda *given: SMALL.fn(*given)[1]},
+        OutputError,
+        FN,
+        "Got: one array, f32[1,1,23].",
+        "return the new carry",
+    ),
+    "nothing": ({"fn": lambda *_: None}, OutputError, FN, "Got: None.", "return the new carry"),
+    "three": ({"fn": lambda *given: (*SMALL.fn(*given), 1)}, OutputError, FN, "Got: a tuple of 3.", "return the new carry"),
+    "a carry of another shape": (
+        {"fn": with_carry(shorter)},
+        OutputError,
+        FN,
+        "Got: carry['layers'][0]['k']: f32[1,32,16] becomes f32[1,31,16]\n"
+        "       carry['layers'][0]['v']: f32[1,32,16] becomes bf16[1,32,16]",
+        "write into a cache of fixed size, and cast with .astype(old.dtype)",
+    ),
+    "a carry without its caches": (
+        {"fn": with_carry(lambda carry: {"position": carry["position"]})},
+        OutputError,
+        FN,
+        "carry['layers'][1]['v'] is missing in the new carry",
+        "return every leaf",
+    ),
+    "logits without a batch": (
+        {"fn": with_logits(lambda logits: logits[0, -1])},
+        OutputError,
+        FN,
+        "Got: one array, f32[23].",
+        "for a batch of one sequence",
+    ),
+    "integers": ({"fn": with_logits(lambda logits: logits.argmax(-1))}, OutputError, FN, "Got: one array, i32[1,1].", "logits"),
+    "a dict": (
+        {"fn": with_logits(lambda logits: {"logits": logits})},
+        OutputError,
+        FN,
+        "Got: a dict.",
+        "return (new_carry, logits)",
+    ),
+    "a leaf of all stages": (
+        {"fn": fed_back, "carry": {"own": SMALL.carry, "fed": jnp.zeros(WIDTH)}},
+        CutError,
+        "carry: ",
+        "Got: fed, which layers of several stages read and change.",
+        "give each layer a leaf of its own",
+    ),
+    "no function": ({"fn": 3}, ArgumentError, "forward.generate(..., fn, ...): ", "Got: 3.", "pass the function itself"),
+    "numbers in the carry": (
+        {"carry": {**SMALL.carry, "position": 0}},
+        ParamsError,
+        "carry: ",
+        "Got: carry['position']: int.",
+        "make the shapes arrays",
+    ),
+    "shapes": (
+        {"carry": jax.eval_shape(lambda: SMALL.carry)},
+        ParamsError,
+        "carry: ",
+        "ShapeDtypeStruct",
+        "jnp.zeros(leaf.shape",
+    ),
+    "an empty prompt": (
+        {"prompts": [[1], []]},
+        BatchError,
+        "forward.generate(..., prompts, ...): ",
+        "prompt 1: no token",
+        "integers",
+    ),
+    "floats": ({"prompts": [[1.5]]}, BatchError, "forward.generate(..., prompts, ...): ", "prompt 0: f64[1]", "integers"),
+    "two axes": ({"prompts": [np.ones((2, 3), int)]}, BatchError, "forward.generate(", "prompt 0: i64[2,3]", "integers"),
+    "long prompts": (
+        {"prompts": prompts_of(30, 3, 29)},
+        BatchError,
+        "forward.generate(..., prompts, ...): ",
+        "Got: prompt 0: 30 tokens and 4 to generate are 34, more than 33.",
+        "make a carry with more room",
+    ),
+    "no room": (
+        {"max_length": 10},
+        BatchError,
+        "forward.generate(",
+        "Got: prompt 1: 9 tokens and 4 to generate are 13",
+        "more than 10",
+    ),
+    "no prompts": ({"prompts": []}, BatchError, "forward.generate(", "Got: none.", "pass a list"),
+    "counts": (
+        {"num_groups": 0, "group_size": -1, "chunk": 1.5, "max_length": 0},
+        ArgumentError,
+        "forward.generate(...): ",
+        "Got: num_groups=0\n       group_size=-1\n       chunk=1.5\n       max_length=0.",
+        "pass 1 or more",
+    ),
+    "tokens of another vocabulary": (
+        {"prompts": [[1, 2], [22, 23]]},
+        BatchError,
+        "forward.generate(..., prompts, ...): ",
+        "Got: prompt 1: numbers from 22 to 23 where 0 to 22 were expected, for which there are logits.",
+        "pad its logits with -inf",
+    ),
+    "no tokens": ({"num_tokens": 0}, ArgumentError, "forward.generate(..., num_tokens): ", "Got: 0.", "num_tokens=100"),
+    "a stop of text": ({"stop": "end"}, ArgumentError, "forward.generate(..., stop='end'): ", "Got: 'end'.", "eos_token_id"),
+    "a sample": ({"sample": "beam"}, ArgumentError, "sample: ", "Got: 'beam'.", "jaxpp.Sampling("),
+    "a sample of floats": ({"sample": lambda logits, _: logits.max()}, ArgumentError, "sample(", "Got: f32[].", "categorical"),
+    "a number as key": ({"key": 3}, ArgumentError, "key: ", "Got: int 3.", "jax.random.key(seed)"),
+    "floats as key": ({"key": jnp.ones(3)}, ArgumentError, "key: ", "Got: f32[3].", "jax.random.key(seed)"),
+    "several keys": ({"key": jax.random.split(jax.random.key(0))}, ArgumentError, "key: ", "Got: key<fry>[2].", "jax.random.key("),
+    "several raw keys": ({"key": np.zeros((2, 2), np.uint32)}, ArgumentError, "key: ", "Got: u32[2,2].", "jax.random.key(seed)"),
+    "params of another model": (
+        {"params": {"w": jnp.ones(3)}},
+        ParamsError,
+        "params: ",
+        "params['embed'] is missing",
+        "init returned",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_before_anything_runs(two_stages, monkeypatch, name):
+    forward, params = two_stages
+    changes, kind, where, got, fix = WRONG[name]
+    known = {"params": params, "fn": SMALL.fn, "carry": SMALL.carry, "prompts": SHORT, "num_tokens": FEW} | changes
+    monkeypatch.setattr("jaxpp.forward.ring.execute", lambda *_: pytest.fail("a device has worked"))
+    with pytest.raises(kind) as error:
+        forward.generate(known.pop("params"), **known)
+    text = str(error.value)
+    assert text.startswith(where) and re.match(r"[^\n]+\.\n  Got: (.|\n)+\.\n  Fix: [^\n]+\.$", text), text
+    assert got in text and fix in text, text
+
+
+def test_pipelines_that_do_not_generate():
+    def loss_fn(params, batch):
+        return SMALL.fn(params, SMALL.carry, batch[:1])[1].mean()
+
+    def loss_with_state(params, state, batch):
+        return loss_fn(params, batch), (state, ())
+
+    batch, given = jnp.ones((2, 3), int), (SMALL.fn, SMALL.carry, SHORT, FEW)
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=1, num_microbatches=1)
+    with pytest.raises(StateError, match=r"pipe.generate: .*\n.*no call of either has finished yet"):
+        pipe.generate(SMALL.params, *given)
+    pipe = jaxpp.Pipeline(loss_with_state, optax.sgd(0.1), num_stages=1, num_microbatches=1, has_state=True)
+    state = pipe.init((SMALL.params, {"mean": jnp.zeros(())}), batch)
+    with pytest.raises(ArgumentError, match=r"pipe.generate: .*\n  Got: has_state=True\.\n  Fix: close over the model state"):
+        pipe.generate(state, *given)
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=1, num_microbatches=1, data_parallel=2)
+    state = pipe.init(SMALL.params, batch)
+    with pytest.raises(ArgumentError, match=r"pipe.generate: .*\n  Got: 2 replicas\.\n  Fix: make a jaxpp.Forward without"):
+        pipe.generate(state, *given)
+
+
+@pytest.mark.parametrize("kind", ["raw", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("numpy", "rbg"))])
+def test_other_kinds_of_keys(two_stages, kind):
+    forward, params = two_stages
+    key = {"raw": jax.random.PRNGKey(5), "numpy": np.array([0, 5], np.uint32), "rbg": jax.random.key(5, impl="rbg")}[kind]
+    sample = jaxpp.Sampling(temperature=2.0)
+    typed = key if kind == "rbg" else jax.random.key(5)
+    made = forward.generate(params, SMALL.fn, SMALL.carry, SHORT, FEW, sample=sample, key=key, chunk=8).collect()
+    assert [row.tolist() for row in made] == [each.tokens for each in loop(SMALL, SHORT, FEW, sample, typed)]
+
+
+def test_what_the_model_raises_comes_out_as_it_is(two_stages):
+    forward, params = two_stages
+
+    def fn(params, carry, tokens):
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError) as error:
+        forward.generate(params, fn, SMALL.carry, SHORT, FEW)
+    assert error.value.args == ("mine",)
+    (note,) = [note for note in error.value.__notes__ if note.startswith("jaxpp: raised while tracing fn with i32[")]
+    assert note.endswith("beside its parameters")
+    assert "microbatch" not in note
+
+
+def test_a_prompt_that_is_none_comes_out_at_its_place_and_the_others_go_on(two_stages):
+    forward, params = two_stages
+    prompts = [SHORT[0], [], SHORT[1], [0.5], SHORT[2]]
+    generation, tokens, wrong = forward.generate(params, SMALL.fn, SMALL.carry, iter(prompts), FEW, chunk=8), [], []
+    while True:
+        try:
+            tokens.append(next(generation))
+        except BatchError as error:
+            wrong.append(re.search(r"Got: (prompt \d)", str(error)).group(1))
+        except StopIteration:
+            break
+    assert wrong == ["prompt 1", "prompt 3"]
+    wanted = loop(SMALL, SHORT[:3], FEW)
+    for number, made in zip((0, 2, 4), wanted, strict=True):
+        assert [token.token for token in tokens if token.prompt == number] == made.tokens
+    assert [row.tolist() for row in generation.collect()] == [[]] * 3
+
+
+def test_after_the_iterator_of_prompts_has_raised_the_others_are_finished(two_stages):
+    forward, params = two_stages
+
+    def prompts():
+        yield SHORT[0]
+        raise OSError("the disk is gone")
+
+    generation = forward.generate(params, SMALL.fn, SMALL.carry, prompts(), FEW, chunk=8)
+    with pytest.raises(OSError, match="the disk is gone") as error:
+        generation.collect()
+    assert any("prompt 1" in note for note in error.value.__notes__)
+    assert sum(1 for _ in generation) > 0
+
+
+@pytest.mark.parametrize("group_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_after_ctrl_c_at_any_time_collect_goes_on_and_nothing_is_left_behind(two_stages, group_size, ctrl_c):
+    # It was broken off, and collect() lost all that it had collected.
+    forward, params = two_stages
+    wanted = [made.tokens for made in loop(SMALL, SHORT[:2], 3)]
+
+    def generation():
+        return forward.generate(params, SMALL.fn, SMALL.carry, SHORT[:2], 3, group_size=group_size, chunk=8)
+
+    generation().collect()
+    before = live()
+
+    def press(instruction, slots):
+        nonlocal presses
+        presses -= 1
+        if not presses:
+            signal.raise_signal(signal.SIGINT)
+
+    for number in (1, 6, 15):
+        interrupted, presses = generation(), number
+        interrupted.observer = press
+        with pytest.raises(KeyboardInterrupt) as caught:
+            interrupted.collect()
+        assert "the generation goes on with its next token" in caught.value.__notes__[0]
+        del caught
+        assert [row.tolist() for row in interrupted.collect()] == wanted, number
+        interrupted.close()
+        del interrupted
+        assert live() == before, number
+
+
+def test_after_ctrl_c_wherever_python_handles_it_in_next_every_token_comes_once(two_stages, ctrl_c):
+    forward, params = two_stages
+    given = params, SMALL.fn, SMALL.carry, SHORT[:1], 2
+    wanted, places = list(forward.generate(*given, chunk=8)), [(driver.__file__, {"__next__"}), (interrupts.__file__, None)]
+    for number in itertools.count(1):
+        generation, found = forward.generate(*given, chunk=8), []
+        try:
+            with CtrlCAt(places, number) as ctrl_c_at:
+                found.extend(generation)
+        except KeyboardInterrupt:
+            found.extend(generation)
+        assert found == wanted, number
+        if ctrl_c_at.seen < number:
+            break
+    assert number > 40
+
+
+def test_ctrl_c_pressed_again_breaks_off_what_does_not_answer(two_stages, ctrl_c, monkeypatch):
+    monkeypatch.setattr(interrupts, "_PATIENCE", 0.0)
+    forward, params = two_stages
+
+    def prompts():
+        yield SHORT[0]
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        yield pytest.fail("the second is not held back")
+
+    generation = forward.generate(params, SMALL.fn, SMALL.carry, prompts(), FEW, chunk=8)
+    with pytest.raises(KeyboardInterrupt) as error:
+        generation.collect()
+    assert "broke off the generation; the parameters are as they were" in error.value.__notes__[0]
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"broken off before its end\.\n  Fix: call generate again"):
+            generation.collect()
+        generation.close()  # which does not make it look complete
+
+
+def test_a_generation_that_is_dropped_frees_its_carries_at_once(two_stages):
+    # Until the garbage collector ran, in a notebook where a cell was interrupted: two sets of carries when it was run again.
+    forward, params = two_stages
+
+    def alive():
+        return sum(not array.is_deleted() for array in jax.live_arrays())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        generation = forward.generate(params, SMALL.fn, SMALL.carry, SHORT, FEW, chunk=8)
+        next(generation)
+        during = alive()
+        del generation
+        after = alive()
+    finally:
+        gc.enable()
+    assert during > before + 8 and after == before
+
+
+def test_what_was_collected_is_given_once(two_stages):
+    forward, params = two_stages
+    generation = forward.generate(params, SMALL.fn, SMALL.carry, SHORT, FEW, chunk=8)
+    assert [len(row) for row in generation.collect()] == [FEW] * len(SHORT)
+    assert [len(row) for row in generation.collect()] == [0] * len(SHORT)
+
+
+def test_a_step_that_consumes_the_parameters_of_a_generation_is_named():
+    # XLA's own error said that an array was deleted, and not why.
+    pipe = jaxpp.Pipeline(
+        lambda params, batch: (params["last"] ** 2).mean() + 0 * batch.sum(), optax.sgd(0.1), num_stages=1, num_microbatches=1
+    )
+    state = pipe.init(SMALL.params, np.ones((2, 3), np.float32))
+    generation = pipe.generate(state, SMALL.fn, SMALL.carry, SHORT, FEW, chunk=8)
+    next(generation)
+    pipe.step(state, np.ones((2, 3), np.float32))
+    with pytest.raises(StateError, match=r"arrays were consumed by a step(.|\n)*Fix: .*donate=False"):
+        generation.collect()
+
+
+def test_the_bar_goes_away_whatever_happens(two_stages, monkeypatch):
+    forward, params = two_stages
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown = []
+    real = driver.progress
+
+    def progress(**options):
+        shown.append(real(**{**options, "after": 0.0, "mininterval": 0.0}))
+        return shown[-1]
+
+    monkeypatch.setattr(driver, "progress", progress)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for how in ("all", "close", "del", "off"):
+        generation = forward.generate(params, SMALL.fn, SMALL.carry, SHORT, FEW, chunk=8, progress=how != "off")
+        next(generation)
+        if how in ("all", "off"):
+            assert len(list(generation)) == len(SHORT) * FEW - 1
+        elif how == "close":
+            generation.close()
+        del generation
+        gc.collect()
+    assert len(shown) == 3 and all(bar.disable for bar in shown), "a closed bar is disabled"
+    assert shown[0].n == shown[0].total == len(SHORT) * FEW
+    assert sys.stderr.getvalue().endswith("\r")

@@ -1,7 +1,6 @@
 """The next token: which may be drawn, how often, what its log-probability is, and which samplers are refused."""
 
 import functools
-import itertools
 import math
 
 import jax
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp.errors import ArgumentError
-from jaxpp.forward.sampling import Sampling, draw, key_of, sampler_of
+from jaxpp.forward.sampling import Sampling, draw, sampler_of
 
 VOCAB = 12
 NUM_DRAWS = 20_000
@@ -57,8 +56,11 @@ def frequencies(rule, logits):
     return np.bincount(np.asarray(draws(rule, logits)), minlength=len(logits)) / NUM_DRAWS
 
 
+LOWER = [pytest.param(dtype, marks=pytest.mark.long) for dtype in ("bfloat16", "float16")]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", *LOWER])
 def test_tokens_are_drawn_with_the_probabilities_of_the_reference(rule, dtype):
     logits = jnp.asarray(np.random.default_rng(5).normal(size=VOCAB) * 1.5, dtype)
     wanted, found = reference(np.asarray(logits, np.float64), rule), frequencies(rule, logits)
@@ -75,7 +77,7 @@ def test_in_float64_they_are_too(x64):
     assert draw(rule, logits, jax.random.key(0))[1].dtype == jnp.float64
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     logits=st.lists(st.sampled_from([-math.inf, -8.0, -1.0, -0.5, 0.0, 0.25, 1.0, 6.0]), min_size=8, max_size=8),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
@@ -126,7 +128,7 @@ def test_at_a_temperature_alone_the_token_is_that_of_jax_random_categorical():
 # draw: the token and its log-probability.
 
 
-@pytest.mark.parametrize("rule", [None, *RULES], ids=str)
+@pytest.mark.parametrize("rule", [None, RULES[0], RULES[4], RULES[9]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_log_probability_is_that_of_the_model_whatever_the_rule(rule, dtype):
     logits = jnp.asarray(np.random.default_rng(7).normal(size=(40, VOCAB)) * 2, dtype)
@@ -154,16 +156,6 @@ def test_the_sampler_gets_wide_logits_of_one_position():
 def test_a_sampler_may_return_any_integer_scalar(sample):
     token, logprob = draw(sampler_of(sample), jnp.zeros(8), jax.random.key(0))
     assert token == 3 and token.dtype == jnp.int32 and logprob == pytest.approx(-math.log(8))
-
-
-@pytest.mark.parametrize("key", [jax.random.key(9), jax.random.PRNGKey(9)])
-def test_a_key_is_that_of_a_sequence_and_a_place_in_it(key):
-    keys = [jax.random.uniform(key_of(key, i, q)).item() for i, q in itertools.product(range(5), repeat=2)]
-    assert len(set(keys)) == 25
-    wanted = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 3), 4))
-    assert wanted == keys[3 * 5 + 4]
-    traced = jax.jit(jax.vmap(lambda i, q: jax.random.uniform(key_of(key, i, q))))(jnp.array([3, 0]), jnp.array([4, 1]))
-    assert traced.tolist() == [keys[3 * 5 + 4], keys[1]]
 
 
 # What is refused.

@@ -7,7 +7,7 @@ import pytest
 
 import jaxpp
 from jaxpp.forward.functions import Functions
-from jaxpp.forward.passes import Lasting, Passes
+from jaxpp.forward.ring import Lasting, Passes
 from jaxpp.runtime.transfer import put
 from jaxpp.stages.cuts.cut_loss import StateCopy
 
@@ -52,5 +52,5 @@ def test_each_stage_advances_its_own_position(num_stages):
         leaves = jax.tree.leaves(plain)
         for k, leaf in enumerate(held):
             np.testing.assert_allclose(leaf, leaves[k if k < len(leaves) else copies[k - len(leaves)].leaf], rtol=1e-5, atol=1e-6)
-    sent = [line.label for line in passes.prepare(x)[0].plan.instructions if line.about.sends]
+    sent = [line.label for line in passes.prepare(x).plan.instructions if line.about.sends]
     assert len(sent) == num_stages  # the input, and one activation across each boundary

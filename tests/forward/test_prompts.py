@@ -1,4 +1,4 @@
-"""The host's side of a generation: which prompt is where, what passes make, what is kept of them and what is discarded."""
+"""The host's side of a generation: which prompt is where, whose tokens passes make, what is kept of them and what is discarded."""
 
 import collections
 import itertools
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp.errors import ArgumentError, BatchError
-from jaxpp.forward.places import Made, Places, Token, chunk_lengths, chunk_sizes
+from jaxpp.forward.prompts import Places, Token, chunk_lengths, chunk_sizes
 
 STOP = 7
 
@@ -34,19 +34,20 @@ def wanted(lengths, nums, stop):
 
 
 class Driver:
-    """Dispatches to devices that answer late: a record is read when ``ahead`` later ones were dispatched."""
+    """Begins passes on devices that answer late: what comes of a pass is read when ``ahead`` later ones were begun."""
 
     def __init__(self, places, num_groups, ahead):
         self.places, self.num_groups, self.ahead = places, num_groups, ahead
         self.queue, self.tokens, self.admitted, self.passes = collections.deque(), [], [], 0
         self.held = [collections.defaultdict(set) for _ in range(num_groups)]
 
-    def dispatch(self, made):
-        rows = 1 + max(each.row for each in made)
-        tokens, logprobs = np.full(rows, -99), np.zeros(rows)
-        for each in made:
-            tokens[each.row], logprobs[each.row] = token_of(each.prompt, each.position), -each.position
-        self.queue.append((made, tokens, logprobs))
+    def begin(self, rows, indices):
+        count = 1 + max(row for row, _ in rows)
+        tokens, logprobs = np.full(count, -99), np.zeros(count)
+        for (row, sequence), index in zip(rows, indices, strict=True):
+            position = len(sequence.tokens) + index
+            tokens[row], logprobs[row] = token_of(sequence.prompt, position), -position
+        self.queue.append((rows, tokens, logprobs))
         while len(self.queue) > self.ahead:
             self.take()
 
@@ -56,26 +57,26 @@ class Driver:
     def run(self):
         idle = 0
         for group in itertools.cycle(range(self.num_groups)):
-            if self.places.done:
-                break
             while (admitted := self.places.admit(group)) is not None:
-                self.admitted.append(admitted)
-                self.dispatch(admitted.first)
-                self.held[group][admitted.row].add(admitted.prompt)
+                row, sequence = admitted
+                self.admitted.append(sequence)
+                self.held[group][row].add(sequence.prompt)
+                self.begin(((0, sequence),), [0])
                 idle = 0
-            if (made := self.places.decode(group)) is not None:
-                assert len({each.row for each in made}) == len(made)
-                assert all(each.prompt in self.held[group][each.row] for each in made)
+            if rows := self.places.decode(group):
+                assert len({row for row, _ in rows}) == len(rows)
+                assert all(sequence.prompt in self.held[group][row] for row, sequence in rows)
                 self.passes, idle = self.passes + 1, 0
-                self.dispatch(made)
+                self.begin(rows, [sequence.num_begun - 1 for _, sequence in rows])
             else:
                 idle += 1
             if idle > self.num_groups:
-                assert self.queue or self.places.done, "nothing to dispatch and nothing to read: stuck"
+                if not self.queue:
+                    return self
                 while self.queue:
                     self.take()
                 idle = 0
-        return self
+        raise AssertionError
 
 
 def check(driver, lengths, nums, stop):
@@ -89,11 +90,16 @@ def check(driver, lengths, nums, stop):
         assert [token.index for token in tokens] == list(range(len(tokens)))
         assert [token.logprob for token in tokens] == [-(lengths[prompt] + index) for index in range(len(tokens))]
         assert [token.last for token in tokens] == [False] * (len(tokens) - 1) + [True]
-    assert [each.prompt for each in driver.admitted] == list(range(len(lengths)))
+    assert [sequence.prompt for sequence in driver.admitted] == list(range(len(lengths)))
     assert driver.places.num_made == sum(map(len, expected)) and driver.places.num_ended == len(lengths)
 
 
-@settings(deadline=None, max_examples=200)
+def prompts_in(rows):
+    """The numbers of the prompts of a pass, by row."""
+    return [(row, sequence.prompt) for row, sequence in rows]
+
+
+@settings(deadline=None, max_examples=100)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 8)), min_size=1, max_size=12),
     num_groups=st.integers(1, 4),
@@ -109,8 +115,8 @@ def test_each_prompt_gets_the_tokens_of_a_loop_over_it_alone(sizes, num_groups, 
     driver = Driver(places, num_groups, ahead).run()
     check(driver, lengths, nums, stop)
     assert places.most_tokens == places.num_made
-    for admitted, length in zip(driver.admitted, lengths, strict=True):
-        assert sum(admitted.chunks) == length == len(admitted.tokens) and set(admitted.chunks) <= {4, 1}
+    for sequence, length in zip(driver.admitted, lengths, strict=True):
+        assert sum(sequence.chunks) == length == len(sequence.tokens) and set(sequence.chunks) <= {4, 1}
 
 
 @pytest.mark.parametrize("ahead", [0, 2, 6])
@@ -120,46 +126,48 @@ def test_without_stop_tokens_no_pass_is_dispatched_in_vain(ahead):
     assert driver.passes == sum(nums) - len(nums)  # the first token of each comes of its prefill
 
 
-def test_a_sequence_makes_room_when_its_last_pass_is_dispatched_not_when_it_is_read():
+def test_a_sequence_makes_room_when_its_last_pass_is_begun_not_when_it_is_read():
     places = Places([[1, 2], [3]], 3, num_groups=1)
-    first = places.admit(0)
-    assert first is not None and places.admit(0) is None
+    _, first = places.admit(0)
+    assert places.admit(0) is None
     second, third = places.decode(0), places.decode(0)
-    assert third == (Made(0, 0, 2, 4),)
-    other = places.admit(0)
-    assert other is not None and other.prompt == 1 and places.num_ended == 0
+    assert prompts_in(third) == [(0, 0)]
+    _, other = places.admit(0)
+    assert other.prompt == 1 and places.num_ended == 0
     fourth = places.decode(0)
-    assert fourth == (Made(0, 1, 1, 2),)
-    found = [token for made in (first.first, second, third, other.first, fourth) for token in places.read(made, [5], [-1.0])]
-    assert [token.prompt for token in found] == [0, 0, 0, 1, 1] and [token.last for token in found] == [0, 0, 1, 0, 0]
+    assert prompts_in(fourth) == [(0, 1)]
+    passes = (((0, first),), second, third, ((0, other),), fourth)
+    tokens = [token for rows in passes for token in places.read(rows, [5], [-1.0])]
+    assert [(token.prompt, token.index) for token in tokens] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [token.last for token in tokens] == [0, 0, 1, 0, 0]
 
 
 def test_passes_that_ran_ahead_of_a_stop_token_are_discarded_also_if_the_place_has_a_new_prompt():
     places = Places([[1, 2], [3], [4]], 5, num_groups=1, group_size=2, stop=STOP)
-    a, b = places.admit(0), places.admit(0)
-    assert a is not None and b is not None and (a.row, b.row) == (0, 1)
+    (row_a, a), (row_b, b) = places.admit(0), places.admit(0)
+    assert (row_a, row_b) == (0, 1)
     ahead = [places.decode(0), places.decode(0)]
-    assert places.read(a.first, 1, -0.5) == (Token(0, 0, 1, -0.5, False),)
-    assert places.read(b.first, STOP, -0.25) == (Token(1, 0, STOP, -0.25, True),)
+    assert places.read(((0, a),), 1, -0.5) == (Token(0, 0, 1, -0.5, False),)
+    assert places.read(((0, b),), STOP, -0.25) == (Token(1, 0, STOP, -0.25, True),)
     assert places.num_ended == 1 and places.most_tokens == 11
-    c = places.admit(0)
-    assert c is not None and (c.row, c.prompt) == (1, 2)
+    row, c = places.admit(0)
+    assert (row, c.prompt) == (1, 2)
     later = places.decode(0)
-    assert later == (Made(0, 0, 3, 5), Made(1, 2, 1, 2))
+    assert prompts_in(later) == [(0, 0), (1, 2)]
     assert places.read(ahead[0], [2, 9], [-1.0, -9.0]) == (Token(0, 1, 2, -1.0, False),)
     assert places.read(ahead[1], [3, 9], [-1.0, -9.0]) == (Token(0, 2, 3, -1.0, False),)
-    assert places.read(c.first, [6], [-2.0]) == (Token(2, 0, 6, -2.0, False),)
+    assert places.read(((0, c),), [6], [-2.0]) == (Token(2, 0, 6, -2.0, False),)
     assert places.read(later, [STOP, 8], [-1.0, -3.0]) == (Token(0, 3, STOP, -1.0, True), Token(2, 1, 8, -3.0, False))
-    assert not places.done
+    assert places.num_ended == 2
 
 
 def test_what_is_read_are_numbers_of_python():
     places = Places([[1]], 1, num_groups=1)
-    admitted = places.admit(0)
-    assert admitted is not None and admitted.num_tokens == 1 and places.decode(0) is None
-    (token,) = places.read(admitted.first, jnp.array([4], jnp.int32), jnp.array([-0.5]))
+    _, only = places.admit(0)
+    assert not only.goes_on and places.decode(0) == ()
+    (token,) = places.read(((0, only),), jnp.array([4], jnp.int32), jnp.array([-0.5]))
     assert token == (0, 0, 4, -0.5, True) and [type(value) for value in token] == [int, int, int, float, bool]
-    assert places.admit(0) is None and places.done
+    assert places.admit(0) is None
 
 
 def test_prompts_are_taken_one_by_one_as_there_are_places():
@@ -174,10 +182,9 @@ def test_prompts_are_taken_one_by_one_as_there_are_places():
     assert taken == [] and places.num_prompts is None and places.most_tokens is None
     assert places.admit(0) is not None and taken == [0]
     assert places.admit(0) is None and taken == [0]  # no room
-    assert places.decode(1) is None
-    second = places.admit(1)
-    assert second is not None and second.tokens.dtype == np.int32 and second.tokens.tolist() == [2, 2]
-    assert not places.done
+    assert places.decode(1) == ()
+    _, second = places.admit(1)
+    assert second.tokens.dtype == np.int32 and second.tokens.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -193,16 +200,16 @@ def test_prompts_may_be_lists_arrays_or_the_rows_of_an_array(prompts):
     places = Places(prompts, 2, num_groups=len(prompts))
     assert places.num_prompts == len(prompts) and places.most_tokens == 2 * len(prompts)
     for number, prompt in enumerate(prompts):
-        admitted = places.admit(number)
-        assert admitted is not None and admitted.tokens.tolist() == np.asarray(prompt).tolist()
+        _, sequence = places.admit(number)
+        assert sequence.tokens.tolist() == np.asarray(prompt).tolist()
 
 
 @pytest.mark.parametrize("nums", [[3, 1], (3, 1), np.array([3, 1]), jnp.array([3, 1]), [np.int64(3), jnp.int32(1)]])
 def test_num_tokens_may_be_one_number_for_each_prompt(nums):
     places = Places([[1], [2]], nums, num_groups=2)
     assert places.most_tokens == 4
-    first, second = places.admit(0), places.admit(1)
-    assert first is not None and second is not None and (first.num_tokens, second.num_tokens) == (3, 1)
+    (_, first), (_, second) = places.admit(0), places.admit(1)
+    assert (first.num_tokens, second.num_tokens) == (3, 1)
 
 
 @pytest.mark.parametrize("number", [3, np.int64(3), jnp.int32(3), np.array(3)])
@@ -213,16 +220,15 @@ def test_num_tokens_may_be_any_whole_number(number):
 @pytest.mark.parametrize("stop", [STOP, [STOP], {STOP, 3}, np.int64(STOP), jnp.array(STOP), np.array([STOP, 3]), range(7, 8)])
 def test_stop_is_a_token_or_several(stop):
     places = Places([[1]], 4, num_groups=1, stop=stop)
-    admitted = places.admit(0)
-    assert admitted is not None
-    assert [token.last for token in places.read(admitted.first, [STOP], [0.0])] == [True]
+    _, sequence = places.admit(0)
+    assert [token.last for token in places.read(((0, sequence),), [STOP], [0.0])] == [True]
 
 
 @pytest.mark.parametrize("stop", [(), None, []])
 def test_without_stop_tokens_none_ends_a_sequence(stop):
     places = Places([[1]], 4, num_groups=1, stop=stop)
-    admitted = places.admit(0)
-    assert admitted is not None and not places.read(admitted.first, [0], [0.0])[0].last
+    _, sequence = places.admit(0)
+    assert not places.read(((0, sequence),), [0], [0.0])[0].last
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 8, 9, 63, 64, 100, 1000])
@@ -263,8 +269,8 @@ def test_a_prompt_that_cannot_be_continued_is_refused_with_its_number(bad, got, 
         try:
             places.admit(1)
         finally:
-            third = places.admit(1)
-            assert third is not None and third.prompt == 2  # the rest is usable
+            _, third = places.admit(1)
+            assert third.prompt == 2  # the rest is usable
 
     with pytest.raises(BatchError) as caught:
         run()
@@ -315,8 +321,8 @@ def test_what_the_iterator_raises_comes_out_with_the_number_and_the_rest_is_usab
     with pytest.raises(ValueError, match="invalid literal") as caught:
         places.admit(1)
     assert caught.value.__notes__ == ["jaxpp: pipe.generate: the iterator of prompts raised this when it was asked for prompt 1"]
-    third = places.admit(1)
-    assert third is not None and third.prompt == 2
+    _, third = places.admit(1)
+    assert third.prompt == 2
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "many", None, [3, 0], [2.5, 1], [[1, 2]], True])

@@ -1,1 +1,0 @@
-"""What a generation will hold, and how it ran."""

@@ -1,0 +1,325 @@
+"""Prompts: which one is continued in which place of which group, and the tokens that come of it; on the host, without devices.
+
+Problem: the host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended.
+Idea: whoever begins a pass is told whose tokens it makes, and says so again when the tokens are read. Mechanism: a ``Continuation``
+counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for another prompt at
+once, before they are read. One that ends at a stop token makes room when that token is read; what was begun for it since then is
+discarded when it is read::
+
+    admit(group)          a prompt for a free place of the group; the pass of its last chunk makes its first token
+    decode(group)         whose next tokens a pass of the group makes
+    read(rows, tokens)    what came of a pass: a ``Token`` for each sequence that had not ended
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpp.errors import ArgumentError, BatchError, shown
+from jaxpp.schedule.validate import is_count
+from jaxpp.stages.jaxpr import describe
+from jaxpp.types import Tree
+
+__all__ = ["Continuation", "Places", "Prompts", "Rows", "Token", "chunk_lengths", "chunk_sizes"]
+
+_LARGEST = 2**31 - 1
+"""Tokens are int32 on the devices."""
+_UNKNOWN = ", for which there are logits"
+_NUM_TOKENS = "num_tokens is a whole number of at least 1, or a sequence with such a number for each prompt"
+
+Prompts = Iterable[Tree] | np.ndarray | jax.Array
+"""Sequences of token numbers, of any lengths."""
+
+
+class Token(NamedTuple):
+    """A generated token.
+
+    Attributes:
+        prompt: the number of the prompt that it continues, in the order of the prompts, from 0.
+        index: how many tokens were generated for this prompt before it.
+        token: its number in the vocabulary.
+        logprob: the logarithm of its probability in the model's own distribution.
+        last: whether no token follows it: it is a stop token, or the last of ``num_tokens``.
+    """
+
+    prompt: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    token: int
+    logprob: float
+    last: bool
+
+
+@dataclass
+class Continuation:
+    """A prompt, and how far it is continued.
+
+    Attributes:
+        prompt: the number of the prompt.
+        tokens: those of the prompt, int32 ``[length]``.
+        chunks: the lengths of the chunks in which it is prefilled, in order.
+        num_tokens: how many tokens are generated for it at most.
+        num_begun: how many have passes that were begun; the pass of the last chunk makes the first.
+        num_read: how many were read.
+        ended: whether the last was read.
+    """
+
+    prompt: int
+    tokens: np.ndarray
+    chunks: tuple[int, ...]
+    num_tokens: int
+    num_begun: int = 1
+    num_read: int = 0
+    ended: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it needs a further pass, and so its place."""
+        return self.num_begun < self.num_tokens and not self.ended
+
+
+Rows = tuple[tuple[int, Continuation], ...]
+"""Whose tokens a pass makes, and in which rows of what it returns."""
+
+
+class Places:
+    """The places of a generation, and the prompts that wait for one.
+
+    A prompt is taken from an iterable when there is a place for it. Lists and arrays are checked at once, other iterables prompt by
+    prompt.
+
+    Args:
+        prompts: as for ``Pipeline.generate``, like ``num_tokens``, ``num_groups``, ``group_size``, ``stop`` and ``max_length``.
+        sizes: the lengths that a chunk may have, descending, 1 among them.
+        vocab: for how many tokens there are logits; None if that is not known.
+        where: what messages call the generation.
+
+    Attributes:
+        num_made: tokens that were read so far.
+        num_ended: prompts whose last token was read.
+        num_prompts: prompts in all; None if ``prompts`` has no length.
+
+    Raises:
+        ArgumentError: ``num_tokens`` or ``stop`` are none.
+        BatchError: there is no prompt, or a prompt is none or too long; the message has its number.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        num_tokens: int | Sequence[int],
+        *,
+        num_groups: int,
+        group_size: int = 1,
+        sizes: Sequence[int] = (1,),
+        stop: int | Iterable[int] = (),
+        max_length: int | None = None,
+        vocab: int | None = None,
+        where: str = "pipe.generate",
+    ):
+        self._where, self._sizes, self._max_length = where, sizes, max_length
+        self._vocab = _LARGEST + 1 if vocab is None else vocab
+        self._stop = _stop_tokens(stop, where)
+        self._num_tokens = _numbers_of_tokens(num_tokens, where)
+        source = _iterable_of(prompts, where)
+        self.num_made = self.num_ended = self._num_spared = 0
+        self.num_prompts: int | None = len(source) if isinstance(source, Sized) else None
+        self._waiting = iter(self._checked(source) if isinstance(source, tuple) else source)
+        self._next, self._source_ended = 0, False
+        self._groups: list[list[Continuation | None]] = [[None] * group_size for _ in range(num_groups)]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that can come in all, now that some sequences have ended early; None if that is not known."""
+        if not isinstance(self._num_tokens, int):
+            return sum(self._num_tokens) - self._num_spared
+        return None if self.num_prompts is None else self.num_prompts * self._num_tokens - self._num_spared
+
+    def admit(self, group: int) -> tuple[int, Continuation] | None:
+        """The next prompt, in the first free place of the group; None if there is no free place, or no further prompt.
+
+        Raises:
+            BatchError: the prompt is none, or too long, or there is no prompt at all. The next call goes on with the next prompt.
+            Exception: what the iterable of prompts raises, with a note.
+        """
+        places = self._groups[group]
+        row = next((row for row, held in enumerate(places) if held is None or not held.goes_on), None)
+        if row is None or self._source_ended:
+            return None
+        number = self._next
+        self._next += 1
+        try:
+            prompt = next(self._waiting)
+        except StopIteration:
+            self._source_ended = True
+            if number == 0:
+                raise _no_prompts(self._where) from None
+            return None
+        except Exception as error:
+            error.add_note(f"jaxpp: {self._where}: the iterator of prompts raised this when it was asked for prompt {number}")
+            raise
+        tokens, wrong = self._tokens_of(number, prompt)
+        if wrong:
+            raise self._refused([f"prompt {number}: {wrong}"])
+        places[row] = held = Continuation(number, tokens, chunk_lengths(len(tokens), self._sizes), self._num_tokens_of(number))
+        return row, held
+
+    def decode(self, group: int) -> Rows:
+        """The sequences of a group whose next tokens are now begun; none if the group has nothing to do."""
+        rows = tuple((row, held) for row, held in enumerate(self._groups[group]) if held is not None and held.goes_on)
+        for _, held in rows:
+            held.num_begun += 1
+        return rows
+
+    def read(self, rows: Rows, tokens: Any, logprobs: Any) -> tuple[Token, ...]:
+        """The tokens that have come of a pass; those of sequences that had ended before are left out.
+
+        Args:
+            rows: whose they are. Passes are read in the order in which they were begun.
+            tokens: what the pass returned, one integer for each row.
+            logprobs: one number for each row.
+        """
+        tokens, logprobs = np.ravel(tokens).tolist(), np.ravel(logprobs).tolist()
+        return tuple(self._token(held, tokens[row], logprobs[row]) for row, held in rows if not held.ended)
+
+    def _token(self, held: Continuation, token: int, logprob: float) -> Token:
+        index = held.num_read
+        held.num_read += 1
+        held.ended = token in self._stop or held.num_read == held.num_tokens
+        self.num_made += 1
+        self.num_ended += held.ended
+        self._num_spared += (held.num_tokens - held.num_read) * held.ended
+        return Token(held.prompt, index, token, logprob, held.ended)
+
+    def _checked(self, prompts: Sequence[Tree]) -> list[np.ndarray]:
+        """The prompts of a list, which are checked before anything runs; all that are wrong are named."""
+        if not prompts:
+            raise _no_prompts(self._where)
+        if not isinstance(self._num_tokens, int) and len(self._num_tokens) != len(prompts):
+            raise self._wrong_counts(f"{len(self._num_tokens)} numbers and {len(prompts)} prompts")
+        checked = [self._tokens_of(number, prompt) for number, prompt in enumerate(prompts)]
+        if wrong := [f"prompt {number}: {reason}" for number, (_, reason) in enumerate(checked) if reason]:
+            raise self._refused(wrong)
+        return [tokens for tokens, _ in checked]
+
+    def _tokens_of(self, number: int, prompt: Tree) -> tuple[np.ndarray, str]:
+        """The tokens of a prompt as int32, and what is wrong with it; empty if nothing is."""
+        num_tokens, (tokens, wrong) = self._num_tokens_of(number), _as_tokens(prompt, self._vocab)
+        length = len(tokens) + num_tokens
+        if not wrong and self._max_length is not None and length > self._max_length:
+            wrong = f"{len(tokens)} tokens and {num_tokens} to generate are {length}, more than {self._max_length}"
+        return tokens, wrong
+
+    def _num_tokens_of(self, number: int) -> int:
+        if isinstance(self._num_tokens, int):
+            return self._num_tokens
+        if number >= len(self._num_tokens):
+            raise self._wrong_counts(f"{len(self._num_tokens)} numbers, and a prompt {number}, counted from 0")
+        return self._num_tokens[number]
+
+    def _wrong_counts(self, got: str) -> ArgumentError:
+        return ArgumentError(f"{self._where}(..., num_tokens)", _NUM_TOKENS, got, "pass one number, or one for each prompt")
+
+    def _refused(self, wrong: list[str]) -> BatchError:
+        rule = "a prompt is token numbers that the model knows, at least one, with room in the carry for what is generated"
+        fix = "pass lists or arrays of integers, as the tokenizer of this model makes them"
+        if any(_UNKNOWN in reason for reason in wrong):
+            fix += "; if the model reads more tokens than it makes, pad its logits with -inf"
+        if self._max_length is not None:
+            fix += "; if they are too long, shorten them, generate fewer tokens, or make a carry with more room"
+        return BatchError(f"{self._where}(..., prompts, ...)", rule, wrong, fix)
+
+
+def chunk_sizes(longest: int) -> tuple[int, ...]:
+    """The lengths of chunks in which prompts are prefilled: each an eighth of the one before, down to 1.
+
+    With few lengths few programs are compiled; with 1 among them no prompt needs padding.
+
+    Example:
+        >>> chunk_sizes(64), chunk_sizes(100), chunk_sizes(1)
+        ((64, 8, 1), (100, 12, 1), (1,))
+    """
+    return (longest,) if longest == 1 else (longest, *chunk_sizes(max(longest // 8, 1)))
+
+
+def chunk_lengths(length: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """A prompt of this length in chunks of these sizes, which descend to 1: as many of the largest as there is room for, and so on.
+
+    Example:
+        >>> chunk_lengths(75, (64, 8, 1))
+        (64, 8, 1, 1, 1)
+    """
+    chunks: list[int] = []
+    for size in sizes:
+        chunks += [size] * (length // size)
+        length %= size
+    return tuple(chunks)
+
+
+def _iterable_of(prompts: Any, where: str) -> Iterable[Tree]:
+    """The prompts: a tuple if they are all there, else whatever can be iterated."""
+    where = f"{where}(..., prompts, ...)"
+    rule = "prompts is an iterable of prompts, each a sequence of token numbers; or an array with one prompt in each row"
+    fix = "pass [prompt] for a single prompt"
+    if hasattr(prompts, "dtype") and hasattr(prompts, "shape"):
+        if len(prompts.shape) != 2:
+            raise BatchError(where, rule, f"an array {describe(prompts)}", fix)
+        return tuple(np.asarray(prompts))
+    if isinstance(prompts, (str, bytes)):
+        raise BatchError(where, rule, f"text: {shown(prompts)}", "pass [tokenizer.encode(text)]")
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise BatchError(where, rule, f"{shown(prompts)}, a {type(prompts).__name__}", fix)
+    if isinstance(prompts, (list, tuple)) and prompts and all(is_count(token) for token in prompts):
+        raise BatchError(where, rule, f"one list of numbers: {shown(prompts)}", fix)
+    return tuple(prompts) if isinstance(prompts, (list, tuple)) else prompts
+
+
+def _as_tokens(prompt: Any, vocab: int) -> tuple[np.ndarray, str]:
+    nothing = np.zeros(0, np.int32)
+    if isinstance(prompt, (str, bytes)):
+        return nothing, f"text, {shown(prompt)}; encode it first"
+    try:
+        tokens = np.asarray(prompt)
+    except (TypeError, ValueError) as error:
+        return nothing, f"no array can be made of it: {shown(str(error))}"
+    if tokens.ndim != 1:
+        return nothing, f"{describe(tokens)} where [length] was expected"
+    if not tokens.size:
+        return nothing, "no token"
+    if not np.issubdtype(tokens.dtype, np.integer):
+        return nothing, f"{describe(tokens)} where integers were expected"
+    if not 0 <= tokens.min() <= tokens.max() < vocab:
+        unknown = _UNKNOWN if vocab <= _LARGEST else ""
+        return nothing, f"numbers from {tokens.min()} to {tokens.max()} where 0 to {vocab - 1} were expected{unknown}"
+    return tokens.astype(np.int32), ""
+
+
+def _no_prompts(where: str) -> BatchError:
+    fix = "pass a list or a fresh iterator of prompts (an iterator that was run through before is empty)"
+    return BatchError(f"{where}(..., prompts, ...)", "there is at least one prompt", "none", fix)
+
+
+def _stop_tokens(stop: Any, where: str) -> frozenset[int]:
+    stops = _numbers_in(() if stop is None else stop)[0]
+    if wrong := [shown(token) for token in stops if not is_count(token)]:
+        rule, fix = "stop is a token number that ends a sequence, or several", "pass for example stop=tokenizer.eos_token_id"
+        raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
+    return frozenset(map(int, stops))
+
+
+def _numbers_of_tokens(num_tokens: Any, where: str) -> int | tuple[int, ...]:
+    numbers, several = _numbers_in(num_tokens)
+    if wrong := [shown(number) for number in numbers if not is_count(number, least=1)]:
+        raise ArgumentError(f"{where}(..., num_tokens)", _NUM_TOKENS, wrong, "pass for example num_tokens=100")
+    return tuple(map(int, numbers)) if several else int(numbers[0])
+
+
+def _numbers_in(value: Any) -> tuple[list[Any], bool]:
+    """What should be numbers, of an array, an iterable or a single one; and whether there may be several."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        value = np.asarray(value).tolist()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return [value], False
+    return [item.item() if np.size(item) == 1 and hasattr(item, "item") else item for item in value], True
