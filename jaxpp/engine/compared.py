@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp.engine.layout import Placed
 from jaxpp.engine.outcome import Lowered
-from jaxpp.engine.placed import Placed
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.agreement.listing import listing, plain

@@ -68,17 +68,24 @@ class Given(NamedTuple):
 
 def first_leaves(engine: Engine, given: Given, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
     """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
-    made, key = given.made, given.key
     names = names._replace(opt=(), own_opt=(), loss_scale=())
-    homes = homes._replace(opt=(), own_opt=(), loss_scale=())
-    if key is None:
-        held = jax.tree.leaves(engine.sliced(made))
-        return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
-    function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
-    graph, _ = trace_init(function, key)
-    with agreement(given.where, engine.options.devices) as agree:
+    if given.key is not None:
+        return _from_function(engine, given.made, given.key, names, given.where)
+    return _from_params(engine, given.made, homes._replace(opt=(), own_opt=(), loss_scale=()))
+
+
+def _from_function(engine: Engine, init_fn: Callable[[Key], Tree], key: Key, names: Leaves[Name], where: str) -> Leaves[Array]:
+    """Each stage makes its own leaves."""
+    graph, _ = trace_init((lambda key: engine.sliced(init_fn(key))) if engine.slicing.any else init_fn, key)
+    with agreement(where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
     return engine.make_params(graph, key, names)
+
+
+def _from_params(engine: Engine, made: Tree, homes: Leaves[Home]) -> Leaves[Array]:
+    """Each leaf is copied to its owner."""
+    held = jax.tree.leaves(engine.sliced(made))
+    return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
 
 
 def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:

@@ -82,6 +82,10 @@ class Tracing:
             return True
         return True
 
+    def key_for(self, variables: Sequence[Tree], batch: Batch, key: Key | None = None) -> Key | None:
+        """The key that the loss is traced with: ``key``, ``jax.random.key(0)`` unless given; None if the loss takes none."""
+        return (jax.random.key(0) if key is None else key) if self.takes_key(variables, batch) else None
+
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
         """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it.
 

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.layout import Layout
-from jaxpp.engine.placed import place_leaves
-from jaxpp.engine.prepare import Preparer
+from jaxpp.engine.layout import Layout, Preparer, place_leaves
+from jaxpp.engine.lru import LRU
 from jaxpp.engine.tracing import Tracing, avals_of
 from jaxpp.errors import CutError
 from jaxpp.options import Options
@@ -53,10 +52,10 @@ _MOVED = 0.1
 
 
 class Functions:
-    """The engines that run functions forward over the parameters of other engines; those used last are kept."""
+    """The engines that run functions forward over the parameters of other engines; the ``most`` that were used last are kept."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Engine, Any]] = {}
+    def __init__(self, most: int = 16):
+        self._kept = LRU[tuple[Engine, Any]](most)
 
     def engine(
         self,
@@ -91,13 +90,7 @@ class Functions:
 
     def remember(self, name: Hashable, base: Engine, make: Callable[[], _T]) -> _T:
         """What was made before under this name, which has the ``id`` of ``base`` in it; or what is made now."""
-        found = self._known.pop(name, None)
-        if found is None:
-            found = base, make()
-        self._known[name] = found
-        if len(self._known) > 2 * base.options.max_shapes:
-            del self._known[next(iter(self._known))]
-        return found[1]
+        return self._kept.get_or_make(name, lambda: (base, make()))[1]
 
 
 def _hashable(reduce_aux: Tree) -> Hashable:

@@ -27,6 +27,7 @@ from jaxpp.forward.observed.profile import Begun, RingRuns
 from jaxpp.forward.places import Admitted, Pass, Places, Token
 from jaxpp.forward.ring import AHEAD, Ring
 from jaxpp.forward.sequences import NextToken
+from jaxpp.observe.memory.forecast import Forecast
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import check_profile, record
 from jaxpp.runtime.execute import Observer
@@ -68,17 +69,18 @@ class Generation(Iterator[Token]):
 
     def __init__(
         self,
-        ring: Ring,
+        ring: Ring | None,
         places: Places,
         *,
         shown: bool,
         again: Callable[[], Places] | None = None,
+        foresee: Callable[[float | str | None], Forecast] | None = None,
         most_passes: float = math.inf,
     ):
         self.num_passes = 0
         self.observer: Observer | None = None
         self._places, self._begun, self._most_passes = places, list[Begun](), most_passes
-        self._ring, self._again = ring, again
+        self._ring, self._again, self._foresee = ring, again, foresee
         self._tokens, self._ended = Generation._run(weakref.proxy(self), ring, places, shown), False  # no cycle holds the carries
         self._made, self._collected = collections.deque[Token | Exception](), list[Token]()
 
@@ -132,6 +134,27 @@ class Generation(Iterator[Token]):
         self._made.clear()
         self._ring = self._again = None
 
+    def forecast(self, *, hbm: float | str | None = None) -> Forecast:
+        """Memory of the generation before it runs, from shapes alone.
+
+        The passes are compiled and not run. Parameters that are shapes (``pipe.abstract_state(...)``), the shapes of a carry and no
+        prompts will do: ``pipe.generate(shapes, fn, carry_shapes, [], num_tokens).forecast()``.
+
+        Args:
+            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
+                report (CPUs report nothing).
+
+        Returns:
+            the forecast: what each stage holds when its device holds most: parameters, what is computed from them alone, the
+            carries of all groups, that of the prompt being prefilled and the empty one, values in flight, tokens, temporaries of
+            the compiled programs, and the optimizer's state, which stays where it is.
+
+        Raises:
+            JaxppError: as ``generate``; and for an ``hbm`` that is no size.
+        """
+        assert self._foresee, "whoever generates says how to foresee it"
+        return self._foresee(hbm)
+
     def profile(self, *, num_passes: int = 48, num_runs: int = 3, clock: Clock | None = None) -> Profile:
         """What really ran, when, and why ranks idled: the ring as it runs, under JAX's profiler.
 
@@ -156,6 +179,8 @@ class Generation(Iterator[Token]):
         """
         check_profile(clock, "generation.profile", num_passes=num_passes, num_runs=num_runs)
         ring, again = self._ring, self._again
+        if ring is None and not self._ended:
+            raise _only_shapes("generation.profile()")
         if ring is None:
             rule, fix = "a generation that has ended has let go of what it ran", "make another: pipe.generate(...).profile()"
             raise StateError("generation.profile()", rule, repr(self), fix)
@@ -186,7 +211,9 @@ class Generation(Iterator[Token]):
         self._collected = []
         return made
 
-    def _run(self, ring: Ring, places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
+    def _run(self, ring: Ring | None, places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
+        if ring is None:
+            raise _only_shapes("next(generation)")
         groups = [Group() for _ in range(ring.num_groups)]
         waiting: collections.deque[tuple[tuple[int, int], _Found]] = collections.deque()
         bar = progress(desc="generate", unit=" tokens", total=places.most_tokens, after=1.0) if shown else None
@@ -252,6 +279,13 @@ class Generation(Iterator[Token]):
             bar.total = places.most_tokens
             bar.update(len(tokens))
         yield from tokens
+
+
+def _only_shapes(where: str) -> StateError:
+    """The error for a generation that is run where it can only be forecast."""
+    rule = "a generation of shapes says what it would hold, generation.forecast(), and makes no tokens"
+    fix = "pass the arrays: the state or the parameters that init returned, and a carry of arrays"
+    return StateError(where, rule, "parameters or a carry that are shapes without values", fix)
 
 
 def _begun(drawn: NextToken, made: Pass) -> _Read:

@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.compiled import Compiled
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import StateError
 from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
 
@@ -286,8 +286,8 @@ def test_a_pipeline_keeps_one_state_alive_and_no_other(monkeypatch):
     old = weakref.ref(pipe.init(PARAMS, X).params["a"])
     gc.collect()
     assert old() is not None
-    seen, make = [], Compiled.first_leaves
-    monkeypatch.setattr(Compiled, "first_leaves", lambda *given: (seen.append(old() is None), make(*given))[1])
+    seen, make = [], Engine.make_opt_state
+    monkeypatch.setattr(Engine, "make_opt_state", lambda *given: (seen.append(old() is None), make(*given))[1])
     pipe.init(PARAMS, X)
     assert seen == [True]
 
