@@ -298,8 +298,8 @@ class Forward:
             fn: ``fn(params, carry, tokens) -> (new_carry, logits)``; tokens are int32 ``[1, length]``, logits
                 ``[1, length, vocab]``, or ``[1, vocab]`` of the last position. With a bank
                 ``fn(params, task_params, carry, tokens)``.
-            carry: of one sequence that has had no token, such as the empty cache that a Flax model makes for a batch of one; or,
-                for a forecast, its shapes.
+            carry: of one sequence that has had no token, such as the empty cache that a Flax model makes for a batch of one; beside
+                parameters that are shapes, its shapes will do.
             prompts: any iterable of token sequences, of any lengths of at least 1; read no further ahead than there are places.
             num_tokens: how many tokens to make for each prompt; or a sequence with a number for each.
             sample: None or ``"greedy"`` for the most likely token; ``jaxpp.Sampling(temperature, top_k, top_p)``; or a function
@@ -328,7 +328,7 @@ class Forward:
         """
         given = {"sample": sample, "key": key, "stop": stop, "num_groups": num_groups, "group_size": group_size, "chunk": chunk}
         given |= {"max_length": max_length, "progress": progress}
-        lend = self._lend_shapes if _are_shapes((state_or_params, carry)) else self._lend
+        lend = self._lend_shapes if _are_shapes(state_or_params) else self._lend
         with lend("generate", state_or_params, task)() as (engine, leaves):
             function = self._as_called(fn, "generate", with_carry=True)
             where = f"{self._name}.generate"
@@ -602,7 +602,7 @@ class Forward:
         return setup.states.bring(*variables_of(self._options, made))
 
     def _lend_shapes(self, where: str, shapes: Tree, task: TaskNames) -> Callable[[], AbstractContextManager[tuple[Engine, None]]]:
-        """The engine alone, for parameters (or a state) that are only shapes, or are not to be read."""
+        """The engine alone, for parameters (or a state) that are only shapes."""
         del task
         setup = self._opened(where)
         made = (shapes.params, shapes.model_state) if isinstance(shapes, State) else variables_of(self._options, shapes)
@@ -627,7 +627,7 @@ class Forward:
         return self._functions.engine(engine, fn, batch, key, reduce_aux=reduce_aux)
 
 
-def _are_shapes(trees: Sequence[Tree]) -> bool:
-    """Whether anything among parameters (or a state) and a carry is a shape without values."""
-    held = [tree.held if isinstance(tree, State) else tree for tree in trees]
+def _are_shapes(state_or_params: Tree) -> bool:
+    """Whether something in a state or in parameters is a shape without values."""
+    held = state_or_params.held if isinstance(state_or_params, State) else state_or_params
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held))

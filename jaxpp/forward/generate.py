@@ -285,7 +285,7 @@ def _only_shapes(where: str) -> StateError:
     """The error for a generation that is run where it can only be forecast."""
     rule = "a generation of shapes says what it would hold, generation.forecast(), and makes no tokens"
     fix = "pass the arrays: the state or the parameters that init returned, and a carry of arrays"
-    return StateError(where, rule, "parameters or a carry that are shapes without values", fix)
+    return StateError(where, rule, "parameters that are shapes without values", fix)
 
 
 def _begun(drawn: NextToken, made: Pass) -> _Read:

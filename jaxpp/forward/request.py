@@ -48,7 +48,7 @@ def generation(  # noqa: PLR0913  (what a generation is asked for)
 ) -> Generation:
     """The tokens of prompts, as ``Forward.generate`` documents it; ``where`` is the method that was called.
 
-    Without ``leaves``, where parameters or the carry are only shapes, nothing is made: the generation forecasts its memory, and
+    Without ``leaves``, where the parameters are only shapes, nothing is made: the generation forecasts its memory, and
     refuses to be run.
     """
     refuse_tracers(f"{where}(...)", carry, key)

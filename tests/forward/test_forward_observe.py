@@ -195,8 +195,8 @@ def test_what_a_generation_cannot_be_is_refused_by_its_forecast_too():
 def test_a_generation_of_shapes_says_that_it_cannot_be_run():
     decoder = plain()
     found, params = decoder.forward(2)
-    for given in ((shapes_of(params), decoder.carry), (params, shapes_of(decoder.carry))):
-        generation = found.generate(given[0], decoder.fn, given[1], [[1]], 6)
+    for carry in (decoder.carry, shapes_of(decoder.carry)):
+        generation = found.generate(shapes_of(params), decoder.fn, carry, [[1]], 6)
         for run in (generation.profile, lambda made=generation: next(made), generation.collect):
             with pytest.raises(StateError):
                 run()

@@ -188,7 +188,7 @@ def test_what_is_wrong_is_said_before_anything_runs(two_stages, monkeypatch, nam
     known = {"params": params, "fn": DECODER.fn, "carry": DECODER.carry, "prompts": PROMPTS, "num_tokens": NUM_TOKENS} | changes
     monkeypatch.setattr("jaxpp.forward.passes.execute", lambda *_: pytest.fail("a device has worked"))
     with pytest.raises(kind) as error:
-        forward.generate(**known)
+        forward.generate(known.pop("params"), **known)
     text = str(error.value)
     assert text.startswith(where) and re.match(r"[^\n]+\.\n  Got: (.|\n)+\.\n  Fix: [^\n]+\.$", text), text
     assert got in text and fix in text, text

@@ -52,7 +52,7 @@ def test_what_the_caller_overwrites_while_a_step_runs_is_not_seen():
 
     written.append({})
     pipe = pipeline(loss)
-    saved = [jaxpp.State(*jax.tree.map(aligned, jax.device_get(pipe.init(PARAMS, X)))) for _ in range(2)]
+    saved = [jax.tree.map(aligned, jax.device_get(pipe.init(PARAMS, X))) for _ in range(2)]
     wanted = jax.device_get(pipe.step(saved[0], X)[0].params)
     written.append(saved[1])
     chex.assert_trees_all_equal(jax.device_get(pipe.step(saved[1], X)[0].params), wanted)
