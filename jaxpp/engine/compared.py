@@ -32,15 +32,7 @@ _ELSEWHERE = {"loss_fn", "schedule", "places"}
 
 
 def opening_texts(options: Options, placed: Placed, cut: CutLoss, batch: Batch, key: Key | None) -> Mapping[str, str]:
-    """What decides where a loss is cut and which leaves live where.
-
-    Args:
-        options: of the pipeline.
-        placed: the leaves of the state.
-        cut: the loss, cut at the shapes of a microbatch.
-        batch: of the first step, or its shapes.
-        key: of the first step, or None.
-    """
+    """What decides where a loss is cut and which leaves live where; ``batch`` and ``key`` are those of the first step."""
     layout, update = placed.layout, placed.update
     return {
         "versions": versions_text(),

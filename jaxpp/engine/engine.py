@@ -308,18 +308,10 @@ class Engine:
         watched: bool = False,
         hold: Callable[[], None] | None = None,
     ) -> Outcome[Array]:
-        """Run one step.
+        """Run one step on the leaves of a state, which ``update`` takes over with ``donate``, and on a whole batch.
 
-        Args:
-            purpose: ``update``, ``grads`` or ``forward``.
-            leaves: of the state, on their owners.
-            batch: the whole batch.
-            key: or None.
-            loss_fn: another loss, for ``forward``.
-            donate: whether ``update`` takes over the buffers of ``leaves``.
-            observer: sees every instruction.
-            watched: whether the observer asks the instructions whether they are done.
-            hold: called before the first buffer of ``leaves`` is taken over.
+        The observer sees every instruction; with ``watched`` it may ask them whether they are done. ``hold`` is called before the
+        first buffer of ``leaves`` is taken over.
         """
         if self._limit is not None:
             observer = self._limit.beside(observer)

@@ -48,16 +48,7 @@ from jaxpp.stages.loops.split_scan import slices_between
 from jaxpp.stages.loops.stacked import Slicing
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.copies import StateCopy, with_copies
-from jaxpp.stages.loss.microbatch import (
-    Split,
-    batch_avals,
-    check_batch,
-    check_shared,
-    resized,
-    scale_dtype,
-    sizes,
-    split_any,
-)
+from jaxpp.stages.loss.microbatch import Split, batch_avals, check_batch, check_shared, resized, scale_dtype, sizes, split_any
 from jaxpp.stages.loss.trace import check_arrays, check_floating, key_implementation
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.own_params import Joint, num_own, num_shared
@@ -260,11 +251,8 @@ class _Layouts:
         """Where to cut: where the user says, or for balance."""
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
-            return (
-                like.cuts
-                if loss.primitives == like.spine
-                else align(loss, count, like.owner, like.state_owner, train=self.options.is_loss)
-            )
+            same = loss.primitives == like.spine
+            return like.cuts if same else align(loss, count, like.owner, like.state_owner, train=self.options.is_loss)
         if names is not None:
             return resolve(loss, names)
         check_giant(loss, count)

@@ -140,12 +140,7 @@ def leaves_read(lowered: Lowered) -> Mapping[int, Sequence[BoundLine]]:
 
 
 def check_leaves(lowered: Lowered, batch: Batch, leaves: Sequence[Leaf]) -> None:
-    """Refuse a batch of which this process reads more than it was given.
-
-    Args:
-        lowered: the step.
-        batch: as the caller passed it.
-        leaves: of it, as ``batch_leaves`` returns them.
+    """Refuse a batch of which this process reads more than it was given; ``leaves`` are its ``batch_leaves``.
 
     Raises:
         BatchError: a stage of this process reads a leaf that is a shape here, or rows that are not here.

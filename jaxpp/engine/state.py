@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float
@@ -114,6 +115,18 @@ class State:
 
     def _repr_html_(self) -> str:
         return html_remarks([_title(self)]) + html_table(_cells(self))
+
+
+def _to_state_dict(state: State) -> dict[str, Tree]:
+    return {field.name: serialization.to_state_dict(getattr(state, field.name)) for field in fields(state)}
+
+
+def _from_state_dict(state: State, parts: dict[str, Tree]) -> State:
+    """Parts that were read, as a state like the one given."""
+    return State(**{name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()})
+
+
+serialization.register_serialization_state(State, _to_state_dict, _from_state_dict)
 
 
 @jax.tree_util.register_dataclass

@@ -68,18 +68,11 @@ class Functions:
         reduce_aux: ReduceAux = None,
         like: Engine | None = None,
     ) -> Engine:
-        """The engine that runs ``fn`` over the parameters of ``base``.
+        """The engine that runs ``fn`` over the parameters of ``base``, cut at the shapes of ``batch``.
 
-        Args:
-            base: whose parameters, places and compiled programs are used.
-            fn: ``fn(params[, model_state], batch[, key]) -> outputs``; with a carry it is
-                ``fn(params, carry, batch) -> (carry, outputs)`` and run on the whole batch as one microbatch. A model state is read
-                and left as it is (``unchanged``).
-            batch: at whose shapes it is cut.
-            key: or None.
-            carry: shapes of the carry, or None.
-            reduce_aux: how outputs are put together that do not have one row for each example.
-            like: an engine of a function with the same carry, whose leaves live where those of this one are to live.
+        With a carry, of which shapes will do, it is ``fn(params, carry, batch) -> (carry, outputs)`` and run on the whole batch as
+        one microbatch; the carry lives where that of the engine ``like`` does. ``reduce_aux`` says how outputs are put together
+        that do not have one row for each example.
 
         Raises:
             JaxppError: for a function or a batch that cannot be run.
