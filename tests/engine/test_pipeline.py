@@ -16,6 +16,8 @@ from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.conftest import gpt_case, mlp_case
 
+MODELS = [pytest.param(mlp_case, id="mlp"), pytest.param(gpt_case, id="gpt", marks=pytest.mark.long)]
+
 
 @functools.cache
 def trained(make, stages=3, microbatches=2, **options):
@@ -30,6 +32,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
 
 
+@pytest.mark.parametrize("make_case", MODELS)
 def test_init_gives_the_bits_of_jit_init_and_puts_each_leaf_on_its_owner(make_case):
     case, pipe, state = trained(make_case)
     assert bits(state.params) == bits(jax.jit(case.init)(jax.random.key(0)))
@@ -76,7 +79,8 @@ def test_a_checkpoint_opens_at_any_number_of_stages():
     compare("state", other.step(restored, case.batch)[0].params, pipe.step(saved, case.batch)[0].params)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize("options", [{}, pytest.param({"schedule": "gpipe"}, marks=pytest.mark.long)], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize("make_case", MODELS)
 def test_verify_passes_on_a_right_pipeline_and_leaves_the_state_as_it_was(make_case, options):
     case, pipe, state = trained(make_case, **options)
     before = bits(state)
