@@ -26,8 +26,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loops.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import table_lines
+from jaxpp.tables import html_remarks, html_table, table_lines
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
 __all__ = ["Metrics", "State", "States", "check_kept", "states_of", "steps_of"]

@@ -28,8 +28,7 @@ from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.shared_clock import replay_shared
 from jaxpp.schedule.validate import is_count
-from jaxpp.tables.html import html_table
-from jaxpp.tables.text import table_lines
+from jaxpp.tables import html_table, table_lines
 
 __all__ = ["Costs", "Simulation", "simulate"]
 

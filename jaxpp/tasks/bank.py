@@ -29,8 +29,7 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tasks.bank_files import BankFiles
 from jaxpp.tasks.bank_table import bank_cells, bank_remarks, few_names, short_remarks
 from jaxpp.tasks.host_store import HostStore

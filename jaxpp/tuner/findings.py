@@ -12,8 +12,7 @@ from jaxpp.errors.tracebacks import entries
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tuner.candidate import Candidate
 from jaxpp.tuner.figure import tuning_figure
 from jaxpp.tuner.reasons import reasons, time_in_words

@@ -22,8 +22,7 @@ import numpy as np
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.collectives.hlo import HloInstruction, parse_groups, parse_hlo
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 
 __all__ = ["COLLECTIVE_KINDS", "Collective", "Collectives", "ProgramCollective", "read_collectives"]
 

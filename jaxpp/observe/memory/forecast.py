@@ -22,8 +22,7 @@ from jaxpp.plan.builder import Name
 from jaxpp.runtime.placement import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Device, Key
 
 __all__ = ["Forecast", "StageMemory", "forecast", "forecast_of", "optimizer_lives", "parse_bytes", "room_of"]

@@ -25,8 +25,7 @@ from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]

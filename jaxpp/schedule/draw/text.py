@@ -16,7 +16,7 @@ from jaxpp.schedule.draw.panel import Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.ring_timeline import ring_timeline
 from jaxpp.schedule.draw.timeline import Copied, timeline
-from jaxpp.tables.text import fold_lines, terminal_columns
+from jaxpp.tables import fold_lines, terminal_columns
 
 __all__ = ["Drawing", "Drawn"]
 
