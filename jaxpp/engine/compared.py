@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.engine.layout import Placed
-from jaxpp.engine.outcome import Lowered
+from jaxpp.engine.outcome import LoweredStep
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.agreement.listing import listing, plain
@@ -49,7 +49,7 @@ def opening_texts(options: Options, placed: Placed, cut: CutLoss, batch: Batch, 
     }
 
 
-def step_texts(options: Options, placed: Placed, lowered: Lowered, batch: Batch, key: Key | None) -> Mapping[str, str]:
+def step_texts(options: Options, placed: Placed, lowered: LoweredStep, batch: Batch, key: Key | None) -> Mapping[str, str]:
     """What decides a step: what decides where things live, and the lines over all ranks."""
     *others, first = reversed(lowered.step.cuts)
     found = dict(opening_texts(options, placed, first, batch, key))

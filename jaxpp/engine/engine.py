@@ -16,7 +16,7 @@ import optax
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
-from jaxpp.engine.outcome import Lowered, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
+from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
 from jaxpp.optim.emit import add_update
 from jaxpp.optim.update import Update, flat
@@ -58,7 +58,7 @@ class _AtShape:
     """What is lowered for a loss at one batch shape, by whether it is differentiated; and the plans that were made of it."""
 
     steps: dict[bool, tuple[Step, Builder]] = field(default_factory=dict)
-    plans: dict[Hashable, tuple[Plan, Lowered]] = field(default_factory=dict)
+    plans: dict[Hashable, tuple[Plan, LoweredStep]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ class Engine:
         loss_fn: LossFn | None = None,
         donate: bool = True,
         watched: bool = False,
-    ) -> tuple[Plan, Lowered]:
+    ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
         shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
         name, kept = (purpose, donate, watched, flags()), self._shapes.get(shape)
@@ -203,7 +203,7 @@ class Engine:
 
     def _agreed_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
-    ) -> tuple[Plan, Lowered, Callable[[], None]]:
+    ) -> tuple[Plan, LoweredStep, Callable[[], None]]:
         """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
         given = {"loss_fn": loss_fn, "donate": donate}
         what, shape = (purpose, donate, watched), (loss_fn, _shapes(batch, key))
@@ -220,7 +220,7 @@ class Engine:
 
     def _make_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
-    ) -> tuple[Plan, Lowered]:
+    ) -> tuple[Plan, LoweredStep]:
         lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = Checked(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
@@ -230,7 +230,7 @@ class Engine:
         return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
-    def kept(self) -> tuple[tuple[Plan, Lowered], ...]:
+    def kept(self) -> tuple[tuple[Plan, LoweredStep], ...]:
         """The plans that are kept, and what they were made of."""
         return tuple(plan for kept in self._shapes.values() for plan in kept.plans.values())
 
@@ -245,7 +245,7 @@ class Engine:
 
     def lower(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, donate: bool = True
-    ) -> Lowered:
+    ) -> LoweredStep:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
@@ -275,7 +275,7 @@ class Engine:
         inputs = _read_by(purpose, names).flat()
         inputs += [Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch))]
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        return Lowered(bind_lines(builder, self.placement), step, inputs, found)
+        return LoweredStep(bind_lines(builder, self.placement), step, inputs, found)
 
     def _add_update(
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
@@ -328,7 +328,9 @@ class Engine:
         with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
 
-    def _arguments(self, lowered: Lowered, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None) -> list[Leaf]:
+    def _arguments(
+        self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None
+    ) -> list[Leaf]:
         """What a plan is run on."""
         step, keys = lowered.step, [] if key is None else [raw_key(unaliased(key))]
         given = batch_leaves(batch)

@@ -23,7 +23,7 @@ from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Leaf, Tree
 
 __all__ = [
-    "Lowered",
+    "LoweredStep",
     "Outcome",
     "Purpose",
     "aux_names",
@@ -65,7 +65,7 @@ class Outcome(NamedTuple, Generic[_T]):
 
 
 @dataclass(frozen=True)
-class Lowered:
+class LoweredStep:
     """A step as lines.
 
     Attributes:
@@ -129,7 +129,7 @@ def batch_leaves(batch: Batch) -> list[Leaf]:
     return [unaliased(local(leaf, f"batch{jax.tree_util.keystr(path)}")) for path, leaf in _with_paths(batch)]
 
 
-def leaves_read(lowered: Lowered) -> Mapping[int, Sequence[BoundLine]]:
+def leaves_read(lowered: LoweredStep) -> Mapping[int, Sequence[BoundLine]]:
     """The numbers of the batch leaves that stages of this process read, and the lines that bring each of them to its stages."""
     found: dict[int, list[BoundLine]] = {}
     for line in lowered.bound.lines:
@@ -139,7 +139,7 @@ def leaves_read(lowered: Lowered) -> Mapping[int, Sequence[BoundLine]]:
     return found
 
 
-def check_leaves(lowered: Lowered, batch: Batch, leaves: Sequence[Leaf]) -> None:
+def check_leaves(lowered: LoweredStep, batch: Batch, leaves: Sequence[Leaf]) -> None:
     """Refuse a batch of which this process reads more than it was given; ``leaves`` are its ``batch_leaves``.
 
     Raises:
@@ -162,7 +162,7 @@ def check_leaves(lowered: Lowered, batch: Batch, leaves: Sequence[Leaf]) -> None
         raise BatchError("batch", rule, wrong, fix)
 
 
-def _lacks(lowered: Lowered, leaf: int, rows: LocalRows, line: BoundLine) -> int | None:
+def _lacks(lowered: LoweredStep, leaf: int, rows: LocalRows, line: BoundLine) -> int | None:
     """The first row that a place of this process reads and does not have."""
     (target,) = line.outputs
     replicas = lowered.step.num_replicas

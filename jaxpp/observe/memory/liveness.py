@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Lowered
+from jaxpp.engine.outcome import LoweredStep
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.compile import PlacedProgram, Programs
@@ -154,7 +154,7 @@ class Liveness:
 
 
 def step_liveness(
-    engine: Engine, lowered: Lowered, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
+    engine: Engine, lowered: LoweredStep, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
@@ -263,7 +263,7 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
     return tuple(map(needs, bound.lines))
 
 
-def _given(engine: Engine, lowered: Lowered) -> dict[Name, int]:
+def _given(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
     job, placed = lowered.step, engine.placed
     key = [] if job.key is None else [job.key]
