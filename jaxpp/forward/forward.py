@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
-from jaxpp.engine.init_arguments import Given, are_swapped, first_leaves, read_given, swapped, variables_of
+from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves, read_given, swapped, variables_of
 from jaxpp.engine.state import State, States, states_of
 from jaxpp.engine.tracing import Tracing, check_key, same_shapes
 from jaxpp.errors import ArgumentError, StateError
@@ -480,7 +480,7 @@ class Forward:
             raise StateError(f"{self._name}.{where}", rule, "no call of either has finished yet", fix)
         return self._setup
 
-    def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[Given, Setup]:
+    def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:
         """What the method ``where`` was given, and the function cut and compiled for it."""
         where = f"{self._name}.{where}"
         refuse_tracers(f"{where}(...)", init_or_params, args)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxpp.engine.engine import Engine, open_engine
-from jaxpp.engine.init_arguments import Given, first_leaves, variables_of
+from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of
 from jaxpp.engine.tracing import Tracing
 from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.record import Stamps
@@ -67,7 +67,7 @@ class Problem:
     @cached_property
     def shapes(self) -> Tree:
         """The parameters, or the shapes of what the function makes."""
-        return Given(self.made, self.batch, self._init_key if self.makes else None, "jaxpp.tune").shapes
+        return InitArguments(self.made, self.batch, self._init_key if self.makes else None, "jaxpp.tune").shapes
 
     @property
     def _init_key(self) -> Key:
@@ -136,7 +136,7 @@ class Opened:
     def first(self) -> Leaves[Array]:
         """A state of its own on the devices."""
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
-        found = first_leaves(engine, Given(self.problem.variables, self.problem.batch, None, "jaxpp.tune"), names, homes)
+        found = first_leaves(engine, InitArguments(self.problem.variables, self.problem.batch, None, "jaxpp.tune"), names, homes)
         made, shared = engine.make_opt_state(found.all_params), len(names.opt)
         return found._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
 
