@@ -265,6 +265,7 @@ def test_c17_stages_run_by_hand_give_the_gradients_of_the_whole_step():
         pullback_1(cotangent)
 
 
+@pytest.mark.long
 def test_the_stages_of_a_cut_model_can_be_run_by_hand_too():
     case, pipe, state = trained(gpt_case)
     batch, key = case.batch[:6], jax.random.fold_in(case.key, 0)
