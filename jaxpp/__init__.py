@@ -1,7 +1,8 @@
 """Pipeline parallelism for any JAX/Flax model, from one Python process."""
 
-from jaxpp import observe, schedule
+from jaxpp import errors, observe, schedule
 from jaxpp.engine.state import Metrics, State
+from jaxpp.errors import JaxppError
 from jaxpp.forward.forward import Forward
 from jaxpp.forward.generate import Generation
 from jaxpp.forward.prompts import Token
@@ -21,6 +22,7 @@ __all__ = [
     "DeadStageWarning",
     "Forward",
     "Generation",
+    "JaxppError",
     "Metrics",
     "Offload",
     "Pipeline",
@@ -31,6 +33,7 @@ __all__ = [
     "Tuning",
     "UnevenStagesWarning",
     "array_handler",
+    "errors",
     "gather",
     "observe",
     "schedule",

@@ -1,37 +1,41 @@
-"""The public face for training: ``Pipeline``."""
+"""The public face for training: ``Pipeline``, which is a ``Forward`` with an optimizer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpp.engine.engine import open_engine
-from jaxpp.engine.init_arguments import variables_of
-from jaxpp.engine.state import Metrics, State
-from jaxpp.engine.tracing import Tracing, same_shapes
-from jaxpp.errors import ArgumentError
-from jaxpp.errors.checks import check_optimizer
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.init_arguments import first_leaves
+from jaxpp.engine.outcome import leaves_read
+from jaxpp.engine.state import Metrics, State, check_kept, states_of, steps_of
+from jaxpp.errors import ArgumentError, CutError
+from jaxpp.errors.checks import check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
-from jaxpp.forward.request import generation_forecast
-from jaxpp.forward.sampling import SampleRule
+from jaxpp.forward.forward import Forward, Lend, Setup
 from jaxpp.observe.collectives import Collectives, collectives_of
-from jaxpp.observe.memory.fit import fit
-from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
-from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import Forwards, Steps, check_profile, record
+from jaxpp.observe.dead_stages import Detector
+from jaxpp.observe.memory.forecast import parse_bytes
+from jaxpp.observe.profile.record import Steps, Work
+from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
+from jaxpp.plan.builder import Name
+from jaxpp.plan.step import Leaves
+from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.processes.channel import Agreement
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses, join_optimizers
 from jaxpp.stages.remat import Remat
-from jaxpp.stages.stage_table import Stages, bytes_in_words
+from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.pipeline import check_bank, check_scaling, waiting_names, with_set
-from jaxpp.training import Training
-from jaxpp.types import Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
+from jaxpp.tasks.pipeline import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
+from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
 from jaxpp.verify import check_comparable, verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
@@ -40,8 +44,21 @@ _NOT_OPTIONS = frozenset({"self", "cls", "__class__", "loss_fn", "optimizer", "b
 """Arguments that ``Options`` has nothing to do with."""
 
 
+@dataclass(frozen=True)
+class TrainingSetup(Setup):
+    """What the first shapes decide of a pipeline.
+
+    Attributes:
+        runner: runs steps on the engine, with the sets of a bank or without.
+        detector: looks for stages that learn nothing.
+    """
+
+    runner: Runner
+    detector: Detector
+
+
 @entries
-class Pipeline(Training):
+class Pipeline(Forward):
     """Trains a loss over several devices, without changes to the model.
 
     ``init`` traces the loss once, cuts it into stages, and makes every parameter on the device of the stage that uses it; ``step``
@@ -120,6 +137,12 @@ class Pipeline(Training):
         True
     """
 
+    _name, _arguments = "pipe", "state, {}, fn"
+    _uncut = (
+        "a pipeline is cut by init or abstract_state, when it first sees shapes",
+        "call state = pipe.init(...) first; for a checkpoint, target = pipe.abstract_state(...), and restore to target",
+    )
+
     def __init__(  # noqa: PLR0913  (the options of the front door)
         self,
         loss_fn: LossFn,
@@ -156,7 +179,9 @@ class Pipeline(Training):
         options = Options.of(loss_fn, **given)
         if bank is not None:
             check_scaling(options)
-        super().__init__(options, optimizer, bank)
+        self._begin(options, optimizer)
+        self._bank, self._stages = bank, tuple[Callable[..., Tree], ...]()
+        self._kept: State | None = None
 
     @classmethod
     def from_stages(  # noqa: PLR0913  (each is an option of the pipeline)
@@ -194,20 +219,175 @@ class Pipeline(Training):
         functions = check_stages(stages, loss)
         cuts = [scope(k) for k in range(1, len(functions))]
         pipe = cls(compose(functions, loss), optimizer, num_stages=len(functions), cuts=cuts, **given)
-        pipe._functions = functions
+        pipe._stages = functions
         return pipe
 
     def __repr__(self) -> str:
-        found = self._compiled
-        lines = [
-            f"Pipeline of {'stages by hand' if self._functions else getattr(self._options.loss_fn, '__name__', 'a loss')}",
-            *self._options.described,
-            *([] if self._bank is None else [f"  bank: {self._bank!r}"]),
-            *(["  init: not done yet"] if found is None else [f"  stages: {_size(found.stages)}; print(pipe.stages)"]),
-            *([] if found is None else [f"  memory: {remark}" for remark in found.stages.remarks]),
-            *([] if found is None else [f"  state: {_kept(self._kept)}"]),
-        ]
-        return "\n".join(lines)
+        return super().__repr__() + f"\n  state: {_in_words(self._kept)}" * (self._setup is not None)
+
+    def _described(self) -> list[str]:
+        what = "stages by hand" if self._stages else getattr(self._options.loss_fn, "__name__", "a loss")
+        bank = [] if self._bank is None else [f"  bank: {self._bank!r}"]
+        return [f"Pipeline of {what}", *self._options.described, *bank]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which rank does which action, in which order."""
+        return self._options.schedule
+
+    @property
+    def state(self) -> State:
+        """The newest state: what ``init`` made or the last step returned, also if the caller never received it.
+
+        After a step that was interrupted (Ctrl-C) or raised, this is the new state if the update had begun, and otherwise the state
+        that the step was given; never half of each. The pipeline alone holds this state and drops it at the next step; ``del
+        pipe.state`` drops it at once, to make room for a checkpoint.
+
+        Raises:
+            StateError: there is none; or it is gone, consumed by an update that failed in part (because the device had no room for
+                it, say) or by another pipeline's step.
+        """
+        self._opened("state")
+        return check_kept(self._kept)
+
+    @state.deleter
+    def state(self) -> None:
+        self._kept = None
+
+    def init(self, init_or_params: Tree, *args: Tree) -> State:
+        """Cut the loss, place the stages, compile the step, and make the first state.
+
+        ``init(init_fn, key, batch)`` makes the parameters: every leaf is made on its owner, with the bits of
+        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies existing parameters (a
+        checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``. The
+        number of arguments decides which form is meant, so parameters may be callable (the arrays of an Equinox module).
+
+        Programs are compiled side by side, under a progress bar if that takes long. They are for this batch's shapes and, if the
+        loss takes a key, for keys of the kind given or of ``jax.random.key``'s; a step with another kind of key is compiled at its
+        first call. The pipeline keeps the newest state as ``pipe.state``.
+
+        Args:
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+
+        Raises:
+            ArgumentError: other arguments, or in another order.
+            CutError: too many stages, or cuts that the model does not have.
+            InitError: ``init_fn`` cannot be traced.
+            JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
+        """
+        given, setup = self._open_given("init", init_or_params, args)
+        engine, runner = setup.engine, self._opened("init").runner
+        self._kept = None  # there may be no room for two
+        leaves = first_leaves(engine, given, runner.held(engine.placed.names), runner.held(engine.placed.homes))
+        leaves = runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale())
+        self._kept = state = setup.states.wrap(leaves)
+        return state
+
+    def abstract_state(self, init_or_shapes: Tree, *args: Tree) -> State:
+        """The shapes of the state, each with the sharding of its owner: what a checkpoint is restored to. No array is made.
+
+        It does what ``init`` does up to the first array: the loss is cut, the stages are placed, the step is compiled. A state that
+        the pipeline keeps stays ``pipe.state``; ``del pipe.state`` makes room for the checkpoint. Then Orbax restores every leaf
+        straight to its owner, at any number of stages and with any schedule, and training goes on::
+
+            target = pipe.abstract_state(init_fn, key, batch)
+            state = orbax.checkpoint.StandardCheckpointer().restore(path, target)
+            state, metrics = pipe.step(state, batch, key)
+
+        Leaves that the pipeline holds as slices of unequal size, or as several on one device, come to pinned host memory; the
+        first step brings the slices to their owners.
+
+        Args:
+            init_or_shapes: as for ``init``; instead of parameters their shapes will do, ``jax.eval_shape(init_fn, key)``.
+            *args: as for ``init``.
+
+        Returns:
+            a ``State`` whose leaves are ``jax.ShapeDtypeStruct``s with shardings; ``step`` is 0.
+
+        Raises:
+            JaxppError: as ``init``.
+        """
+        return self._open_given("abstract_state", init_or_shapes, args)[1].states.abstract
+
+    def step(
+        self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None, donate: bool = True
+    ) -> tuple[State, Metrics]:
+        """One training step.
+
+        Args:
+            state: from ``init`` or the previous step, from a checkpoint, or from another pipeline of the same shapes. Its buffers
+                are reused, so it is consumed, but only if the step succeeds up to the optimizer. If some of its arrays live
+                elsewhere than this pipeline's do, all are copied and none is consumed.
+            batch: a tree of arrays with one leading axis, the examples, of any size that gives each microbatch one example. Leaves
+                without an axis (``{"x": ..., "beta": 0.5}``) go to every microbatch; changing their values compiles nothing.
+            key: for the loss; required if the loss takes a key, unless it says ``key=None``. Microbatch i gets
+                ``jax.random.fold_in(key, i)``.
+            task: with a bank, the set that the step uses and changes, or a list with one for each replica. The bank holds the
+                changed set afterwards, whatever ``donate`` is.
+            donate: False keeps the old state alive, at the price of a second copy.
+
+        Returns:
+            the new state, which is ``pipe.state`` from now on, and the metrics. The call does not wait for the devices; reading a
+            metric does. Only a loss or an optimizer with host callbacks is waited for, the loss before the update: a callback that
+            raises then changes nothing.
+
+        Raises:
+            StateError: the state was consumed before, or has other trees or shapes than this pipeline's.
+            BatchError: the batch cannot be split.
+            Exception: what the user's loss raises at a new batch shape, or in a host callback, unchanged, with a note.
+            FloatingPointError: with ``jax_debug_nans``, naming the action, stage, microbatch and line of the model that made the
+                first NaN; each program is then waited for, and no buffer is reused.
+            KeyboardInterrupt: on Ctrl-C, once the step has changed nothing or everything: continue with ``pipe.state``.
+
+        Warns:
+            DeadStageWarning: the gradients of a stage were zero in several earlier steps; names the boundary that carries none.
+        """
+        setup = self._opened("step")
+        refuse_tracers("pipe.step(state, batch, key)", batch, key)
+        leaves, num_steps = setup.states.unwrap(state, consumed=donate), steps_of(state)
+        setup.detector.look()  # before anything is consumed: a warning may be an error
+        self._kept = state
+        with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
+            try:
+                outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
+            except BaseException as error:
+                if any(
+                    getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)
+                ):  # not the copies of one elsewhere
+                    error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
+                elif not isinstance(error, Exception) and not hold.begun:
+                    error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
+                raise
+            self._kept = new = setup.states.wrap(outcome.state, num_steps + 1)
+        setup.detector.add(outcome.squares)
+        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1)
+
+    def evaluate(
+        self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: TaskNames = None
+    ) -> Metrics:
+        """The loss and aux of a batch, forward only; the state is left as it is.
+
+        Args:
+            state: from ``init`` or ``step``.
+            batch: as for ``step``, but of any number of examples: if there are fewer examples than microbatches, each microbatch
+                holds one example, and examples that cannot be divided evenly among replicas count evenly.
+            key: as for ``step``.
+            loss_fn: another loss over the same parameters (one without dropout, say); it may return ``(loss, aux)`` or a loss
+                alone, whatever the pipeline's loss does. Keep one function and pass it again: each new function object is traced
+                and compiled.
+            task: as for ``step``; the set is left as it is.
+
+        Raises:
+            StateError: the state was consumed.
+            BatchError: the batch cannot be split.
+        """
+        if loss_fn is not None:
+            check_function("pipe.evaluate(..., loss_fn=...)", "the loss is a function of (params, batch[, key])", loss_fn)
+        with self._whole("evaluate", state, batch, key, task) as (engine, leaves):
+            other = self._opened("evaluate").runner.loss(loss_fn)
+            outcome = engine.run("forward", leaves, batch, key, loss_fn=other)
+        return Metrics(loss=outcome.loss, aux=outcome.aux, step=steps_of(state))
 
     def verify(self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> None:
         """Check that a step equals the plain single-device step, leaf by leaf; the state is left as it is.
@@ -227,92 +407,6 @@ class Pipeline(Training):
         check_comparable(self._options)
         with self._whole("verify", state, batch, key, task) as (engine, leaves):
             verify_step(engine, leaves, batch, key)
-
-    def forecast(
-        self,
-        params_or_shapes: Any,
-        batch: Batch,
-        key: Key | None = None,
-        *,
-        fn: ForwardFn | None = None,
-        hbm: float | str | None = None,
-    ) -> Forecast:
-        """Memory of a step before the first one, from shapes alone; and what to change if it does not fit.
-
-        The step is compiled, as ``init`` would, and not run; no parameter is made.
-
-        Args:
-            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
-            batch: as for ``step``, or its shapes.
-            key: as for ``step``, or its shape; may be left out even if the loss takes a key.
-            fn: a function that ``apply`` is to run, whose batch and key the others are then; the forecast is of its forwards, with
-                the optimizer's state beside them. The loss must have been cut before: by ``init``, ``abstract_state``, or the
-                forecast of a step.
-            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
-                report (CPUs report nothing).
-
-        Returns:
-            the forecast: what each stage holds when its device holds most, in parameters, optimizer, gradients, residuals, values
-            in flight, batch, and temporaries of the compiled programs; whether that fits, and if not the changes that would make it
-            fit. ``step(donate=False)`` needs room for a second state; the caller's own arrays are not counted.
-
-        Raises:
-            JaxppError: as ``init``, with ``fn`` as ``apply``; and for an ``hbm`` that is no size.
-        """
-        room = self._options.hbm if hbm is None else parse_bytes(hbm)
-        options, variables = self._options, with_set(self._bank, variables_of(self._options, params_or_shapes))
-        if fn is not None:
-            opened, chosen = self._opened("forecast"), self._chosen("forecast", fn)
-            opened.states.check_params(*variables_of(options, params_or_shapes))
-            base, engine = opened.engine, self._engine_of(opened.engine, chosen, batch, key)
-            return forecast(engine, batch, key, room, waiting_names(self._bank, base), purpose="forward", base=base)
-        if key is None and Tracing(options).takes_key(variables, batch):
-            key = jax.random.key(0)
-        found = self._compiled or self._open(params_or_shapes, batch, key)
-        engine = found.engine
-        if not same_shapes(engine.layout.given, variables):
-            engine = open_engine(options, self._optimizer, variables, batch, key)
-            engine = fit(engine, batch, key, waiting_names(self._bank, engine)).engine
-        return forecast(engine, batch, key, room, waiting_names(self._bank, engine))
-
-    def forecast_generate(
-        self,
-        fn: ForwardFn,
-        carry: Tree,
-        *,
-        sample: SampleRule = None,
-        num_groups: int | None = None,
-        group_size: int = 1,
-        chunk: int = 64,
-        hbm: float | str | None = None,
-    ) -> Forecast:
-        """Memory of ``generate`` before it runs, from shapes alone.
-
-        The passes are compiled and not run. The parameters are those for which the pipeline was cut, by ``init``,
-        ``abstract_state`` or ``forecast``.
-
-        Args:
-            fn: as for ``generate``, like all that follow.
-            carry: or its shapes, ``jax.eval_shape`` of what makes it.
-            sample: how tokens are drawn.
-            num_groups: how many groups are in flight.
-            group_size: how many sequences a group has.
-            chunk: the most tokens of a prompt that one pass takes.
-            hbm: bytes that each device has, as for ``forecast``.
-
-        Returns:
-            the forecast: what each stage holds when its device holds most: parameters, what is computed from them alone, the
-            carries of all groups, that of the prompt being prefilled and the empty one, values in flight, tokens, temporaries of
-            the compiled programs, and the optimizer's state, which stays where it is.
-
-        Raises:
-            StateError: nothing is cut yet.
-            JaxppError: as ``generate``; and for an ``hbm`` that is no size.
-        """
-        engine = self._opened("forecast_generate").engine
-        function = self._as_called(fn, "forecast_generate", with_carry=True)
-        given = {"sample": sample, "num_groups": num_groups, "group_size": group_size, "chunk": chunk, "hbm": hbm}
-        return generation_forecast("pipe.forecast_generate", engine, self._functions_applied, function, carry, **given)
 
     def collectives(self, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Collectives:
         """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.
@@ -334,63 +428,120 @@ class Pipeline(Training):
         runner = self._opened("collectives").runner
         return collectives_of(runner.engine(task), batch, key, runner.other_bytes(task))
 
-    def profile(
-        self,
-        state: State,
-        batch: Batch,
-        key: Key | None = None,
-        *,
-        fn: ForwardFn | None = None,
-        num_batches: int = 1,
-        num_steps: int = 3,
-        clock: Clock | None = None,
-        task: TaskNames = None,
-    ) -> Profile:
-        """What really ran, when, and why ranks idled: steps at full speed under JAX's profiler; the state is left as it is.
+    def reads(self, batch: Batch, key: Key | None = None, *, loss_fn: LossFn | None = None) -> Tree:
+        """Which leaves of a batch the stages of this process read, so that it need not load the others.
 
-        Nothing waits, unlike with a timer around each action: the trace knows when each program ran. Some further steps run one
-        program at a time. Steps are trained on a copy of the state, so there must be room for a second state.
+        In several processes, ``step`` and ``evaluate`` take a ``jax.ShapeDtypeStruct`` for a leaf that no stage of the process
+        reads: ``jax.tree.map(lambda leaf, read: load(leaf) if read else leaf, shapes, pipe.reads(shapes))``. In one process, the
+        leaves that the loss uses.
 
         Args:
-            state: from ``init`` or ``step``.
-            batch: as for ``step``.
-            key: as for ``step``.
-            fn: a function that ``apply`` is to run, whose batch and key the others are then; its forwards are profiled, not a step.
-                (``pipe.generate(...).profile()`` is the profile of a generation.)
-            num_batches: with ``fn``, how many times the batch is handed over without waiting, as in a ``stream``.
-            task: as for ``step``.
-            num_steps: how many steps to trace, at least 1, after as many that are not traced and three to warm up.
-            clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: each program takes
-                as long as it takes alone, laid out on the virtual clock as if every rank had a device of its own; this is the
-                default on CPU, where devices share cores, and where there are fewer devices than ranks.
+            batch: as for ``step``, or its shapes.
+            key: as for ``step``; may be left out even if the loss takes a key.
+            loss_fn: another loss, as for ``evaluate``; then ``key`` is what that loss takes.
 
         Returns:
-            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live
-            bytes of each device by kind. ``print`` it; ``profile.figure()`` draws it beside the virtual clock's timeline;
-            ``jaxpp.observe.to_perfetto(profile)`` writes a trace for Perfetto, ``to_json`` and ``to_html`` write the rest.
+            a tree like the batch, of booleans.
 
         Raises:
-            ArgumentError: fewer than one step, an unknown clock, or another trace of JAX's profiler is running.
-            StateError: the state was consumed.
+            StateError: before ``init`` or ``abstract_state``, where nothing is cut yet; both take shapes in place of a batch.
             BatchError: the batch cannot be split.
         """
-        check_profile(clock, num_steps=num_steps, num_batches=num_batches)
-        if fn is None and num_batches != 1:
+        setup = self._opened("reads")
+        other = setup.runner.loss(loss_fn)
+        if key is None and other is None:
+            key = setup.engine.key_for(batch)
+        lowered = setup.engine.lower("update" if other is None else "forward", batch, key, loss_fn=other)
+        read, tree = leaves_read(lowered), jax.tree.structure(batch)
+        return tree.unflatten([leaf in read for leaf in range(tree.num_leaves)])
+
+    def prefetch(self, task: TaskNames) -> None:
+        """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.
+
+        Args:
+            task: as for ``step``.
+
+        Raises:
+            BankError: there is no such set, or no slot for it (``Bank(slots=1)``).
+            StateError: before ``init``, which decides where the sets go.
+        """
+        self._opened("prefetch").runner.prefetch(task)
+
+    # What it does in another way than a function that is only run forward.
+
+    def _opened(self, where: str) -> TrainingSetup:
+        setup = super()._opened(where)
+        assert isinstance(setup, TrainingSetup), "equipped below"
+        return setup
+
+    def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
+        bank = self._bank
+        runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key)
+        return TrainingSetup(engine, states_of(engine, own=bank is None), stages, runner, Detector(engine.update.watched))
+
+    def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:
+        try:
+            return super()._open(made, batch, key, agree)
+        except CutError as error:
+            idle = [f"stage {k} does not" for k in range(len(self._stages)) if scope(k) in error.unknown]
+            if not self._stages:
+                raise
+            rule, got = "each stage computes something that the next one reads", idle or "one that returns what it is given"
+            raise CutError("Pipeline.from_stages", rule, got, "leave it out") from error
+
+    def _by_hand(self, engine: Engine) -> Sequence[Callable[..., Tree]]:
+        return self._stages or super()._by_hand(engine)
+
+    def _joined(self, variables: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        return with_set(self._bank, variables)
+
+    def _waiting(self, engine: Engine) -> Sequence[Name]:
+        return waiting_names(self._bank, engine)
+
+    def _as_called(self, fn: ForwardFn, where: str, *, with_carry: bool = False) -> ForwardFn:
+        runner = self._opened(where).runner
+        return runner.joined(fn) if with_carry else runner.loss(fn, "fn") or fn
+
+    def _function(self, where: str, fn: ForwardFn | None) -> ForwardFn | None:
+        if fn is None:
+            loss = "; pipe.evaluate(state, batch) runs the loss" * (where == "apply")
+            rule = "fn is a function of (params, batch[, key]) that returns outputs"
+            fix = f"pass for example lambda params, batch: model.apply(params, batch){loss}"
+            raise ArgumentError(f"pipe.{where}(..., fn)", rule, "no fn", fix)
+        return super()._function(where, fn)
+
+    def _lend(self, where: str, state_or_params: Tree, task: TaskNames) -> Lend:
+        setup = self._opened(where)
+        if isinstance(state_or_params, State):
+            leaves = setup.states.unwrap(state_or_params, where)
+        else:
+            leaves = self._bring(where, state_or_params)
+        return lambda: setup.runner.whole(task, leaves)
+
+    def _whole(
+        self, where: str, state: State, batch: Batch, key: Key | None, task: TaskNames
+    ) -> AbstractContextManager[tuple[Engine, Leaves[Array]]]:
+        """The engine, and the leaves of a state and of the task's set; for what changes neither."""
+        refuse_tracers(f"pipe.{where}(state, batch, key)", batch, key)
+        setup = self._opened(where)
+        return setup.runner.whole(task, setup.states.unwrap(state, where))
+
+    @contextmanager
+    def _work(
+        self, state_or_params: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None, num_batches: int, task: TaskNames
+    ) -> Iterator[Work]:
+        if fn is not None:
+            with super()._work(state_or_params, batch, key, fn, num_batches, task) as work:
+                yield work
+            return
+        if num_batches != 1:
             rule, fix = "steps follow one another one by one", "pass fn=... for the forwards of a function, or num_batches=1"
             raise ArgumentError("pipe.profile", rule, f"num_batches={num_batches!r} without fn", fix)
-        with self._whole("profile", state, batch, key, task) as (engine, leaves):
-            if fn is None:
-                return record(Steps(engine, leaves, batch, key), num_steps, clock)
-            found = self._engine_of(engine, self._chosen("profile", fn), batch, key)
-            return record(Forwards(found, leaves, batch, key, num_batches), num_steps, clock)
+        with self._whole("profile", state_or_params, batch, key, task) as (engine, leaves):
+            yield Steps(engine, leaves, batch, key)
 
 
-def _size(stages: Stages) -> str:
-    total, size = sum(stage.num_params for stage in stages), sum(stage.num_bytes for stage in stages)
-    return f"{total:,} parameters in {bytes_in_words(size)}"
-
-
-def _kept(state: State | None) -> str:
+def _in_words(state: State | None) -> str:
     if state is None:
         return "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
     return f"after {state.step} step{'s' if state.step != 1 else ''}; print(pipe.state)"

@@ -30,8 +30,7 @@ from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tuner.figure import tuning_figure
 from jaxpp.tuner.knobs import KNOBS, Candidate, Space
 from jaxpp.tuner.machine import Devices

@@ -16,8 +16,7 @@ from jaxtyping import Float
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
-from jaxpp.engine.state import State
-from jaxpp.engine.state_leaves import states_of
+from jaxpp.engine.state import State, states_of
 from jaxpp.errors import ArgumentError, BatchError, VerifyError
 from jaxpp.options import Options
 from jaxpp.plan.step import Leaves
@@ -299,21 +298,21 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
             grads, scale = jax.tree.structure(grads).unflatten(leaves), scaling.adjust(scale, finite)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
         new = State(optax.apply_updates(state.params, updates), opt_state, model_state, step=None)  # pyright: ignore[reportArgumentType]
-        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state._replace(loss_scale=()))
-        return new._replace(loss_scale=tree.unflatten(scale))
+        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state.replace(loss_scale=()))
+        return new.replace(loss_scale=tree.unflatten(scale))
 
     state, after = (states_of(engine).wrap(given, step=None) for given in (leaves, stepped))
     grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    grads, whole, model_state, loss = _on_one_device((grads, State(*state), model_state, found.loss))
+    grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
     if _own(engine):
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
-        made = [update(grad, whole._replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
+        made = [update(grad, whole.replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
         parts = {part: _together([getattr(one, part) for one in made]) for part in ("params", "opt_state")}
-        wanted = made[0]._replace(**parts)
+        wanted = made[0].replace(**parts)
     else:
         wanted = update(grads, whole, model_state, loss)
-    compare("", State(*after), wanted)
+    compare("", after, wanted)
 
 
 def _shaken(params: Params) -> Params:

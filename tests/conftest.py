@@ -47,7 +47,7 @@ SHAPED = (
 
 with install_import_hook(SHAPED, "beartype.beartype"):
     import jaxpp  # noqa: F401  (so that its modules are imported while they are checked)
-    from tests.models import Case, gpt_case, mlp_case  # noqa: F401  (other tests import Case from here)
+    from tests.models import gpt_case, mlp_case
 
 
 MOST_WORKERS = 4

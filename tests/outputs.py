@@ -15,7 +15,7 @@ from models.nnx_gpt import NNXGPT
 from models.resnet import ResNet
 from models.seq2seq import Seq2Seq
 from models.unet import UNet
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 SIZE = 11
 """Examples of a batch: no number of microbatches but 1 divides it."""

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.engine.outcome import Lowered
-from jaxpp.engine.placed import Placed
+from jaxpp.engine.layout import Placed
+from jaxpp.engine.outcome import LoweredStep
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.processes.here import is_addressable
@@ -31,15 +31,7 @@ _ELSEWHERE = {"loss_fn", "schedule", "places"}
 
 
 def opening_texts(options: Options, placed: Placed, cut: CutLoss, batch: Batch, key: Key | None) -> Mapping[str, str]:
-    """What decides where a loss is cut and which leaves live where.
-
-    Args:
-        options: of the pipeline.
-        placed: the leaves of the state.
-        cut: the loss, cut at the shapes of a microbatch.
-        batch: of the first step, or its shapes.
-        key: of the first step, or None.
-    """
+    """What decides where a loss is cut and which leaves live where; ``batch`` and ``key`` are those of the first step."""
     layout, update = placed.layout, placed.update
     return {
         "versions": versions_text(),
@@ -56,7 +48,7 @@ def opening_texts(options: Options, placed: Placed, cut: CutLoss, batch: Batch, 
     }
 
 
-def step_texts(options: Options, placed: Placed, lowered: Lowered, batch: Batch, key: Key | None) -> Mapping[str, str]:
+def step_texts(options: Options, placed: Placed, lowered: LoweredStep, batch: Batch, key: Key | None) -> Mapping[str, str]:
     """What decides a step: what decides where things live, and the lines over all ranks."""
     *others, first = reversed(lowered.step.cuts)
     found = dict(opening_texts(options, placed, first, batch, key))

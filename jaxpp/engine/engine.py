@@ -13,13 +13,10 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-from jaxpp.engine.agreed import Agreed
-from jaxpp.engine.batch_leaves import batch_leaves, check_leaves
 from jaxpp.engine.compared import step_texts
-from jaxpp.engine.layout import Layout, lay_out
-from jaxpp.engine.outcome import Lowered, Outcome, Purpose, aux_names, call_of, with_reports
-from jaxpp.engine.placed import Placed, place_leaves
-from jaxpp.engine.prepare import Preparer
+from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
+from jaxpp.engine.lru import LRU
+from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
@@ -52,6 +49,14 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
+class _AtShape:
+    """What is lowered for a loss at one batch shape, by whether it is differentiated; and the plans that were made of it."""
+
+    steps: dict[bool, tuple[Step, Builder]] = field(default_factory=dict)
+    plans: dict[Hashable, tuple[Plan, LoweredStep]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class Engine:
     """Runs the steps of one pipeline; without an optimizer, for gradients only.
 
@@ -65,12 +70,12 @@ class Engine:
     preparer: Preparer
     programs: Programs
     opened_at: Hashable
-    _lowered: dict[tuple[Hashable, ...], tuple[Step, Builder]] = field(default_factory=dict, init=False)
-    _plans: dict[tuple[Hashable, ...], tuple[Plan, Lowered]] = field(default_factory=dict, init=False)
-    _recent: dict[Hashable, None] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
-        self._limit, self._agreed = limit_of(self.placement), Agreed(self.options.max_shapes)
+        self._limit = limit_of(self.placement)
+        self._shapes = LRU[_AtShape](self.options.max_shapes)
+        # What all processes have agreed on. Plans are no measure of that: a process may forecast a step that the others do not.
+        self._agreed = LRU[dict[Hashable, Callable[[], None]]](self.options.max_shapes)
 
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
         """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device.
@@ -145,9 +150,9 @@ class Engine:
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
         return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=self.options.is_loss)
 
-    def takes_key(self, batch: Batch) -> bool:
-        """Whether the loss takes a key."""
-        return self.preparer.tracing.takes_key(self.layout.given, batch)
+    def key_for(self, batch: Batch) -> Key | None:
+        """A key, if the loss takes one."""
+        return self.preparer.tracing.key_for(self.layout.given, batch)
 
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
@@ -181,36 +186,36 @@ class Engine:
         loss_fn: LossFn | None = None,
         donate: bool = True,
         watched: bool = False,
-    ) -> tuple[Plan, Lowered]:
+    ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
         shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
-        cache_key = (purpose, donate, watched, flags(), *shape)
-        found = self._plans.get(cache_key)
-        if found is None:
+        name, kept = (purpose, donate, watched, flags()), self._shapes.get(shape)
+        if kept is None or name not in kept.plans:
             options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
-            found = self._plans[cache_key] = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)
-        self._use(shape)
-        return found
+            made = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)
+            kept = self._keep(shape, lambda kept: kept.plans.update({name: made}))
+        return kept.plans[name]
 
     def _agreed_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
-    ) -> tuple[Plan, Lowered, Callable[[], None]]:
+    ) -> tuple[Plan, LoweredStep, Callable[[], None]]:
         """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
         given = {"loss_fn": loss_fn, "donate": donate}
-        what = (purpose, donate, watched, loss_fn, _shapes(batch, key))
-        if again := self._agreed.get(what):
+        what, shape = (purpose, donate, watched), (loss_fn, _shapes(batch, key))
+        calls = self._agreed.get(shape) or {}
+        if again := calls.get(what):
             return *self.plan(purpose, batch, key, **given, watched=watched), again
         with agreement(call_of(purpose, is_loss=self.options.is_loss), self.options.devices) as agree:
             lowered = despite_ctrl_c(self.lower, purpose, batch, key, **given)
             check_leaves(lowered, batch, batch_leaves(batch))
             agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
             found = self.plan(purpose, batch, key, **given, watched=watched)
-        self._agreed.add(what, agree.again)
+        self._agreed.put(shape, calls | {what: agree.again})
         return *found, agree.again
 
     def _make_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
-    ) -> tuple[Plan, Lowered]:
+    ) -> tuple[Plan, LoweredStep]:
         lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
@@ -220,36 +225,34 @@ class Engine:
         return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
-    def kept(self) -> tuple[tuple[Plan, Lowered], ...]:
+    def kept(self) -> tuple[tuple[Plan, LoweredStep], ...]:
         """The plans that are kept, and what they were made of."""
-        return tuple(self._plans.values())
+        return tuple(plan for kept in self._shapes.values() for plan in kept.plans.values())
 
-    def _use(self, shape: Hashable) -> None:
-        """Note that a loss is used at a batch shape; the least recently used ones beyond ``max_shapes`` are forgotten."""
-        self._recent.pop(shape, None)
-        self._recent[shape] = None
-        if len(self._recent) > self.options.max_shapes:
-            del self._recent[next(iter(self._recent))]
-            for known in (self._lowered, self._plans):
-                for name in [name for name in known if name[-2:] not in self._recent]:
-                    del known[name]
-            self.preparer.forget({id(cut) for step, _ in self._lowered.values() for cut in step.cuts})
+    def _keep(self, shape: Hashable, change: Callable[[_AtShape], object]) -> _AtShape:
+        """Keep something for a shape; the least recently used shape may be forgotten for it, with the cuts that no other uses."""
+        kept = self._shapes.get(shape) or _AtShape()
+        change(kept)
+        if self._shapes.put(shape, kept):
+            used = {id(cut) for at in self._shapes.values() for step, _ in at.steps.values() for cut in step.cuts}
+            self.preparer.forget(used)
+        return kept
 
     def lower(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, donate: bool = True
-    ) -> Lowered:
+    ) -> LoweredStep:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
         shape = loss_fn, _shapes(batch, key)
-        cache_key = (train, *shape)
-        if cache_key not in self._lowered:
+        kept = self._shapes.get(shape)
+        if kept is None or train not in kept.steps:
             schedule = self.options.schedule
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             actions = schedule.order if train else forward_actions(schedule.num_stages, len(step.sizes))
-            self._lowered[cache_key] = step, lower(step, actions, offloaded=self.options.offloaded if train else ())
-        self._use(shape)
-        step, lines = self._lowered[cache_key]
+            made = step, lower(step, actions, offloaded=self.options.offloaded if train else ())
+            kept = self._keep(shape, lambda kept: kept.steps.update({train: made}))
+        step, lines = kept.steps[train]
         builder, names = lines.copy(), self.placed.names
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))
@@ -267,7 +270,7 @@ class Engine:
         inputs = _read_by(purpose, names).flat()
         inputs += [Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch))]
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        return Lowered(bind_lines(builder, self.placement), step, inputs, found)
+        return LoweredStep(bind_lines(builder, self.placement), step, inputs, found)
 
     def _add_update(
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
@@ -300,18 +303,10 @@ class Engine:
         watched: bool = False,
         hold: Callable[[], None] | None = None,
     ) -> Outcome[Array]:
-        """Run one step.
+        """Run one step on the leaves of a state, which ``update`` takes over with ``donate``, and on a whole batch.
 
-        Args:
-            purpose: ``update``, ``grads`` or ``forward``.
-            leaves: of the state, on their owners.
-            batch: the whole batch.
-            key: or None.
-            loss_fn: another loss, for ``forward``.
-            donate: whether ``update`` takes over the buffers of ``leaves``.
-            observer: sees every instruction.
-            watched: whether the observer asks the instructions whether they are done.
-            hold: called before the first buffer of ``leaves`` is taken over.
+        The observer sees every instruction; with ``watched`` it may ask them whether they are done. ``hold`` is called before the
+        first buffer of ``leaves`` is taken over.
         """
         if self._limit is not None:
             observer = self._limit.beside(observer)
@@ -322,13 +317,15 @@ class Engine:
         try:
             arguments = self._arguments(lowered, purpose, leaves, batch, key)
         except BaseException:
-            self._agreed.forget()  # if the others go on nevertheless, the next call finds it
+            self._agreed.clear()  # if the others go on nevertheless, the next call finds it
             raise
         again()
         with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
 
-    def _arguments(self, lowered: Lowered, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None) -> list[Leaf]:
+    def _arguments(
+        self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None
+    ) -> list[Leaf]:
         """What a plan is run on."""
         step, keys = lowered.step, [] if key is None else [raw_key(unaliased(key))]
         given = batch_leaves(batch)

@@ -23,12 +23,12 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import check_floating
 from jaxpp.types import Array, Batch, Home, Key, Tree
 
-__all__ = ["Given", "are_swapped", "first_leaves", "read_given", "swapped", "variables_of"]
+__all__ = ["InitArguments", "are_swapped", "first_leaves", "read_given", "swapped", "variables_of"]
 
 _FUNCTION, _KEY = "a function", "a key"
 
 
-class Given(NamedTuple):
+class InitArguments(NamedTuple):
     """What ``init`` was given.
 
     Attributes:
@@ -66,22 +66,29 @@ class Given(NamedTuple):
             raise
 
 
-def first_leaves(engine: Engine, given: Given, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
+def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
     """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
-    made, key = given.made, given.key
     names = names._replace(opt=(), own_opt=(), loss_scale=())
-    homes = homes._replace(opt=(), own_opt=(), loss_scale=())
-    if key is None:
-        held = jax.tree.leaves(engine.sliced(made))
-        return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
-    function = (lambda key: engine.sliced(made(key))) if engine.slicing.any else made
-    graph, _ = trace_init(function, key)
-    with agreement(given.where, engine.options.devices) as agree:
+    if given.key is not None:
+        return _from_function(engine, given.made, given.key, names, given.where)
+    return _from_params(engine, given.made, homes._replace(opt=(), own_opt=(), loss_scale=()))
+
+
+def _from_function(engine: Engine, init_fn: Callable[[Key], Tree], key: Key, names: Leaves[Name], where: str) -> Leaves[Array]:
+    """Each stage makes its own leaves."""
+    graph, _ = trace_init((lambda key: engine.sliced(init_fn(key))) if engine.slicing.any else init_fn, key)
+    with agreement(where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
     return engine.make_params(graph, key, names)
 
 
-def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:
+def _from_params(engine: Engine, made: Tree, homes: Leaves[Home]) -> Leaves[Array]:
+    """Each leaf is copied to its owner."""
+    held = jax.tree.leaves(engine.sliced(made))
+    return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
+
+
+def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitArguments:
     """The arguments of ``pipe.init``, or of another method ``where`` that takes the same, by their meaning.
 
     Raises:
@@ -101,16 +108,16 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> Given:
     if len(everything) == 2:
         if not {_FUNCTION, _KEY}.isdisjoint(kinds):
             raise _wrong_init(where, got)
-        return Given(*everything, where=where)
+        return InitArguments(*everything, where=where)
     if len(everything) != 3:
         raise _wrong_init(where, got)
     made, key, batch = everything
     if not callable(made) or not _may_be_key(key) or kinds[2] in (_FUNCTION, _KEY):
         raise _wrong_init(where, got)
-    return Given(made, batch, key, where)
+    return InitArguments(made, batch, key, where)
 
 
-def are_swapped(options: Options, given: Given, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:
+def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:
     """Whether the loss takes the batch for the parameters and the parameters for the batch, where it fails as they were given.
 
     ``joined`` makes of parameters (and model state) what the loss is called with.
@@ -138,7 +145,7 @@ def _called(options: Options, *args: Tree) -> Tree | None:
     return None
 
 
-def swapped(given: Given) -> ArgumentError:
+def swapped(given: InitArguments) -> ArgumentError:
     """The error for a batch where the parameters should be."""
     who = "the loss" if given.where.startswith("pipe.") else "the function"
     kinds = f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}"

@@ -1,24 +1,34 @@
-"""What the first batch decides: where the loss is cut, which stage owns each leaf, and how leaves are held.
+"""What the first batch decides: where the loss is cut, which stage owns each leaf, how leaves are held, and where they live.
 
 Everything later (a smaller last batch, another evaluation loss) is cut so that the owners stay.
 """
 
 import bisect
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxpp.engine.sharding_rules import specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key
-from jaxpp.optim.owners import state_bytes, unread_gradients
+from jaxpp.engine.lru import LRU
+from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key
+from jaxpp.optim.owners import plan_update, state_bytes, unread_gradients
 from jaxpp.optim.rowwise import slicing_for
+from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
+from jaxpp.plan.builder import Name
+from jaxpp.plan.microbatch_weights import weigh
+from jaxpp.plan.step import Leaves, Step, param_name, state_name
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times, waiting
+from jaxpp.runtime.place import Place, Placement
+from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
@@ -26,18 +36,19 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_time import Links, balance_time
-from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy
+from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
+from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.layers import rows_between, slices_between
-from jaxpp.stages.loss.aux import Reducer
-from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, scale_dtype, sizes, split_any
-from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_floating
-from jaxpp.stages.own_params import num_own, num_shared
-from jaxpp.stages.program import Pack
+from jaxpp.stages.loss.aux import Reducer, check_aux
+from jaxpp.stages.loss.microbatch import Split, batch_avals, check_batch, check_shared, resized, scale_dtype, sizes, split_any
+from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_floating, key_implementation
+from jaxpp.stages.own_params import Joint, num_own, num_shared
+from jaxpp.stages.program import Pack, Program, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing
-from jaxpp.types import Aval, Batch, Key, Params, Tree
+from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
-__all__ = ["Layout", "lay_out"]
+__all__ = ["Layout", "Placed", "Preparer", "lay_out", "place_leaves"]
 
 _Permit = Callable[[Params, Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], Slicing]
 """The slices that a pipeline may hold: of parameters, the slices that cut loops need, and those of leaves read row by row."""
@@ -232,11 +243,8 @@ class _Layouts:
         """Where to cut: where the user says, or for balance."""
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
-            return (
-                like.cuts
-                if loss.primitives == like.spine
-                else align(loss, count, like.owner, like.state_owner, train=self.options.is_loss)
-            )
+            same = loss.primitives == like.spine
+            return like.cuts if same else align(loss, count, like.owner, like.state_owner, train=self.options.is_loss)
         if names is not None:
             return resolve(loss, names)
         check_giant(loss, count)
@@ -272,3 +280,186 @@ def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int | None]:
     position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
     places = [position.get(layer.result) for layer in loss.layers]
     return [None if place is None else bisect.bisect_right(cuts, place) for place in places]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the leaves of a state live.
+
+    Attributes:
+        layout: what the first batch decided.
+        base: where each stage lives.
+        known: how parameters and optimizer leaves are sharded there, and which of them each replica has of its own.
+        update: the optimizer, placed; None without an optimizer.
+        scales: the shape of each leaf of the loss scale.
+    """
+
+    layout: Layout
+    base: Placement
+    known: Mapping[str, Any]
+    update: Update | None
+    scales: tuple[Aval, ...]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where each stage lives, and how values are sharded there."""
+        return self.base.with_values(**self.known)
+
+    @cached_property
+    def names(self) -> Leaves[Name]:
+        """What each leaf of a state is called."""
+        layout, update = self.layout, self.update
+        params = [param_name(stage, leaf) for leaf, stage in enumerate(layout.owner)]
+        opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
+        states = [state_name(stage, leaf) for leaf, stage in enumerate(layout.state_owner)]
+        a, b = layout.num_shared, len(opts) - self._num_own_opts
+        return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, list(update.scales) if update else [])
+
+    @cached_property
+    def shapes(self) -> Leaves[Aval]:
+        """The shape of each leaf of a state."""
+        opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
+        flat = [*jax.tree.leaves(self.layout.params), *opts, *self.layout.state_shapes, *self.scales]
+        return self.names.fill(flat)
+
+    @cached_property
+    def shapes_by_role(self) -> Mapping[tuple[Role, int], Aval]:
+        """The shape of each leaf of a state, by what it is and its number."""
+        return {(n.ref.role, n.ref.index): aval for n, aval in zip(self.names.flat(), self.shapes.flat(), strict=True)}
+
+    @cached_property
+    def homes(self) -> Leaves[Home]:
+        """The device, or sharding, of each leaf of a state."""
+        names = self.names.flat()
+        return self.names.fill([place.home(name.ref) for place, name in zip(self.places(names), names, strict=True)])
+
+    def places(self, names: Sequence[Name]) -> list[Place]:
+        """Where each of these names lives."""
+        return [self.placement[name.stage] for name in names]
+
+    @property
+    def _num_own_opts(self) -> int:
+        """How many optimizer leaves each replica has of its own; they are the last."""
+        if self.update is None or not isinstance(self.layout.params, Joint):
+            return 0
+        return self.update.tree.children()[1].num_leaves
+
+
+def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:
+    """Trace the optimizer, give each of its equations to a stage, and say where every leaf lives.
+
+    Raises:
+        OptimizerError: the optimizer would move large arrays between stages.
+    """
+    scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.init()))
+    params, replicated = layout.params, options.placement.num_replicas > 1
+    own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
+    known: dict[str, Any] = {"specs": layout.specs, "own": frozenset(own if replicated else ())}
+    if optimizer is None:
+        return Placed(layout, options.placement, known, None, scales)
+    (loss,) = shapes_of(first.loss.graph.outputs[:1])
+    states = list(zip(layout.state_owner, layout.state_shapes, strict=True)) if options.loss_scale else ()
+    given = (layout.frozen, options.loss_scale, states, range(layout.num_shared))
+    update = plan_update(optimizer, params, layout.owner, len(first.stages) - 1, loss, *given)
+    opt_state = update.tree.unflatten([atom.aval for atom in update.init_graph.outputs])
+    specs = opt_specs_of(opt_state, params, layout.specs)
+    if replicated and isinstance(params, Joint):  # the optimizer state of two parts is a pair
+        leaves = [len(jax.tree.leaves(part)) for part in opt_state]
+        own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
+    known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
+    return Placed(layout, options.placement, known, update, scales)
+
+
+class Preparer:
+    """What is lowered for the shapes of a batch: the loss traced and cut at the shapes of each of its microbatches, each once.
+
+    The owners stay those of the layout; ``first`` is the loss cut at the shapes of the first microbatch.
+    """
+
+    def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
+        self.options, self.layout, self.placement = options, layout, placement
+        self.groups = ReplicaGroups()
+        self.tracing = Tracing(options, layout.frozen)
+        self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
+        self._cuts.put(_cache_key(options.loss_fn, microbatch, key, options.is_loss), first)
+        self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
+
+    def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
+        """The same cuts and groups, for another schedule of the same stages."""
+        other = object.__new__(Preparer)
+        other.__dict__.update(self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen))
+        return other
+
+    def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
+        """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
+        name = _cache_key(loss_fn, microbatch, key, train)
+        return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train))
+
+    def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
+        layout, options = self.layout, self.options
+        loss = self.tracing.trace(loss_fn, layout.variables, microbatch, key, train=train)
+        same = loss.primitives == layout.spine
+        cuts = layout.cuts if same else align(loss, options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
+        loss, reducers = with_copies(loss, cuts, layout.copies), layout.reducers
+        if loss_fn != options.loss_fn:
+            reducers = self.tracing.reducers(loss, loss_fn, layout.variables, microbatch, key)
+        known = {"packs": layout.packs, "state_owner": layout.state_owner}
+        return self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known)
+
+    @property
+    def num_cuts(self) -> int:
+        """How many cut losses are kept."""
+        return len(self._cuts.values())
+
+    def forget(self, used: Collection[int]) -> None:
+        """Let go of the cuts that are not among those used, by ``id``."""
+        self._cuts.keep(lambda cut: id(cut) in used)
+
+    def _split(self, batch: Batch, *, train: bool) -> Split:
+        """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
+        options = self.options
+        counts = options.schedule.num_microbatches, options.placement.num_replicas
+        if not train:
+            return split_any(check_batch(batch, 1, shared=options.shared), *counts)
+        return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
+
+    def step(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
+        """What to lower for a batch of these shapes.
+
+        Raises:
+            BatchError: the batch cannot be split.
+            Exception: what the user's loss raises at these shapes.
+        """
+        options, layout = self.options, self.layout
+        chosen = loss_fn or options.loss_fn
+        self.tracing.check_key_taken(chosen, key)
+        split, shared = self._split(batch, train=train), self.tracing.shared(batch)
+        parts = split.sizes
+        batch = resized(batch_avals(batch), sum(parts), shared)
+        different = tuple(dict.fromkeys(parts))
+        cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
+        check_aux([cut.loss for cut in cuts], cuts[0].reducers)
+        weights = None if options.weight is None else weigh(options.weight, batch, shared, split, self.placement.num_replicas)
+        return Step(
+            cuts=cuts,
+            variants=tuple(different.index(size) for size in parts),
+            split=split,
+            owner=layout.owner,
+            num_replicas=self.placement.num_replicas,
+            own=self.placement.own,
+            params=tuple(jax.tree.leaves(layout.params)),
+            state=tuple(layout.state_shapes),
+            state_owner=layout.state_owner,
+            batch=tuple(jax.tree.leaves(batch)),
+            shared=shared,
+            key=None if key is None else jax.eval_shape(raw_key, key),
+            implementation=key_implementation(key),
+            known=self._known_programs,
+            weights=weights,
+        )
+
+
+def _cache_key(loss_fn: LossFn, microbatch: Batch, key: Key | None, train: bool) -> Hashable:
+    leaves, tree = jax.tree.flatten(microbatch)
+    kind = None if key is None else (key.shape, key.dtype)
+    return loss_fn, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves), kind, train

@@ -4,7 +4,7 @@ The compiler divides the work as the parameters are sharded; two layers sharded 
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -24,16 +24,6 @@ __all__ = ["RULES", "opt_specs_of", "specs_of"]
 _WHOLE = PartitionSpec()
 
 
-def _column(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
-    """A layer's outputs are divided: each shard computes some of them."""
-    return PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim else _WHOLE
-
-
-def _row(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
-    """A layer's inputs are divided: each shard adds its part, and the parts are summed."""
-    return PartitionSpec(*[None] * (ndim - 2), MODEL, None) if ndim > 1 else _WHOLE
-
-
 def _heads(path: str, ndim: int) -> PartitionSpec:
     """Attention as Flax has it: kernels ``[width, heads, head]`` of query, key and value, ``[heads, head, width]`` of out."""
     if path.split("/")[-2:-1] == ["out"]:
@@ -41,18 +31,18 @@ def _heads(path: str, ndim: int) -> PartitionSpec:
     return PartitionSpec(None, MODEL, None) if ndim == 3 else PartitionSpec(MODEL, None) if ndim == 2 else _WHOLE
 
 
-def _embedding(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
-    """An embedding ``[vocabulary, width]``, divided by words."""
-    return PartitionSpec(MODEL, None) if ndim == 2 else _WHOLE
+RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
+    "column": lambda _, ndim: PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim else _WHOLE,
+    "row": lambda _, ndim: PartitionSpec(*[None] * (ndim - 2), MODEL, None) if ndim > 1 else _WHOLE,
+    "heads": _heads,
+    "embedding": lambda _, ndim: PartitionSpec(MODEL, None) if ndim == 2 else _WHOLE,
+    "replicated": lambda _, ndim: _WHOLE,  # noqa: ARG005
+}
+"""The rules that have a name, of a parameter's path and number of axes.
 
-
-def _replicated(path: str, ndim: int) -> PartitionSpec:  # noqa: ARG001
-    """Every shard has the whole."""
-    return _WHOLE
-
-
-RULES = {"column": _column, "row": _row, "heads": _heads, "embedding": _embedding, "replicated": _replicated}
-"""The rules that have a name."""
+``"column"`` divides a layer's outputs: each shard computes some of them. ``"row"`` divides its inputs: each shard adds its part,
+and the parts are summed. ``"embedding"`` divides ``[vocabulary, width]`` by words.
+"""
 
 
 def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
@@ -79,12 +69,10 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
     else:
         specs = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
-            raise ArgumentError(
-                "shardings",
-                "a tree of shardings has one PartitionSpec for each parameter",
-                f"{len(specs)} leaves for {len(leaves)} parameters",
-                'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}',
-            )
+            rule = "a tree of shardings has one PartitionSpec for each parameter"
+            got = f"{len(specs)} leaves for {len(leaves)} parameters"
+            fix = 'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}'
+            raise ArgumentError("shardings", rule, got, fix)
     _check(specs, leaves, num_shards)
     return tuple(specs)
 
@@ -106,13 +94,9 @@ def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tupl
         for k in found:
             specs[k] = RULES[rule](paths[k], len(leaves[k][1].shape)) if isinstance(rule, str) else rule
     if missed:
-        raise ArgumentError(
-            "shardings",
-            "a pattern names parameters or modules by their path",
-            [f"{pattern!r} matches none" for pattern in missed],
-            "use paths like those below, with * for any part",
-            "\n".join(paths[:12] + ["..."] * (len(paths) > 12)),
-        )
+        rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
+        got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
+        raise ArgumentError("shardings", rule, got, fix, picture)
     return specs
 
 
@@ -135,12 +119,8 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]
         elif any(axis == MODEL and size % num_shards for axis, size in zip(spec, leaf.shape, strict=False)):
             wrong.append(f"{where} is not divisible by {num_shards}")
     if wrong:
-        raise ArgumentError(
-            "shardings",
-            'one axis of a parameter may be sharded over "model", evenly',
-            wrong,
-            'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]',
-        )
+        fix = 'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]'
+        raise ArgumentError("shardings", 'one axis of a parameter may be sharded over "model", evenly', wrong, fix)
 
 
 def opt_specs_of(opt_state: Tree, params: Params, specs: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:

@@ -1,46 +1,77 @@
-"""What a step takes and gives: the state that training changes, and the metrics it reports."""
+"""What a step takes and gives: the state that training changes, and the metrics; made of the flat leaves that a pipeline steps."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, SupportsIndex
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.tracing import avals_of
+from jaxpp.errors import ParamsError, StateError, shown
+from jaxpp.errors.checks import refuse_tracers
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.here import is_addressable
-from jaxpp.runtime.processes.trees import are_across, stand_in_for
-from jaxpp.runtime.transfer import HOST_MEMORY
+from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
+from jaxpp.runtime.transfer import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stacked import assembled, is_slices
+from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import table_lines
-from jaxpp.types import Array, Leaf, Params, Tree
+from jaxpp.tables import html_remarks, html_table, table_lines
+from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
-__all__ = ["Metrics", "State"]
+__all__ = ["Metrics", "State", "States", "check_kept", "states_of", "steps_of"]
 
-
-class _Parts(NamedTuple):
-    params: Params
-    opt_state: Tree
-    model_state: Tree = ()
-    loss_scale: Tree = ()
-    step: int = 0
+_RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
-class State(_Parts):
+class _Part:
+    """A part of a state: kept as the pipeline holds it, seen with whole leaves.
+
+    With stand-ins, where the slices of a leaf live in several processes.
+    """
+
+    def __init__(self, *default: Tree):
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, state: "State", part: Tree) -> None:
+        vars(state)[self._name] = part
+
+    def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
+        if state is not None:
+            return assembled(vars(state)[self._name], stand_in_for if are_across(state.held) else None)
+        if not self._default:
+            raise AttributeError(self._name)  # a field without a default, for dataclass
+        return self._default[0]
+
+
+_PARTS = ("params", "opt_state", "model_state", "loss_scale")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False, eq=False)
+class State:
     """What training changes: ordinary trees whose leaves live on the stages that own them, and how many steps were taken.
+
+    It is a frozen dataclass and a pytree: ``state.replace(params=...)`` makes another with one part replaced.
 
     Where a loop over layers is cut, or stages read rows of one leaf, such leaves are arrays sharded over the stages' devices. If
     that cannot be (the slices differ in size, or share a device), the pipeline holds the slices, and whoever looks at the state
-    finds the whole leaves, put together on the host: by name, index or unpacking, in ``jax.tree.map`` and in Orbax. (If the slices
-    live in several processes, the leaf is an array without local shards, which ``gather`` and Orbax read.) So a state has the same
-    trees whatever the cuts. ``print(state)`` says what it holds, and where.
+    finds the whole leaves, put together on the host: by name, in ``jax.tree.map`` and in Orbax. (If the slices live in several
+    processes, the leaf is an array without local shards, which ``gather`` and Orbax read.) So a state has the same trees whatever
+    the cuts. ``print(state)`` says what it holds, and where.
 
     Attributes:
         params: the user's parameter tree.
@@ -51,44 +82,32 @@ class State(_Parts):
             waits for nothing.
     """
 
-    __slots__ = ()
+    params: Params = _Part()
+    opt_state: Tree = _Part()
+    model_state: Tree = _Part(())
+    loss_scale: Tree = _Part(())
+    step: int = 0
 
     @property
-    def params(self) -> Params:
-        """The user's parameter tree."""
-        return self[0]
-
-    @property
-    def opt_state(self) -> Tree:
-        """The optax state for the whole of it."""
-        return self[1]
-
-    @property
-    def held(self) -> tuple[Tree, Tree, Tree, Tree]:
+    def held(self) -> tuple[Tree, ...]:
         """Parameters, optimizer state, model state and loss scale as the pipeline holds them, with slices: for tools."""
-        params, opt_state, model_state, loss_scale, _ = super().__iter__()
-        return params, opt_state, model_state, loss_scale
+        return tuple(map(vars(self).__getitem__, _PARTS))
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Tree:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = super().__getitem__(index)
-        return tuple(map(self._whole, found)) if isinstance(found, tuple) and isinstance(index, slice) else self._whole(found)
+    def replace(self, **parts: Tree) -> "State":
+        """The state with other parts; those that are not named stay as they are held.
 
-    def __iter__(self) -> Iterator[Tree]:
-        return map(self._whole, super().__iter__())
+        Raises:
+            TypeError: a state has no such part.
+        """
+        if unknown := [name for name in parts if name not in vars(self)]:
+            raise TypeError(f"a State has the parts {', '.join(vars(self))}, not {', '.join(unknown)}")
+        return State(**{**vars(self), **parts})
 
-    def _whole(self, part: Tree) -> Tree:
-        """A part with whole leaves; with stand-ins for those that are slices in several processes."""
-        return assembled(part, stand_in_for if are_across(self.held) else None)
+    _replace = replace  # as of the tuple that a state was
 
-    def _asdict(self) -> dict[str, Tree]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The parts by name."""
-        return dict(zip(self._fields, self, strict=True))
-
-    def _replace(self, **parts: Tree) -> "State":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The state with other parts; those that are not named stay as they are held."""
-        if unknown := [name for name in parts if name not in self._fields]:
-            raise TypeError(f"a State has the parts {', '.join(self._fields)}, not {', '.join(unknown)}")
-        return State(**{**dict(zip(self._fields, super().__iter__(), strict=True)), **parts})
+    def __getitem__(self, index: object) -> Tree:  # iteration and unpacking end here too
+        got, fix = f"state[{index!r}], or a state that is unpacked", "write state.params, state.opt_state, state.step"
+        raise StateError("state", "the parts of a state have names", got, fix)
 
     def __repr__(self) -> str:
         return "\n".join([_title(self), *table_lines(_cells(self))])
@@ -97,11 +116,16 @@ class State(_Parts):
         return html_remarks([_title(self)]) + html_table(_cells(self))
 
 
-def _with_keys(state: State) -> tuple[list[tuple[object, Tree]], None]:
-    return [(jax.tree_util.GetAttrKey(name), part) for name, part in zip(State._fields, state, strict=True)], None
+def _to_state_dict(state: State) -> dict[str, Tree]:
+    return {field.name: serialization.to_state_dict(getattr(state, field.name)) for field in fields(state)}
 
 
-jax.tree_util.register_pytree_with_keys(State, _with_keys, lambda _, parts: State(*parts), lambda state: (list(state), None))
+def _from_state_dict(state: State, parts: dict[str, Tree]) -> State:
+    """Parts that were read, as a state like the one given."""
+    return State(**{name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()})
+
+
+serialization.register_serialization_state(State, _to_state_dict, _from_state_dict)
 
 
 @jax.tree_util.register_dataclass
@@ -178,7 +202,7 @@ def _number(leaf: Leaf) -> int | float | complex | None:
 def _title(state: State) -> str:
     """What kind of state it is, and after how many steps."""
     leaves = jax.tree.leaves(state.held)
-    step = _number(tuple.__getitem__(state, 4))
+    step = _number(state.step)
     title = "State of a pipeline" if step is None else f"State after {step} step{'s' if step != 1 else ''}"
     if gone := sum(_is_deleted(leaf) for leaf in leaves):
         return f"{title}, consumed by a later step ({gone} of {len(leaves)} leaves are gone): go on with pipe.state"
@@ -204,7 +228,7 @@ def _is_deleted(leaf: Leaf) -> bool:
 
 def _cells(state: State) -> list[list[str]]:
     rows = [["", "leaves", "numbers", "bytes", "where"]]
-    for name, part in zip(State._fields, state.held, strict=False):
+    for name, part in zip(_PARTS, state.held, strict=True):
         if leaves := jax.tree.leaves(part):
             count = len(jax.tree.leaves(part, is_leaf=is_slices))
             numbers, num_bytes = sum(getattr(leaf, "size", 1) for leaf in leaves), sum(map(count_bytes, leaves))
@@ -223,3 +247,259 @@ def _where(leaves: Sequence[Leaf]) -> str:
             found |= {(device.id, f"{device.platform}:{device.id}") for device in sharding.device_set}
     names = [name for _, name in sorted(found)]
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"
+
+
+class States:
+    """Makes states of a pipeline's flat leaves, and takes them apart again; ``trees`` has the structure of each part as held."""
+
+    def __init__(self, trees: Sequence[Tree], shapes: Leaves[Aval], homes: Leaves[Home]):
+        self._trees, self._groups, self._homes = tuple(trees), shapes, homes.flat()
+        self._shapes = shapes.flat()
+        self._sliced = any(isinstance(node, Slices) for node in self._nodes(self._shapes))
+        self._last: list[weakref.ref[Array]] = []
+
+    def _fill(self, leaves: Sequence[Leaf]) -> tuple[Tree, ...]:
+        supply = iter(leaves)
+        return tuple(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees)
+
+    def _nodes(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves, those that are slices of one together."""
+        return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
+
+    def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
+        """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
+        leaves = groups.flat()
+        held = self._fill(leaves)
+        if self._sliced:
+            held = joined(held, join_slices)
+            leaves = jax.tree.leaves(held)
+        self._last = list(map(weakref.ref, leaves))
+        return State(*held, step=step)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def abstract(self) -> State:
+        """The shape of each leaf, with the sharding of its owner; see ``joined_home`` for what is held as slices."""
+        return jax.tree.map(lambda leaf: leaf, self._abstract)  # containers of its own: a caller may change them
+
+    @cached_property
+    def _abstract(self) -> State:
+        tree = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
+        pairs = zip(map(whole_shape, self._nodes(self._shapes)), self._nodes(self._homes), strict=True)
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=joined_home(home)) for aval, home in pairs]
+        return State(*tree.unflatten(leaves))
+
+    def unwrap(self, state: State, where: str = "step", *, consumed: bool = False) -> Leaves[Array]:
+        """The leaves of what the user passed to the method ``where`` as a state, each on its owner.
+
+        With ``consumed`` their buffers will be taken over. If some arrays of the state live elsewhere, all leaves are then copies:
+        a step consumes all of a state, or nothing.
+
+        Raises:
+            ArgumentError: it is traced.
+            StateError: it is consumed, or its leaves are not those of this pipeline.
+        """
+        held = jax.tree.leaves(state.held) if isinstance(state, State) else []
+        mine = len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
+        if held and mine and not any(leaf.is_deleted() for leaf in held):
+            return self._groups.fill(self._split(state) if self._sliced else held)
+        refuse_tracers(f"pipe.{where}(state, batch, key)", held if isinstance(state, State) else state)
+        _check_state(state, self._abstract)
+        leaves = self._split(state)
+        placed, seen = to_homes(leaves, self._homes), set()
+        own = {buffer for leaf in held for buffer in _buffers(leaf)}
+        stays = [not own.isdisjoint(_buffers(leaf)) or not leaf.addressable_shards for leaf in placed]
+        copy = consumed and any(isinstance(leaf, jax.Array) and not here for leaf, here in zip(leaves, stays, strict=True))
+        for k, leaf in enumerate(placed):
+            buffers = _buffers(leaf)
+            if (copy and stays[k]) or not seen.isdisjoint(buffers):  # one array in two places has a buffer for each to give up
+                placed[k] = put(leaf, self._homes[k])
+            seen.update(buffers)
+        return self._groups.fill(placed)
+
+    def bring(self, params: Tree, model_state: Tree = ()) -> Leaves[Array]:
+        """The leaves of parameters, and of a model state if there is one, each on its owner: as they are if they live there.
+
+        Raises:
+            ParamsError: they are not of this pipeline's model.
+        """
+        self.check_params(params, model_state)
+        shapes, homes = self._fill(self._shapes), self._fill(self._homes)
+        found = []
+        for tree, k in ((params, 0), (model_state, 2)):
+            nodes = jax.tree.leaves(joined(shapes[k], lambda node: node), is_leaf=is_slices)
+            pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
+            parts = [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+            found.append(to_homes(parts, jax.tree.leaves(homes[k])))
+        return Leaves(params=found[0], model_state=found[1])
+
+    def check_params(self, params: Tree, model_state: Tree = ()) -> None:
+        """Refuse parameters, or their shapes, that are not of this pipeline's model.
+
+        Raises:
+            ParamsError: naming each leaf that differs.
+        """
+        for name, tree, k in (("params", params, 0), ("model_state", model_state, 2)):
+            _check_params(name, tree, self._abstract.held[k], trained=self._trees[1] != jax.tree.structure(()))
+
+    def _split(self, state: State) -> list[Leaf]:
+        """The leaves of a state, stacked ones as slices."""
+        pairs = zip(jax.tree.leaves(state.held, is_leaf=is_slices), self._nodes(self._shapes), strict=True)
+        return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+
+
+def states_of(engine: Engine, *, own: bool = True) -> States:
+    """What makes the states of an engine's steps; unless the states hold what each replica has of its ``own``, a bank holds it."""
+    placed, scaling = engine.placed, engine.options.loss_scale
+    params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
+    opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
+    scale = jax.tree.structure(() if scaling is None else scaling.example)
+    if own:
+        return States((params, opt_state, model_state, scale), placed.shapes, placed.homes)
+    trees = params.children()[0], opt_state.children()[0], model_state, scale
+    return States(trees, placed.shapes.shared, placed.homes.shared)
+
+
+def steps_of(state: State) -> int:
+    """How many steps led to a state: the number, which may come from a file as an array.
+
+    Raises:
+        StateError: it is no whole number.
+    """
+    step: Any = state.step
+    if type(step) is int and step >= 0:
+        return step
+    try:
+        found = np.asarray(step).item()
+    except (TypeError, ValueError):
+        found = None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        fix = "give the number of steps that were taken, state._replace(step=0) for example"
+        raise StateError("state.step", "the number of a step is a whole number, 0 or more", shown(step), fix)
+    return found
+
+
+def check_kept(state: State | None) -> State:
+    """The state that a pipeline keeps; a StateError if there is none, or if it was consumed."""
+    if state is None:
+        rule = "a pipeline keeps the newest state that init or step made"
+        got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
+        raise StateError("pipe.state", rule, got, "call state = pipe.init(...), or step with the state that was restored")
+    leaves = jax.tree.leaves(state.held)
+    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+        got = f"{gone} of {len(leaves)} leaves are gone: by an update that failed in part, or by the step of another pipeline"
+        fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
+        raise StateError("pipe.state", "a state that was consumed cannot be used again", got, fix)
+    return state
+
+
+def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
+    """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
+    if not isinstance(leaf, jax.Array):
+        return []
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    data = jax.block_until_ready(data)  # to ask for an address waits with Python's lock held, which a host callback may want
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
+
+
+def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
+    """The slices of a leaf that was made by ``join_slices``, or is whole."""
+    if isinstance(leaf, Slices):
+        if leaf.sizes == node.sizes:
+            return leaf.parts
+        leaf = assembled(leaf)
+    if isinstance(leaf, jax.Array) and (known := slices_of(leaf)) is not None:
+        if known.sizes == node.sizes:
+            return known.parts
+        rule = "a leaf that is cut unequally, and lives in several processes, is stepped by a pipeline that cuts it the same way"
+        fix = "save a checkpoint and restore it to the abstract_state of this pipeline"
+        raise StateError("state", rule, f"slices of {known.sizes} rows, and the pipeline has {node.sizes}", fix)
+    found = split_slices(leaf) if isinstance(leaf, jax.Array) else ()
+    if tuple(part.shape[0] for part in found) == node.sizes:
+        return found
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.addressable_shards:  # nor is any slice here
+        return [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in node.sizes]
+    if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
+        leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
+    return [leaf[a:b] for a, b in rows(node.sizes)]
+
+
+def _check_params(name: str, tree: Tree, expected: Tree, *, trained: bool) -> None:
+    """Refuse a tree of arrays that has other leaves than the expected one; a pipeline that is ``trained`` has states."""
+    shapes = joined(tree, whole_shape)
+    wrong = _differences(shapes, expected, name)
+    if not wrong:
+        pairs = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(expected), strict=True)
+        wrong = [
+            f"{name}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__} "
+            f"instead of {describe(aval)}"
+            for (path, leaf), aval in pairs
+            if not hasattr(leaf, "dtype") or (leaf.shape, avals_of(leaf).dtype) != (aval.shape, aval.dtype)
+        ]
+    if wrong:
+        rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
+        fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
+        raise ParamsError(name, rule, wrong, fix)
+
+
+def _check_state(state: object, expected: State) -> None:
+    """Refuse a state that a step cannot start from; ``expected`` has the shapes of a state whose stacked leaves are whole."""
+    where, again = "state", "pass the state that init or step returned"
+    if not isinstance(state, State):
+        fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
+        raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
+    shapes = State(*joined(state.held, whole_shape))
+    parts = list(zip(_PARTS, shapes.held, expected.held, strict=True))
+    if odd := [found for name, part, wanted in parts for found in _differences(part, wanted, f"state.{name}")]:
+        rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"
+        raise StateError(where, rule, odd, f"{again}, or restore a checkpoint to its shapes: {_RESTORE}")
+    leaves = jax.tree_util.tree_leaves_with_path(shapes.replace(step=None))
+    if odd := [f"state{jax.tree_util.keystr(path)} is none" for path, leaf in leaves if not hasattr(leaf, "dtype")]:
+        raise StateError(where, "the leaves of a state are arrays", odd, "restore it with its arrays, or convert with jnp.asarray")
+    held = jax.tree.leaves(state.held)
+    if empty := sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in held):
+        fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
+        raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
+    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
+        rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
+        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
+        if isinstance(state.step, int):  # not an array, which may be gone too
+            got += f", the state after {state.step} step{'s' if state.step != 1 else ''}"
+        copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"
+        fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
+        raise StateError(where, rule, got, fix)
+    steps_of(state)
+    paths = [path for path, _ in leaves]
+    found, wanted = jax.tree.leaves(avals_of(shapes.held)), jax.tree.leaves(expected.held)
+    wrong = [
+        f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
+        for path, leaf, aval in zip(paths, found, wanted, strict=True)
+        if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
+    ]
+    if wrong:
+        fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
+        raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
+
+
+def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
+    """How two trees differ, from the top down: other containers, and children that only one of them has."""
+    (ours, mine), (theirs, yours) = map(_opened, (found, wanted))
+    if mine == yours:
+        pairs = zip(ours.items(), theirs.values(), strict=True)
+        return [line for (key, a), b in pairs if a is not found for line in _differences(a, b, path + key)]
+    if type(found) is not type(wanted) or ours.keys() == theirs.keys():
+        return [f"{path}: {_named(found)} instead of {_named(wanted)}"]
+    missing = [f"{path}{key} is missing" for key in theirs if key not in ours]
+    return missing + [f"{path}{key} is not of this pipeline" for key in ours if key not in theirs]
+
+
+def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
+    """The children of a node by their keys, and what is known of the node itself; a leaf is its own child."""
+    children, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
+    return {jax.tree_util.keystr(path): child for path, child in children}, node
+
+
+def _named(node: Tree) -> str:
+    """What a node of a tree is."""
+    if hasattr(node, "dtype"):
+        return describe(node)
+    return "none" if node is None else f"a {type(node).__name__} of {len(_opened(node)[0])}"

@@ -55,12 +55,7 @@ def raw_key(key: Key) -> jax.Array:
 
 
 class Tracing:
-    """Traces losses, and cuts them, as the options say.
-
-    Args:
-        options: of the pipeline.
-        frozen: the parameter leaves whose gradient nobody wants.
-    """
+    """Traces losses, and cuts them, as the options say; nobody wants the gradient of the ``frozen`` parameter leaves."""
 
     def __init__(self, options: Options, frozen: frozenset[int] = frozenset()):
         self.options, self.frozen = options, frozen
@@ -81,6 +76,10 @@ class Tracing:
             return True
         return True
 
+    def key_for(self, variables: Sequence[Tree], batch: Batch, key: Key | None = None) -> Key | None:
+        """The key that the loss is traced with: ``key``, ``jax.random.key(0)`` unless given; None if the loss takes none."""
+        return (jax.random.key(0) if key is None else key) if self.takes_key(variables, batch) else None
+
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
         """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it.
 
@@ -89,19 +88,12 @@ class Tracing:
         """
         found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
         if key is not None and found.sure and found.name is None:
-            raise ArgumentError(
-                "key",
-                f"a key is for a {noun} that takes one",
-                f"a key, and {name_of(loss_fn)}",
-                f"leave it out, or give the {noun} one more parameter",
-            )
+            rule, fix = f"a key is for a {noun} that takes one", f"leave it out, or give the {noun} one more parameter"
+            raise ArgumentError("key", rule, f"a key, and {name_of(loss_fn)}", fix)
         if key is None and found.needed:
-            raise ArgumentError(
-                "key",
-                f"a {noun} that takes a key is given one at each call",
-                f"no key, and {name_of(loss_fn)}",
-                f"pass one, such as jax.random.key(0); or write {found.name}=None in the {noun}, where it can do without",
-            )
+            fix = f"pass one, such as jax.random.key(0); or write {found.name}=None in the {noun}, where it can do without"
+            rule = f"a {noun} that takes a key is given one at each call"
+            raise ArgumentError("key", rule, f"no key, and {name_of(loss_fn)}", fix)
 
     def shared(self, batch: Batch) -> frozenset[int]:
         """The batch leaves that every microbatch gets whole."""
@@ -173,10 +165,8 @@ def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbat
     rows = frozenset(k for k in rows if doubled[k].shape[:1] == (2 * size,))
     wrong = [k for k, shape in enumerate(shapes) if k not in rows and getattr(doubled[k], "shape", shape) != shape]
     if wrong and not loss.is_loss:
-        paths = [
-            path_name(path) or "itself"
-            for path, _ in jax.tree_util.tree_leaves_with_path(loss.aux_tree.unflatten(range(len(shapes))))
-        ]
+        outputs = jax.tree_util.tree_leaves_with_path(loss.aux_tree.unflatten(range(len(shapes))))
+        paths = [path_name(path) or "itself" for path, _ in outputs]
         got = [f"output {paths[k]}: {shapes[k]} for {size} examples, {doubled[k].shape} for {2 * size}" for k in wrong]
         rule = "an output whose size depends on the number of examples has one row for each along its first axis"
         raise OutputError("fn", rule, got, "move the axis of the examples to the front, or reduce the output in fn")

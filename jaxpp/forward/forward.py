@@ -1,39 +1,69 @@
-"""``Forward``: a function over several devices, for those who never train."""
+"""``Forward``: functions over several devices. ``Pipeline`` is a ``Forward`` with an optimizer.
 
-from collections.abc import Iterable, Sequence
+What both do stands here: the function is cut, placed and compiled when shapes are first seen; parameters are brought to their
+owners; and functions of the parameters are applied, streamed, generated with, forecast and profiled. Whoever trains adds a state.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
-from jaxpp.engine.init_arguments import Given, are_swapped, first_leaves, read_given, swapped
-from jaxpp.engine.state_leaves import States, states_of
+from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves, read_given, swapped, variables_of
+from jaxpp.engine.state import State, States, states_of
 from jaxpp.engine.tracing import Tracing, check_key, same_shapes
-from jaxpp.errors import StateError
+from jaxpp.errors import ArgumentError, StateError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
-from jaxpp.forward.functions import Functions
+from jaxpp.forward.functions import Functions, unchanged
 from jaxpp.forward.generate import Generation
 from jaxpp.forward.prompts import Prompts
-from jaxpp.forward.request import generation, generation_forecast
+from jaxpp.forward.request import generation
 from jaxpp.forward.ring import check_unstepped
 from jaxpp.forward.sampling import SampleRule
 from jaxpp.forward.stream import Stream
+from jaxpp.observe.memory.fit import fit
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import Forwards, check_profile, record
+from jaxpp.observe.profile.record import Forwards, Work, check_profile, record
 from jaxpp.options import Options
+from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import despite_ctrl_c
-from jaxpp.runtime.processes.channel import agreement
+from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.cuts.balance import warn_of
-from jaxpp.stages.stage_table import Stages, tabulate
-from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, Tree
+from jaxpp.stages.loss.rng_key import positional_key
+from jaxpp.stages.stage_table import Stages, bytes_in_words, tabulate
+from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, TaskNames, Tree
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "Lend", "Setup"]
+
+Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]
+"""Gives an engine and the leaves that its forwards read, for as long as they are used."""
+
+_RULE = "fn is a function of (params, batch[, key]) that returns outputs"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the first shapes decide: the function cut, placed and compiled.
+
+    Attributes:
+        engine: runs plans on flat leaves.
+        states: makes states of leaves, and takes them apart.
+        stages: the table of stages.
+    """
+
+    engine: Engine
+    states: States
+    stages: Stages
 
 
 @entries
@@ -71,6 +101,16 @@ class Forward:
         (5, 2)
     """
 
+    _name = "forward"
+    """What messages call it."""
+    _arguments = "params, {}, key"
+    """What messages say that ``apply`` and ``stream`` are called with."""
+    _uncut = (
+        "the function is cut by init or abstract_params, when it first sees shapes",
+        "call params = forward.init(...) first",
+    )
+    """The rule that a call before ``init`` breaks, and what to do."""
+
     def __init__(  # noqa: PLR0913  (the options of the front door)
         self,
         fn: ForwardFn,
@@ -89,10 +129,12 @@ class Forward:
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "fn", "__class__")}
         check_function("Forward(fn, ...)", "fn is a function of (params, batch[, key]) that returns outputs", fn)
-        self._options = Options.of(fn, is_loss=False, **given)
-        self._engine: Engine | None = None
-        self._states: States | None = None
-        self._functions = Functions()
+        self._begin(Options.of(fn, is_loss=False, **given))
+
+    def _begin(self, options: Options, optimizer: optax.GradientTransformation | None = None) -> None:
+        self._options, self._optimizer = options, optimizer
+        self._setup: Setup | None = None
+        self._functions = Functions(2 * options.max_shapes)
 
     def init(self, init_or_params: Tree, *args: Tree) -> Params:
         """Cut the function, place the stages, compile it for a batch of these shapes, and bring the parameters to their owners.
@@ -110,8 +152,9 @@ class Forward:
         Raises:
             JaxppError: for a function, parameters or a batch that cannot be run; or other arguments.
         """
-        given, engine, states = self._open("init", init_or_params, args)
-        return states.wrap(first_leaves(engine, given, engine.placed.names, engine.placed.homes), None).params
+        given, setup = self._open_given("init", init_or_params, args)
+        placed = setup.engine.placed
+        return setup.states.wrap(first_leaves(setup.engine, given, placed.names, placed.homes), None).params
 
     def abstract_params(self, init_or_shapes: Tree, *args: Tree) -> Params:
         """The shapes of the parameters, each with the sharding of its owner: what a checkpoint is restored to. No array is made.
@@ -126,15 +169,35 @@ class Forward:
         Raises:
             JaxppError: as ``init``.
         """
-        return self._open("abstract_params", init_or_shapes, args)[2].abstract.params
+        return self._open_given("abstract_params", init_or_shapes, args)[1].states.abstract.params
 
-    def apply(self, params: Params, batch: Batch, key: Key | None = None) -> Tree:
-        """The outputs for a batch.
+    def apply(
+        self,
+        state_or_params: Tree,
+        batch: Batch,
+        fn: ForwardFn | None = None,
+        key: Key | None = None,
+        *,
+        reduce_aux: ReduceAux = None,
+        task: TaskNames = None,
+    ) -> Tree:
+        """The outputs of a function of the parameters for a batch, forward only.
+
+        The function is cut so that every parameter stays with its owner, and the microbatches of the batch run through the stages
+        one after another. Nothing is kept for a backward.
 
         Args:
-            params: from ``init`` or a checkpoint; others of the same shapes are copied to their owners at each call.
+            state_or_params: parameters from ``init`` or a checkpoint; others of the same shapes are copied to their owners at each
+                call. A ``Pipeline`` takes a state, too; and with ``has_state`` a pair of parameters and model state.
             batch: a tree of arrays with one leading axis, the examples, of any number.
+            fn: ``fn(params, batch[, key]) -> outputs``, any tree of arrays; with ``has_state``
+                ``fn(params, model_state, batch[, key])``, with a bank ``fn(params, task_params, batch[, key])``. Keep one function
+                and pass it again: each new function object is traced and compiled. A ``Forward`` runs its own function by default,
+                and takes the key in this place too: ``forward.apply(params, batch, key)``.
             key: for the function; microbatch i gets ``jax.random.fold_in(key, i)``.
+            reduce_aux: how the outputs of the microbatches become one, as for ``Pipeline``. Default: outputs with one row for each
+                example are put together in order, all others averaged; or, for a ``Forward``'s own function, as its options say.
+            task: with a bank, the set that is used, as for ``evaluate``.
 
         Returns:
             the outputs, on the device of the last stage. The call does not wait for the devices.
@@ -143,105 +206,70 @@ class Forward:
             OutputError: outputs that cannot be put together.
             BatchError: the batch cannot be split.
             ParamsError: parameters of another model.
-            StateError: before ``init`` or ``abstract_params``.
-            Exception: what the function raises at a new batch shape, unchanged, with a note.
+            StateError: before ``init``; or the state was consumed.
+            Exception: what the function raises, unchanged, with a note.
         """
-        refuse_tracers("forward.apply(params, batch, key)", batch, key)
-        engine, leaves = self._bring("apply", params)
-        return engine.run("forward", leaves, batch, key).aux
+        fn, key = self._asked("apply", fn, key)
+        refuse_tracers(f"{self._name}.apply({self._arguments.format('batch')})", batch, key)
+        with self._lend("apply", state_or_params, task)() as (engine, leaves):
+            return self._run(engine, leaves, fn, batch, key, reduce_aux)
 
-    def stream(self, params: Params, batches: Iterable[Batch], key: Key | None = None, *, max_in_flight: int = 2) -> Stream:
-        """The outputs of many batches, one after another: an iterator that computes ahead of its reader.
-
-        Args:
-            params: as for ``apply``.
-            batches: as for ``Pipeline.stream``, whose rules hold here too.
-            key: for the function; batch k gets ``jax.random.fold_in(key, k)``.
-            max_in_flight: how many batches are computed, or wait for the reader, at once.
-
-        Returns:
-            an iterator of outputs in the order of the batches.
-
-        Raises:
-            JaxppError: as ``Pipeline.stream``.
-        """
-        engine, leaves = self._bring("stream", params)
-        refuse_tracers("forward.stream(params, batches, key)", key)
-        check_key(key)
-        engine.preparer.tracing.check_key_taken(self._options.loss_fn, key)
-
-        def run(number: int, batch: Batch) -> Tree:
-            refuse_tracers("forward.stream(params, batches, key)", batch)
-            check_unstepped("forward.stream", "stream", leaves)
-            return engine.run("forward", leaves, batch, None if key is None else jax.random.fold_in(key, number)).aux
-
-        return Stream(batches, run, max_in_flight, "forward.stream")
-
-    def forecast(
-        self, params_or_shapes: Params, batch: Batch, key: Key | None = None, *, hbm: float | str | None = None
-    ) -> Forecast:
-        """Memory of ``apply`` before it runs, from shapes alone; and what to change if it does not fit.
-
-        The function is cut and compiled, as ``init`` would, and not run; no parameter is made.
-
-        Args:
-            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``.
-            batch: as for ``apply``, or its shapes.
-            key: as for ``apply``, or its shape; may be left out even if the function takes a key.
-            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: what the devices report (CPUs report nothing).
-
-        Returns:
-            the forecast: what each stage holds when its device holds most, in parameters, values in flight, batch, outputs, and
-            temporaries of the compiled programs; and whether that fits. The caller's own arrays are not counted.
-
-        Raises:
-            JaxppError: as ``init``; and for an ``hbm`` that is no size.
-        """
-        room = None if hbm is None else parse_bytes(hbm)
-        if key is None and Tracing(self._options).takes_key((params_or_shapes,), batch):
-            key = jax.random.key(0)
-        engine = self._engine or self._open("forecast", params_or_shapes, (batch,))[1]
-        if not same_shapes(engine.layout.given, (params_or_shapes,)):
-            engine = open_engine(self._options, None, (params_or_shapes,), batch, key)
-        return forecast(engine, batch, key, room, purpose="forward")
-
-    def profile(
+    def stream(
         self,
-        params: Params,
-        batch: Batch,
+        state_or_params: Tree,
+        batches: Iterable[Batch],
+        fn: ForwardFn | None = None,
         key: Key | None = None,
         *,
-        num_batches: int = 1,
-        num_steps: int = 3,
-        clock: Clock | None = None,
-    ) -> Profile:
-        """What really ran, when, and why ranks idled: ``Pipeline.profile``, of ``apply`` or of a stream.
+        max_in_flight: int = 2,
+        reduce_aux: ReduceAux = None,
+        task: TaskNames = None,
+    ) -> Stream:
+        """The outputs of many batches, one after another: an iterator that computes ahead of its reader.
+
+        The first microbatches of a batch enter the stages while the last ones of the batch before leave them, so the stages are
+        filled and drained once in all, not once for each batch.
 
         Args:
-            params: as for ``apply``.
-            batch: as for ``apply``.
-            key: as for ``apply``.
-            num_batches: how many times the batch is handed over without waiting, as in a ``stream``.
-            num_steps: how many such runs to trace, as for ``Pipeline.profile``.
-            clock: as for ``Pipeline.profile``.
+            state_or_params: as for ``apply``; it is read while the stream is, so no step may consume it meanwhile.
+            batches: any iterable of batches, which may differ in size; read no further ahead than ``max_in_flight``.
+            fn: as for ``apply``.
+            key: for the function; batch k gets ``jax.random.fold_in(key, k)``, and its microbatches as with ``apply``.
+            max_in_flight: how many batches are computed, or wait for the reader, at once; 1 computes nothing ahead.
+            reduce_aux: as for ``apply``.
+            task: as for ``apply``.
 
         Returns:
-            the profile of the run of median length: start and end of every forward and transfer, bubble, idle time by cause, live
-            bytes of each device. ``print`` it; ``profile.figure()`` draws it. ``forward.generate(...).profile()`` is that of a
-            generation.
+            an iterator of outputs in the order of the batches, each there when it is given. An exception, of ``batches`` or of
+            ``fn``, comes out where the outputs of its batch would; the next ``next`` goes on with the batch after it. ``close()``,
+            the end of a ``with`` block, or letting go of it drops what was computed ahead.
 
         Raises:
-            ArgumentError: a count below 1, an unknown clock, or another trace of JAX's profiler is running.
-            JaxppError: as ``apply``.
+            ArgumentError: ``batches`` is one batch, or ``max_in_flight`` no number of at least 1.
+            BatchError: at the first ``next``: there is no batch at all.
+            JaxppError: as ``apply``, when the batch is reached.
         """
-        check_profile(clock, "forward.profile", num_steps=num_steps, num_batches=num_batches)
-        refuse_tracers("forward.profile(params, batch, key)", batch, key)
-        engine, leaves = self._bring("profile", params)
-        return record(Forwards(engine, leaves, batch, key, num_batches), num_steps, clock)
+        where = f"{self._name}.stream"
+        fn, key = self._asked("stream", fn, key)
+        called = f"{where}({self._arguments.format('batches')})"
+        refuse_tracers(called, key)
+        check_key(key)
+        lend = self._lend("stream", state_or_params, task)
+        if fn is None:
+            Tracing(self._options).check_key_taken(self._options.loss_fn, key)
+
+        def run(number: int, batch: Batch) -> Tree:
+            refuse_tracers(called, batch)
+            with lend() as (engine, leaves):
+                check_unstepped(where, "stream", leaves)
+                folded = None if key is None else jax.random.fold_in(key, number)
+                return self._run(engine, leaves, fn, batch, folded, reduce_aux)
+
+        return Stream(batches, run, max_in_flight, where)
 
     def generate(  # noqa: PLR0913  (what a generation is asked for)
         self,
-        params: Params,
+        state_or_params: Tree,
         fn: ForwardFn,
         carry: Tree,
         prompts: Prompts,
@@ -255,119 +283,350 @@ class Forward:
         chunk: int = 64,
         max_length: int | None = None,
         progress: bool = True,
+        task: TaskNames = None,
     ) -> Generation:
-        """Tokens of a language model for many prompts, as they are made: ``Pipeline.generate``, whose rules hold here too.
+        """Tokens of a language model for many prompts, as they are made.
+
+        ``num_groups`` groups of sequences go round through the stages, so that the stages compute while tokens travel. Each stage
+        keeps the parts of the carry that it reads and writes; they change in place and are never sent. When a sequence ends, the
+        next prompt takes its place.
 
         Args:
-            params: as for ``apply``; read until the generation ends.
-            fn: ``fn(params, carry, tokens) -> (new_carry, logits)``, over the parameters of this forward.
-            carry: as for ``Pipeline.generate``, like all that follow.
-            prompts: token sequences of any lengths.
-            num_tokens: to make for each prompt.
-            sample: how tokens are drawn.
-            key: for sampling.
-            stop: tokens that end a sequence.
-            num_groups: groups in flight.
-            group_size: sequences in a group.
-            chunk: the most tokens of a prompt that one pass takes.
-            max_length: the most tokens that a sequence may have, its prompt included.
+            state_or_params: as for ``apply``; it is read until the generation ends, so no step may consume it meanwhile. For a
+                forecast, shapes will do: ``pipe.generate(pipe.abstract_state(...), fn, shapes, [], 100).forecast()``.
+            fn: ``fn(params, carry, tokens) -> (new_carry, logits)``; tokens are int32 ``[1, length]``, logits
+                ``[1, length, vocab]``, or ``[1, vocab]`` of the last position. With a bank
+                ``fn(params, task_params, carry, tokens)``.
+            carry: of one sequence that has had no token, such as the empty cache that a Flax model makes for a batch of one; beside
+                parameters that are shapes, its shapes will do.
+            prompts: any iterable of token sequences, of any lengths of at least 1; read no further ahead than there are places.
+            num_tokens: how many tokens to make for each prompt; or a sequence with a number for each.
+            sample: None or ``"greedy"`` for the most likely token; ``jaxpp.Sampling(temperature, top_k, top_p)``; or a function
+                ``(logits [vocab], key) -> token``.
+            key: for sampling; token q of sequence i, its prompt included, is drawn with
+                ``jax.random.fold_in(jax.random.fold_in(key, i), q)``. Default: ``jax.random.key(0)``.
+            stop: a token, or several, that end a sequence; the stop token is given too.
+            num_groups: how many groups are in flight. Default: as many as there are stages, which keeps equal stages busy.
+            group_size: how many sequences a group has; they are computed together, each with a carry of its own.
+            chunk: the most tokens of a prompt that one pass takes. Passes take ``chunk`` tokens, an eighth of it, and so on down to
+                1, so a few programs serve prompts of all lengths. A model that takes one token a call is given one at a time.
+            max_length: the most tokens that a sequence may have, its prompt included. Default: what the carry has room for, read
+                off the traced function where it writes into the carry; if that does not tell (a recurrent network), no limit.
             progress: whether to show a progress bar where somebody watches.
+            task: as for ``apply``.
 
         Returns:
-            an iterator of ``Token``.
+            an iterator of ``Token``: the number of the prompt, the number of the token, the token, its log-probability, and whether
+            it is the prompt's last. ``.collect()`` gives an array for each prompt, ``.forecast()`` says what the devices will hold.
 
         Raises:
-            JaxppError: as ``Pipeline.generate``.
+            OutputError: ``fn`` does not return a pair of a like carry and logits.
+            ArgumentError: counts below 1, a rule of sampling or stop tokens that cannot be what they stand for.
+            BatchError: when it is reached: a prompt that is no sequence of tokens, or that is too long for the carry.
+            JaxppError: as ``apply``.
         """
         given = {"sample": sample, "key": key, "stop": stop, "num_groups": num_groups, "group_size": group_size, "chunk": chunk}
         given |= {"max_length": max_length, "progress": progress}
-        engine, leaves = self._bring("generate", params)
-        return generation("forward.generate", engine, leaves, self._functions, fn, carry, prompts, num_tokens, **given)
+        lend = self._lend_shapes if _are_shapes(state_or_params) else self._lend
+        with lend("generate", state_or_params, task)() as (engine, leaves):
+            function = self._as_called(fn, "generate", with_carry=True)
+            where = f"{self._name}.generate"
+            return generation(where, engine, leaves, self._functions, function, carry, prompts, num_tokens, **given)
 
-    def forecast_generate(
-        self,
-        fn: ForwardFn,
-        carry: Tree,
-        *,
-        sample: SampleRule = None,
-        num_groups: int | None = None,
-        group_size: int = 1,
-        chunk: int = 64,
-        hbm: float | str | None = None,
-    ) -> Forecast:
-        """Memory of ``generate`` before it runs: ``Pipeline.forecast_generate``.
-
-        Args:
-            fn: as for ``generate``, like all that follow.
-            carry: or its shapes.
-            sample: how tokens are drawn.
-            num_groups: groups in flight.
-            group_size: sequences in a group.
-            chunk: the most tokens of a prompt that one pass takes.
-            hbm: bytes that each device has, as for ``forecast``.
+    def forecast_generate(self, *args: object, **options: object) -> Forecast:
+        """Gone: ``generate(...).forecast()`` says what a generation will hold.
 
         Raises:
-            StateError: before ``init``, ``abstract_params`` or ``forecast``, which cut the function.
-            JaxppError: as ``generate``.
+            ArgumentError: always.
         """
-        given = {"sample": sample, "num_groups": num_groups, "group_size": group_size, "chunk": chunk, "hbm": hbm}
-        engine = self._opened("forecast_generate")[0]
-        return generation_forecast("forward.forecast_generate", engine, self._functions, fn, carry, **given)
+        del args, options
+        new = f"{self._name}.generate(shapes, fn, carry, prompts, num_tokens, ...).forecast(hbm=...)"
+        shapes = f"{self._name}.abstract_{'state' if self._options.is_loss else 'params'}(...)"
+        fix = f"call {new}; shapes may be {shapes}, those of a carry will do, and prompts may be []"
+        raise ArgumentError(f"{self._name}.forecast_generate", "a generation forecasts its own memory", "the old name", fix)
+
+    def forecast(
+        self,
+        params_or_shapes: Tree,
+        batch: Batch,
+        key: Key | None = None,
+        *,
+        fn: ForwardFn | None = None,
+        hbm: float | str | None = None,
+    ) -> Forecast:
+        """Memory of a step, or of ``apply``, before the first one, from shapes alone; and what to change if it does not fit.
+
+        What a ``Pipeline`` forecasts is a training step; of a ``Forward``, or with ``fn``, it is a call of ``apply``. It is
+        compiled, as ``init`` would, and not run; no parameter is made.
+
+        Args:
+            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
+            batch: as for ``step`` or ``apply``, or its shapes.
+            key: as for ``step`` or ``apply``, or its shape; may be left out even if the function takes a key.
+            fn: a function that ``apply`` is to run, whose batch and key the others are then; the forecast is of its forwards, with
+                the optimizer's state beside them. The loss must have been cut before: by ``init``, ``abstract_state``, or the
+                forecast of a step.
+            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
+                report (CPUs report nothing).
+
+        Returns:
+            the forecast: what each stage holds when its device holds most, in parameters, optimizer, gradients, residuals, values
+            in flight, batch, outputs, and temporaries of the compiled programs; whether that fits, and if not the changes that
+            would make it fit. ``step(donate=False)`` needs room for a second state; the caller's own arrays are not counted.
+
+        Raises:
+            JaxppError: as ``init``, with ``fn`` as ``apply``; and for an ``hbm`` that is no size.
+        """
+        options, variables = self._options, variables_of(self._options, params_or_shapes)
+        room = options.hbm if hbm is None else parse_bytes(hbm)
+        if fn is not None:
+            setup, chosen = self._opened("forecast"), self._function("forecast", fn)
+            setup.states.check_params(*variables)
+            engine = self._engine_of(setup.engine, chosen, batch, key)
+            return forecast(engine, batch, key, room, self._waiting(setup.engine), purpose="forward", base=setup.engine)
+        variables = self._joined(variables)
+        key = Tracing(options).key_for(variables, batch) if key is None else key
+        engine = (self._setup or self._open(params_or_shapes, batch, key)).engine
+        if not same_shapes(engine.layout.given, variables):
+            engine = open_engine(options, self._optimizer, variables, batch, key)
+            engine = fit(engine, batch, key, self._waiting(engine)).engine
+        return forecast(engine, batch, key, room, self._waiting(engine), purpose="update" if options.is_loss else "forward")
+
+    def profile(
+        self,
+        state_or_params: Tree,
+        batch: Batch,
+        key: Key | None = None,
+        *,
+        fn: ForwardFn | None = None,
+        num_batches: int = 1,
+        num_steps: int = 3,
+        clock: Clock | None = None,
+        task: TaskNames = None,
+    ) -> Profile:
+        """What really ran, when, and why ranks idled: steps, or forwards, at full speed under JAX's profiler.
+
+        What a ``Pipeline`` profiles are training steps; of a ``Forward``, or with ``fn``, they are calls of ``apply``, or a stream
+        of them. Nothing waits, unlike with a timer around each action: the trace knows when each program ran. Some further steps
+        run one program at a time. Steps are trained on a copy of the state, which is left as it is; so there must be room for a
+        second state.
+
+        Args:
+            state_or_params: as for ``step``; of forwards, as for ``apply``.
+            batch: as for ``step`` or ``apply``.
+            key: as for ``step`` or ``apply``.
+            fn: a function that ``apply`` is to run, whose batch and key the others are then; its forwards are profiled, not a step.
+                (``generate(...).profile()`` is the profile of a generation.)
+            num_batches: of forwards, how many times the batch is handed over without waiting, as in a ``stream``.
+            num_steps: how many steps to trace, at least 1, after as many that are not traced and three to warm up.
+            clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: each program takes
+                as long as it takes alone, laid out on the virtual clock as if every rank had a device of its own; this is the
+                default on CPU, where devices share cores, and where there are fewer devices than ranks.
+            task: as for ``step``.
+
+        Returns:
+            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live
+            bytes of each device by kind. ``print`` it; ``profile.figure()`` draws it beside the virtual clock's timeline;
+            ``jaxpp.observe.to_perfetto(profile)`` writes a trace for Perfetto, ``to_json`` and ``to_html`` write the rest.
+
+        Raises:
+            ArgumentError: a count below 1, an unknown clock, or another trace of JAX's profiler is running.
+            StateError: the state was consumed.
+            BatchError: the batch cannot be split.
+        """
+        check_profile(clock, f"{self._name}.profile", num_steps=num_steps, num_batches=num_batches)
+        refuse_tracers(f"{self._name}.profile({self._arguments.split(',')[0]}, batch, key)", batch, key)
+        with self._work(state_or_params, batch, key, fn, num_batches, task) as work:
+            return record(work, num_steps, clock)
 
     @property
     def stages(self) -> Stages:
-        """The table of stages; after ``init`` or ``abstract_params``."""
-        self._opened("stages")
-        return self._stages
+        """The table of stages; after ``init``.
+
+        Raises:
+            StateError: before ``init``, when nothing is cut yet.
+        """
+        return self._opened("stages").stages
 
     @property
     def engine(self) -> Engine:
-        """What runs the function, for tools; it may change from one version of jaxpp to the next."""
-        return self._opened("engine")[0]
+        """What runs it, for tools: plans as lists of instructions, compiled programs, where every leaf lives.
+
+        Its methods take the leaves of a state instead of the state, and may change from one version of jaxpp to the next.
+
+        Raises:
+            StateError: before ``init``.
+        """
+        return self._opened("engine").engine
 
     def __repr__(self) -> str:
-        name = getattr(self._options.loss_fn, "__name__", "a function")
-        last = "  init: not done yet" if self._engine is None else "  print(forward.stages) shows the stages"
-        return "\n".join([f"Forward of {name}", *self._options.described, last])
+        setup, lines = self._setup, self._described()
+        if setup is None:
+            return "\n".join([*lines, "  init: not done yet"])
+        count, size = sum(stage.num_params for stage in setup.stages), sum(stage.num_bytes for stage in setup.stages)
+        lines.append(f"  stages: {count:,} parameters in {bytes_in_words(size)}; print({self._name}.stages)")
+        return "\n".join([*lines, *(f"  memory: {remark}" for remark in setup.stages.remarks)])
 
-    def _opened(self, where: str) -> tuple[Engine, States]:
-        if self._engine is None or self._states is None:
-            rule = "the function is cut by init or abstract_params, when it first sees shapes"
-            raise StateError(
-                f"forward.{where}", rule, "no call of either has finished yet", "call params = forward.init(...) first"
-            )
-        return self._engine, self._states
+    def _described(self) -> list[str]:
+        """What is cut, and how, in lines."""
+        return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
-    def _bring(self, where: str, params: Params) -> tuple[Engine, Leaves[Array]]:
-        engine, states = self._opened(where)
-        refuse_tracers(f"forward.{where}(params, ...)", params)
-        check_alive(f"forward.{where}", params)
-        return engine, states.bring(params)
+    # Opening: the function is cut, placed and compiled when shapes are first seen.
 
-    def _open(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[Given, Engine, States]:
+    def _opened(self, where: str) -> Setup:
+        if self._setup is None:
+            rule, fix = self._uncut
+            raise StateError(f"{self._name}.{where}", rule, "no call of either has finished yet", fix)
+        return self._setup
+
+    def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:
         """What the method ``where`` was given, and the function cut and compiled for it."""
-        refuse_tracers(f"forward.{where}(...)", init_or_params, args)
-        given = read_given(f"forward.{where}", init_or_params, args)
-        check_alive(f"forward.{where}", (init_or_params, args))
+        where = f"{self._name}.{where}"
+        refuse_tracers(f"{where}(...)", init_or_params, args)
+        given = read_given(where, init_or_params, args)
+        check_alive(where, (init_or_params, args))
         try:
-            return self._cut(where, given)
+            with agreement(where, self._options.devices) as agree:
+                return given, self._open(given.shapes, given.batch, given.key, agree)
         except Exception as error:
-            if not given.makes and are_swapped(self._options, given, lambda variables: variables):
+            if not given.makes and are_swapped(self._options, given, self._joined):
                 raise swapped(given) from error
             raise
 
-    def _cut(self, where: str, given: Given) -> tuple[Given, Engine, States]:
-        with agreement(f"forward.{where}", self._options.devices) as agree:
-            variables, batch = (given.shapes,), given.batch
-            taken = (
-                (given.key if given.makes else jax.random.key(0)) if Tracing(self._options).takes_key(variables, batch) else None
-            )
-            engine = despite_ctrl_c(open_engine, self._options, None, variables, batch, taken, known=self._engine)
-            warn_of(engine.layout.unevenness)
-            cut = engine.preparer.step(batch, taken, train=False).cuts[0]
-            agree(lambda: opening_texts(self._options, engine.placed, cut, batch, taken))
-            engine.plan("forward", batch, taken)
+    def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:
+        """Cut, place and compile for parameters (with ``has_state`` the pair) and a batch, arrays or shapes.
+
+        The key is of the kind that calls will be given. What an earlier call has compiled may serve. With ``agree``, what is
+        compiled is compared over all processes before. If a step does not fit into ``options.hbm``, the stages keep less, and a
+        line says so.
+
+        Raises:
+            FitError: nothing that the stages may do makes the step fit.
+            CutError: too many stages, or cuts that the model does not have.
+            JaxppError: for a function, parameters, batch or optimizer that cannot be run.
+        """
+        self._setup = setup = despite_ctrl_c(self._make_setup, made, batch, key, agree)
+        return setup
+
+    def _make_setup(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None) -> Setup:
+        options, before = self._options, self._setup
+        variables = variables_of(options, made)
+        whole = self._joined(variables)
+        key = Tracing(options).key_for(whole, batch, key)
+        engine = open_engine(options, self._optimizer, whole, batch, key, known=before and before.engine)
+        warn_of(engine.layout.unevenness)
+        if agree is not None:
+            first = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
+            agree(lambda: opening_texts(options, engine.placed, first, batch, key))
+        if before is not None and engine is before.engine:
+            remarks = before.stages.remarks
+        else:
+            fitted = fit(engine, batch, key, self._waiting(engine))
+            engine, remarks = fitted.engine, fitted.remarks
+            if remarks and jax.process_index() == 0:
+                print(fitted.said, flush=True)
+        engine.plan("update" if options.is_loss else "forward", batch, key)
         places = [(place.shown, place.devices[0]) for place in engine.placement.places]
-        self._stages = tabulate(cut, engine.owner, places, by_hand(len(places), engine.cut_at, engine.slicing, has_state=False))
-        self._engine, self._states = engine, states_of(engine)
-        return given, self._engine, self._states
+        cut = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
+        functions = self._by_hand(engine)
+        offloading = {pair.forward.stage for pair in engine.options.offloaded}
+        stages = Stages(tabulate(cut, engine.owner, places, functions, offloading), remarks)
+        return self._equip(engine, stages, variables, batch, key)
+
+    def _by_hand(self, engine: Engine) -> Sequence[Callable[..., Tree]]:
+        """The stages as functions that can be called in a notebook."""
+        return by_hand(len(engine.placement.places), engine.cut_at, engine.slicing, has_state=self._options.has_state)
+
+    # What a pipeline does in another way.
+
+    def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
+        """What is kept of an engine, which was opened for these variables, batch and key."""
+        del variables, batch, key
+        return Setup(engine, states_of(engine), stages)
+
+    def _joined(self, variables: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        """The user's parameters (and model state) as the engine takes them."""
+        return variables
+
+    def _waiting(self, engine: Engine) -> Sequence[Name]:
+        """Leaves of which further copies wait on the devices."""
+        del engine
+        return ()
+
+    def _as_called(self, fn: ForwardFn, where: str, *, with_carry: bool = False) -> ForwardFn:
+        """A function of the user's parameters as the engine calls it."""
+        self._opened(where)
+        return fn if with_carry else positional_key(fn, 2, "fn")
+
+    def _function(self, where: str, fn: ForwardFn | None) -> ForwardFn | None:
+        """The function that is to run, as the engine calls it; None for the one that was cut."""
+        if fn is None:
+            return None
+        check_function(f"{self._name}.{where}(..., fn)", _RULE, fn)
+        return self._as_called(fn, where)
+
+    def _lend(self, where: str, state_or_params: Tree, task: TaskNames) -> Lend:
+        """The engine and the leaves of parameters; called by the method ``where``."""
+        if task is not None:
+            raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
+        engine, leaves = self._opened(where).engine, self._bring(where, state_or_params)
+        return lambda: nullcontext((engine, leaves))
+
+    @contextmanager
+    def _work(
+        self, state_or_params: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None, num_batches: int, task: TaskNames
+    ) -> Iterator[Work]:
+        """What is profiled."""
+        fn = self._function("profile", fn)
+        with self._lend("profile", state_or_params, task)() as (engine, leaves):
+            yield Forwards(self._engine_of(engine, fn, batch, key), leaves, batch, key, num_batches)
+
+    # Running.
+
+    def _asked(self, where: str, fn: ForwardFn | None, key: Key | None) -> tuple[ForwardFn | None, Key | None]:
+        """The function that is to run, and its key, which may stand in the place of a ``Forward``'s own function."""
+        if key is None and not (self._options.is_loss or callable(fn)):
+            fn, key = None, fn
+        return self._function(where, fn), key
+
+    def _bring(self, where: str, made: Tree) -> Leaves[Array]:
+        """Parameters that the method ``where`` was given, with ``has_state`` a pair, each leaf on its owner.
+
+        Raises:
+            ParamsError: they are not of this model.
+        """
+        setup = self._opened(where)
+        refuse_tracers(f"{self._name}.{where}(params, ...)", made)
+        check_alive(f"{self._name}.{where}", made)
+        return setup.states.bring(*variables_of(self._options, made))
+
+    def _lend_shapes(self, where: str, shapes: Tree, task: TaskNames) -> Callable[[], AbstractContextManager[tuple[Engine, None]]]:
+        """The engine alone, for parameters (or a state) that are only shapes."""
+        del task
+        setup = self._opened(where)
+        made = (shapes.params, shapes.model_state) if isinstance(shapes, State) else variables_of(self._options, shapes)
+        setup.states.check_params(*made)
+        return lambda: nullcontext((setup.engine, None))
+
+    def _run(
+        self, engine: Engine, leaves: Leaves[Array], fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux
+    ) -> Tree:
+        """The outputs for one batch."""
+        engine = self._engine_of(engine, fn, batch, key, reduce_aux)
+        return engine.run("forward", leaves._replace(opt=(), own_opt=(), loss_scale=()), batch, key).aux
+
+    def _engine_of(
+        self, engine: Engine, fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux = None
+    ) -> Engine:
+        """The engine that runs a function over the parameters of ``engine``."""
+        if fn is None and reduce_aux is None:
+            return engine
+        fn = self._options.loss_fn if fn is None else fn
+        fn = unchanged(fn) if engine.options.has_state else fn
+        return self._functions.engine(engine, fn, batch, key, reduce_aux=reduce_aux)
+
+
+def _are_shapes(state_or_params: Tree) -> bool:
+    """Whether something in a state or in parameters is a shape without values."""
+    held = state_or_params.held if isinstance(state_or_params, State) else state_or_params
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held))

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.layout import Layout
-from jaxpp.engine.placed import place_leaves
-from jaxpp.engine.prepare import Preparer
+from jaxpp.engine.layout import Layout, Preparer, place_leaves
+from jaxpp.engine.lru import LRU
 from jaxpp.engine.tracing import Tracing, avals_of
 from jaxpp.errors import CutError
 from jaxpp.options import Options
@@ -53,10 +52,10 @@ _MOVED = 0.1
 
 
 class Functions:
-    """The engines that run functions forward over the parameters of other engines; those used last are kept."""
+    """The engines that run functions forward over the parameters of other engines; the ``most`` that were used last are kept."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Engine, Any]] = {}
+    def __init__(self, most: int = 16):
+        self._kept = LRU[tuple[Engine, Any]](most)
 
     def engine(
         self,
@@ -69,18 +68,11 @@ class Functions:
         reduce_aux: ReduceAux = None,
         like: Engine | None = None,
     ) -> Engine:
-        """The engine that runs ``fn`` over the parameters of ``base``.
+        """The engine that runs ``fn`` over the parameters of ``base``, cut at the shapes of ``batch``.
 
-        Args:
-            base: whose parameters, places and compiled programs are used.
-            fn: ``fn(params[, model_state], batch[, key]) -> outputs``; with a carry it is
-                ``fn(params, carry, batch) -> (carry, outputs)`` and run on the whole batch as one microbatch. A model state is read
-                and left as it is (``unchanged``).
-            batch: at whose shapes it is cut.
-            key: or None.
-            carry: shapes of the carry, or None.
-            reduce_aux: how outputs are put together that do not have one row for each example.
-            like: an engine of a function with the same carry, whose leaves live where those of this one are to live.
+        With a carry, of which shapes will do, it is ``fn(params, carry, batch) -> (carry, outputs)`` and run on the whole batch as
+        one microbatch; the carry lives where that of the engine ``like`` does. ``reduce_aux`` says how outputs are put together
+        that do not have one row for each example.
 
         Raises:
             JaxppError: for a function or a batch that cannot be run.
@@ -91,13 +83,7 @@ class Functions:
 
     def remember(self, name: Hashable, base: Engine, make: Callable[[], _T]) -> _T:
         """What was made before under this name, which has the ``id`` of ``base`` in it; or what is made now."""
-        found = self._known.pop(name, None)
-        if found is None:
-            found = base, make()
-        self._known[name] = found
-        if len(self._known) > 2 * base.options.max_shapes:
-            del self._known[next(iter(self._known))]
-        return found[1]
+        return self._kept.get_or_make(name, lambda: (base, make()))[1]
 
 
 def _hashable(reduce_aux: Tree) -> Hashable:

@@ -1,11 +1,11 @@
-"""What a user asks of a generation, checked before anything is traced."""
+"""What a user asks of a generation, checked before anything is traced; and the forecast of its memory."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.tracing import check_key
@@ -16,20 +16,20 @@ from jaxpp.forward.generate import Generation
 from jaxpp.forward.observed import forecast_ring
 from jaxpp.forward.prompts import Places, Prompts
 from jaxpp.forward.ring import Lasting, LastingShapes, Ring, passes_of, prompts_of
-from jaxpp.forward.sampling import SampleRule, sampler_of
+from jaxpp.forward.sampling import Sampler, SampleRule, sampler_of
 from jaxpp.observe.memory.forecast import Forecast, parse_bytes, room_of
 from jaxpp.plan.step import Leaves
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
-from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
+from jaxpp.types import Array, ForwardFn, Key, Tree
 
-__all__ = ["generation", "generation_forecast"]
+__all__ = ["generation"]
 
 
 def generation(  # noqa: PLR0913  (what a generation is asked for)
     where: str,
     engine: Engine,
-    leaves: Leaves[Array],
+    leaves: Leaves[Array] | None,
     functions: Functions,
     fn: ForwardFn,
     carry: Tree,
@@ -45,60 +45,62 @@ def generation(  # noqa: PLR0913  (what a generation is asked for)
     max_length: int | None,
     progress: bool,
 ) -> Generation:
-    """The tokens of prompts, as ``Pipeline.generate`` documents it; ``where`` is the method that was called."""
+    """The tokens of prompts, as ``Forward.generate`` documents it; ``where`` is the method that was called.
+
+    Without ``leaves``, where the parameters are only shapes, nothing is made: the generation forecasts its memory, and
+    refuses to be run.
+    """
     refuse_tracers(f"{where}(...)", carry, key)
     key = _one_key(key)
     num_groups = engine.options.schedule.num_stages if num_groups is None else num_groups
     counts = {"num_groups": num_groups, "group_size": group_size, "chunk": chunk}
     _check_asked(where, fn, counts | ({} if max_length is None else {"max_length": max_length}))
-    _check_carry(carry)
+    _check_carry(carry, shapes=leaves is None)
     _check_engine(where, engine)
-    sampler = sampler_of(sample)
-    taken = prompts_of(engine, functions, fn, carry, int(chunk))
-    given = {"num_groups": int(num_groups), "group_size": int(group_size)}
+    sampler, chunk = sampler_of(sample), int(chunk)
+    size: dict[str, int] = {"num_groups": int(num_groups), "group_size": int(group_size)}
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)
+    foresee = functools.partial(_forecast, engine, functions, fn, shapes, sampler=sampler, key=key, chunk=chunk, **size)
+    if leaves is None:
+        places = Places(iter(prompts), num_tokens, sizes=(1,), stop=stop, where=where, **size)
+        return Generation(None, places, shown=False, foresee=foresee)
+    taken = prompts_of(engine, functions, fn, carry, chunk)
     limit = None if max_length is None else int(max_length)
     if limit is None and taken.room is not None:
         limit = taken.room + 1  # the last token does not enter the carry
 
-    def places() -> Places:
+    def places_of() -> Places:
         known = {"vocab": taken.vocab, "max_length": limit}
-        return Places(prompts, num_tokens, sizes=taken.sizes, stop=stop, where=where, **known, **given)
+        return Places(prompts, num_tokens, sizes=taken.sizes, stop=stop, where=where, **known, **size)
 
-    first = places()
-    options = {"sampler": sampler, "key": key, "group_size": int(group_size)}
+    first = places_of()
+    options = {"sampler": sampler, "key": key, "group_size": size["group_size"]}
     alone, together = passes_of(engine, Lasting(leaves), functions, fn, carry, **options)
-    ring = Ring(alone, together, carry, key, **given)
-    return Generation(ring, first, shown=progress, again=None if isinstance(prompts, Iterator) else places)
+    ring = Ring(alone, together, carry, key, **size)
+    again = None if isinstance(prompts, Iterator) else places_of
+    return Generation(ring, first, shown=progress, again=again, foresee=foresee)
 
 
-def generation_forecast(  # noqa: PLR0913  (what a generation is asked for)
-    where: str,
+def _forecast(  # noqa: PLR0913  (what a generation is asked for)
     engine: Engine,
     functions: Functions,
     fn: ForwardFn,
     carry: Tree,
-    *,
-    sample: SampleRule,
-    num_groups: int | None,
-    group_size: int,
-    chunk: int,
     hbm: float | str | None,
+    *,
+    sampler: Sampler,
+    key: Key,
+    chunk: int,
+    num_groups: int,
+    group_size: int,
 ) -> Forecast:
-    """The memory of a generation, as ``Pipeline.forecast_generate`` documents it; ``where`` is the method that was called."""
-    room = room_of(engine, None if hbm is None else parse_bytes(hbm))
-    num_groups = engine.options.schedule.num_stages if num_groups is None else num_groups
-    _check_asked(where, fn, {"num_groups": num_groups, "group_size": group_size, "chunk": chunk})
-    _check_carry(jax.tree.map(lambda leaf: np.empty(0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, carry))
-    _check_engine(where, engine)
-    given, lasting = {"sampler": sampler_of(sample), "key": jax.random.key(0)}, LastingShapes(_read(engine.placed.shapes))
-    alone, together = passes_of(engine, lasting, functions, fn, carry, group_size=int(group_size), **given)
-    sizes = prompts_of(engine, functions, fn, carry, int(chunk)).sizes
-    return forecast_ring(engine, alone, together, sizes, num_groups=int(num_groups), group_size=int(group_size), room=room)
-
-
-def _read(leaves: Leaves[Aval]) -> Leaves[Aval]:
-    """Of the leaves of a state those that a generation reads."""
-    return Leaves(leaves.params, leaves.own_params)
+    """The memory of a generation from the shapes of its carry: its passes are compiled, and not run."""
+    room = room_of(engine, engine.options.hbm if hbm is None else parse_bytes(hbm))
+    read = Leaves(engine.placed.shapes.params, engine.placed.shapes.own_params)
+    options = {"sampler": sampler, "key": key, "group_size": group_size}
+    alone, together = passes_of(engine, LastingShapes(read), functions, fn, carry, **options)
+    sizes = prompts_of(engine, functions, fn, carry, chunk).sizes
+    return forecast_ring(engine, alone, together, sizes, num_groups=num_groups, group_size=group_size, room=room)
 
 
 def _check_asked(where: str, fn: ForwardFn, counts: Mapping[str, int]) -> None:
@@ -124,11 +126,12 @@ def _one_key(key: Key | None) -> Key:
     return found
 
 
-def _check_carry(carry: Tree) -> None:
+def _check_carry(carry: Tree, *, shapes: bool) -> None:
+    """Refuse what is no tree of arrays, or, where shapes will do, of shapes."""
     wrong = [
         f"carry{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(carry)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, jax.ShapeDtypeStruct)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or (isinstance(leaf, jax.ShapeDtypeStruct) and not shapes)
     ]
     if wrong:
         rule = "the carry is a tree of arrays, as the model makes it for one sequence that has had no token"

@@ -41,8 +41,7 @@ from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Key
 
 __all__ = [

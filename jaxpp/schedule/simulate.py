@@ -40,8 +40,7 @@ from jaxpp.schedule.draw.timeline import Copied
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.validate import is_count
-from jaxpp.tables.html import html_table
-from jaxpp.tables.text import table_lines
+from jaxpp.tables import html_table, table_lines
 
 __all__ = ["Costs", "PrefetchSimulation", "Simulation", "simulate", "simulate_prefetch"]
 

@@ -19,8 +19,7 @@ from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
 __all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]

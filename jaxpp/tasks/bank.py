@@ -29,8 +29,7 @@ from jaxpp.runtime.progress import progress
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tasks.bank_files import BankFiles, Json
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.sets import BankSets, SetLayout, check_params, few_names

@@ -31,7 +31,7 @@ import optax
 
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
-from jaxpp.engine.init_arguments import Given, first_leaves, variables_of
+from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.evaluate import StepCosts, step_seconds
@@ -172,7 +172,7 @@ class Devices:
             JaxppError: the loss cannot be cut so, or the batch not be split so.
         """
         options = self._options_of(candidate)
-        shapes = Given(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
+        shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
         variables = variables_of(options, shapes)
         key = self._key if Tracing(options).takes_key(variables, self._batch) else None
         return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
@@ -310,7 +310,7 @@ class _Steps:
     def _first(self) -> Leaves[Array]:
         """A state of its own on the devices."""
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
-        leaves = first_leaves(engine, Given(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
+        leaves = first_leaves(engine, InitArguments(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
         made, shared = engine.make_opt_state(leaves.all_params), len(names.opt)
         return leaves._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
 

@@ -158,7 +158,7 @@ def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stag
     stepped, _ = pipe.step(state, BATCH)
     compare("old", state.model_state, saved.model_state)
     other.init(init, jax.random.key(1), BATCH)
-    again, _ = other.step(jaxpp.State(*saved), BATCH)
+    again, _ = other.step(saved, BATCH)
     compare("model_state", again.model_state, stepped.model_state)
 
 

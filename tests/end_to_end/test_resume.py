@@ -87,7 +87,7 @@ def test_a_checkpoint_opens_at_any_number_of_stages_with_any_schedule(half_way, 
     path, wanted = half_way["loop"]
     state = resumed(path, loop(), **(CLOSE | SLOW)[name])
     assert state.step == 20
-    compare(name, state[:4], wanted[:4])
+    compare(name, state.replace(step=None), wanted.replace(step=None))
 
 
 AGAIN = """

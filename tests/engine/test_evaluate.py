@@ -64,7 +64,7 @@ def test_an_evaluation_of_few_examples_folds_the_key_as_a_step_of_as_many_microb
     compare("loss", pipe.evaluate(state, X[:2], key).loss, oracle(noisy, PARAMS, X[:2], key, 2)[0])
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_replicas_evaluate_any_number_of_examples(microbatches):
     pipe = pipeline(num_stages=1 if microbatches == 1 else 2, num_microbatches=microbatches, data_parallel=4)
     state = pipe.init(PARAMS, X[:12])

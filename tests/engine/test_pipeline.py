@@ -14,7 +14,9 @@ import jaxpp
 from jaxpp.errors import CutError, PullbackError, StateError, VerifyError
 from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
+
+MODELS = [pytest.param(mlp_case, id="mlp"), pytest.param(gpt_case, id="gpt", marks=pytest.mark.long)]
 
 
 @functools.cache
@@ -30,6 +32,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
 
 
+@pytest.mark.parametrize("make_case", MODELS)
 def test_init_gives_the_bits_of_jit_init_and_puts_each_leaf_on_its_owner(make_case):
     case, pipe, state = trained(make_case)
     assert bits(state.params) == bits(jax.jit(case.init)(jax.random.key(0)))
@@ -39,7 +42,7 @@ def test_init_gives_the_bits_of_jit_init_and_puts_each_leaf_on_its_owner(make_ca
         assert leaf.devices() == {homes[jax.tree_util.keystr(path, simple=True, separator="/")]}
 
 
-def test_b1_the_whole_model_is_never_on_one_device_nor_on_the_host(monkeypatch):
+def test_the_whole_model_is_never_on_one_device_nor_on_the_host(monkeypatch):
     case = mlp_case(depth=11)
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, has_aux=True)
     from_host = []
@@ -73,10 +76,11 @@ def test_a_checkpoint_opens_at_any_number_of_stages():
     other = jaxpp.Pipeline(case.loss_fn, optax.adamw(1e-2), num_stages=2, num_microbatches=2, has_aux=True)
     fresh = other.init(case.init, jax.random.key(1), case.batch)
     restored = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(saved))
-    compare("state", other.step(restored, case.batch)[0].params, pipe.step(jaxpp.State(*saved), case.batch)[0].params)
+    compare("state", other.step(restored, case.batch)[0].params, pipe.step(saved, case.batch)[0].params)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize("options", [{}, pytest.param({"schedule": "gpipe"}, marks=pytest.mark.long)], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize("make_case", MODELS)
 def test_verify_passes_on_a_right_pipeline_and_leaves_the_state_as_it_was(make_case, options):
     case, pipe, state = trained(make_case, **options)
     before = bits(state)
@@ -226,7 +230,7 @@ def square(y, targets):
     return jnp.mean((y - targets) ** 2)
 
 
-def test_c2_hand_written_stages_of_different_widths_train_and_equal_their_oracle():
+def test_hand_written_stages_of_different_widths_train_and_equal_their_oracle():
     pipe = jaxpp.Pipeline.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), num_microbatches=3)
     rng = np.random.default_rng(0)
     batch = (rng.normal(size=(8, 1024)).astype(np.float32), rng.normal(size=(8, 128)).astype(np.float32))
@@ -243,7 +247,7 @@ def test_c2_hand_written_stages_of_different_widths_train_and_equal_their_oracle
         pipe.step(state, batch[0])
 
 
-def test_c17_stages_run_by_hand_give_the_gradients_of_the_whole_step():
+def test_stages_run_by_hand_give_the_gradients_of_the_whole_step():
     pipe = jaxpp.Pipeline.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), num_microbatches=1)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(4, 1024)).astype(np.float32), rng.normal(size=(4, 128)).astype(np.float32)
@@ -261,6 +265,7 @@ def test_c17_stages_run_by_hand_give_the_gradients_of_the_whole_step():
         pullback_1(cotangent)
 
 
+@pytest.mark.long
 def test_the_stages_of_a_cut_model_can_be_run_by_hand_too():
     case, pipe, state = trained(gpt_case)
     batch, key = case.batch[:6], jax.random.fold_in(case.key, 0)

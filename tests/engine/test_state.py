@@ -1,7 +1,8 @@
-"""A state is a tuple of the user's trees, metrics are a mapping, and both are ordinary to pickle, Orbax and tree functions."""
+"""A state is a dataclass of the user's trees, metrics are a mapping, and both are ordinary to pickle, Orbax and tree functions."""
 
 import collections.abc
 import copy
+import dataclasses
 import pickle
 
 import chex
@@ -13,7 +14,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import StateError, VerifyError
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
+from tests.models import PARAMS, X, loss_fn, pipeline
 
 LAYERS = {"w": jnp.stack([jnp.eye(4) * 0.9] * 5), "out": jnp.ones((4, 2))}
 
@@ -38,17 +39,26 @@ def shapes(tree):
 
 def test_every_way_into_a_state_gives_the_users_trees(sliced):
     _, state = sliced
-    params, opt_state, model_state, loss_scale, step = state
-    wanted = shapes(LAYERS)
-    for found in (params, state.params, state[0], state[:1][0], state[-5], state._asdict()["params"], next(iter(state))):
+    wanted, mapped = shapes(LAYERS), jax.tree.map(lambda leaf: leaf, state)
+    for found in (state.params, mapped.params, getattr(state, dataclasses.fields(state)[0].name), mapped.held[0]):
         assert shapes(found) == wanted
-        np.testing.assert_array_equal(found["w"], params["w"])
-    for found in (opt_state, state.opt_state, state[1], state[0:2][1], state._asdict()["opt_state"]):
-        assert shapes(found[0].mu) == shapes(found[0].nu) == wanted
-    assert (model_state, loss_scale, step) == ((), (), 1) == state[2:]
-    assert list(state._asdict()) == ["params", "opt_state", "model_state", "loss_scale", "step"]
+        np.testing.assert_array_equal(found["w"], state.params["w"])
+    for found in (state, mapped):
+        assert shapes(found.opt_state[0].mu) == shapes(found.opt_state[0].nu) == wanted
+    assert (state.model_state, state.loss_scale, state.step) == ((), (), 1)
+    names = [field.name for field in dataclasses.fields(state)]
+    assert names == ["params", "opt_state", "model_state", "loss_scale", "step"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.params = {}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert paths[:3] == [".params['out']", ".params['w']", ".opt_state[0].count"] and paths[-1] == ".step"
+
+
+def test_a_state_that_is_used_as_the_tuple_it_was_says_what_to_write(sliced):
+    _, state = sliced
+    for use in (lambda: state[0], lambda: state[:2], lambda: list(state), lambda: max(*state)):
+        with pytest.raises(StateError, match=r"Fix: write state.params, state.opt_state, state.step"):
+            use()
 
 
 def test_a_state_with_one_part_replaced_holds_the_others_as_they_are(sliced):
@@ -57,8 +67,13 @@ def test_a_state_with_one_part_replaced_holds_the_others_as_they_are(sliced):
     held = [leaf for leaf in jax.tree.leaves(edited.held) if leaf.shape[:1] == (3,)]
     assert len(held) == 2 and all(any(leaf is mine for mine in jax.tree.leaves(state.held)) for leaf in held)
     new, _ = pipe.step(edited, X, donate=False)
-    again, _ = pipe.step(jaxpp.State(*edited), X, donate=False)
-    chex.assert_trees_all_equal(new, again)
+    for other in (
+        dataclasses.replace(state, params=edited.params),
+        state.replace(params=edited.params),
+        jaxpp.State(edited.params, state.opt_state, step=1),
+    ):
+        again, _ = pipe.step(other, X, donate=False)
+        chex.assert_trees_all_equal(new, again)
     with pytest.raises(TypeError, match="a State has the parts params, opt_state, model_state, loss_scale, step, not param"):
         state._replace(param=1)
 

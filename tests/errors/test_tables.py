@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 
 CELLS = st.text("abc<>&", min_size=1, max_size=9)
 TABLES = st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(CELLS, min_size=n, max_size=n), min_size=1, max_size=5))

@@ -16,8 +16,8 @@ from jaxpp.errors import ArgumentError, ParamsError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.profile import ForwardCauses, RingCauses
-from tests.conftest import mlp_case
 from tests.decoders import loop, plain, prompts_of
+from tests.models import mlp_case
 
 
 def network(params, x):
@@ -153,7 +153,7 @@ def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages,
     decoder = plain(dtype=dtype, num_layers=num_stages)
     found, params = decoder.forward(num_stages)
     options = {"num_groups": num_groups, "group_size": group_size, "chunk": 8}
-    forecast = found.forecast_generate(decoder.fn, shapes_of(decoder.carry), **options)
+    forecast = found.generate(shapes_of(params), decoder.fn, shapes_of(decoder.carry), [], 6, **options).forecast()
     programs, liveness = len(found.engine.programs), forecast.liveness
     gc.collect()
     own = {device: sum(leaf.nbytes for leaf in jax.tree.leaves(params) if leaf.device == device) for device in liveness.devices}
@@ -182,18 +182,38 @@ def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages,
 def test_what_a_generation_cannot_be_is_refused_by_its_forecast_too():
     decoder = plain()
     found = jaxpp.Forward(network, num_stages=2)
+    given = shapes_of(decoder.params), decoder.fn, decoder.carry, [], 6
     with pytest.raises(StateError, match="is cut by init"):
-        found.forecast_generate(decoder.fn, decoder.carry)
-    found, _ = decoder.forward(2)
+        found.generate(*given)
+    found, params = decoder.forward(2)
     for wrong in ({"num_groups": 0}, {"group_size": -1}, {"chunk": 0}):
         with pytest.raises(ArgumentError, match="counts are whole numbers of at least 1"):
-            found.forecast_generate(decoder.fn, decoder.carry, **wrong)
+            found.generate(*given, **wrong)
+    generation = found.generate(*given)
     with pytest.raises(ArgumentError, match="Fix: pass for example"):
-        found.forecast_generate(decoder.fn, decoder.carry, hbm="much")
-    assert "nothing that was looked at fits (fewer groups;" in str(found.forecast_generate(decoder.fn, decoder.carry, hbm=1000))
-    worst, some = (max(found.forecast_generate(decoder.fn, decoder.carry, num_groups=k).peaks.values()) for k in (6, 3))
-    (change,) = found.forecast_generate(decoder.fn, decoder.carry, num_groups=6, hbm=some + 100).changes
+        generation.forecast(hbm="much")
+    assert "nothing that was looked at fits (fewer groups;" in str(generation.forecast(hbm=1000))
+    worst, some = (max(found.generate(*given, num_groups=k).forecast().peaks.values()) for k in (6, 3))
+    (change,) = found.generate(*given, num_groups=6).forecast(hbm=some + 100).changes
     assert change == ("num_groups=3", some, 1, 0) and some < worst
+    with found.generate(params, decoder.fn, decoder.carry, prompts_of(3), 2, num_groups=3) as begun:
+        assert max(begun.forecast().peaks.values()) == some and len(begun.collect()[0]) == 2
+
+
+def test_a_generation_of_shapes_says_that_it_cannot_be_run():
+    decoder = plain()
+    found, params = decoder.forward(2)
+    for carry in (decoder.carry, shapes_of(decoder.carry)):
+        generation = found.generate(shapes_of(params), decoder.fn, carry, [[1]], 6)
+        for run in (generation.profile, lambda made=generation: next(made), generation.collect):
+            with pytest.raises(StateError):
+                run()
+    with pytest.raises(StateError, match=r"a generation of shapes says what it would hold.*\n.*\n  Fix: pass the arrays"):
+        found.generate(shapes_of(params), decoder.fn, decoder.carry, [], 6).collect()
+    with pytest.raises(ParamsError, match="the parameters are those of the model"):
+        found.generate({"w": jax.ShapeDtypeStruct((3,), "float32")}, decoder.fn, decoder.carry, [], 6)
+    with pytest.raises(ArgumentError, match=r"Fix: call forward.generate\(shapes, fn, carry, .*\.forecast\(hbm=...\)"):
+        found.forecast_generate(decoder.fn, decoder.carry, hbm=1000)
 
 
 @pytest.fixture(scope="module")

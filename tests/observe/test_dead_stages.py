@@ -11,7 +11,7 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.dead_stages import Detector
-from tests.conftest import mlp_case
+from tests.models import mlp_case
 
 
 def train(pipe, state, batch, steps):
@@ -31,7 +31,7 @@ def stage_of(pipe, state):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
-def test_a8_a_cut_gradient_leaves_the_earlier_stages_as_they_are_and_the_warning_names_the_boundary(schedule):
+def test_a_cut_gradient_leaves_the_earlier_stages_as_they_are_and_the_warning_names_the_boundary(schedule):
     case = mlp_case()
     options = {"num_stages": 4, "num_microbatches": 4, "schedule": schedule, "has_aux": True, "cut_gradient": [1]}
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)

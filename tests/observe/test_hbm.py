@@ -14,7 +14,7 @@ from jaxpp.errors import ArgumentError, FitError
 from jaxpp.observe.memory import fit
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.schedule import Kind, make, simulate
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 from tests.processes.test_process_front_door import PARAMS, loss_of_task, new_bank
 from tests.processes.test_process_front_door import batch as made_batch
 

@@ -19,7 +19,7 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.transfer import put, to_host
 from jaxpp.stages.program import Ref, Role
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 RUNS = {
     "mlp 1f1b": (mlp_case, {}, 4, 4, {"schedule": "1f1b"}),

@@ -19,7 +19,7 @@ from jaxpp.observe.profile.profile import Causes, Profile
 from jaxpp.observe.profile.spans import Span, covered
 from jaxpp.schedule import Kind, dependencies, make, simulate
 from jaxpp.schedule.residual_counts import lifetimes, peak
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 RESOLUTION = 1e-5  # seconds: the stamps of different threads
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
@@ -274,7 +274,7 @@ def test_fewer_than_one_step_is_refused(runs, num_steps):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a3_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
+def test_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
     profile = runs[name][3]
     liveness = profile.ledger.liveness
     lives = lifetimes(profile.bars)

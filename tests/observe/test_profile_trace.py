@@ -11,7 +11,7 @@ from jaxpp.observe.profile.spans import Stamp, durations_of, isolated_spans, tra
 from jaxpp.observe.profile.trace import Run, Runs, TraceError, matched, read_runs
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
-from tests.conftest import mlp_case
+from tests.models import mlp_case
 
 
 def pipeline(schedule="zb-h1"):

@@ -112,7 +112,7 @@ def test_a_scaled_state_is_saved_and_restored():
     state, _ = pipe.step(pipe.init(PARAMS, BATCH), BATCH)
     saved = jax.device_get(state)
     other.init(PARAMS, BATCH)
-    again, _ = other.step(jaxpp.State(*saved), BATCH)
+    again, _ = other.step(saved, BATCH)
     state, _ = pipe.step(state, BATCH)
     compare("params", again.params, state.params, coarsest=jnp.float16)
     assert float(again.loss_scale.scale) == float(state.loss_scale.scale)

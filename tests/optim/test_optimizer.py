@@ -10,7 +10,7 @@ import jaxpp
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.owners import plan_update
 from jaxpp.verify import compare
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 
 def matrices(params):

@@ -23,8 +23,8 @@ from jaxpp.runtime import not_public, send
 from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
-from tests.conftest import Case, gpt_case, mlp_case
 from tests.end_to_end import test_model_state as normed
+from tests.models import Case, gpt_case, mlp_case
 
 CASES = {"mlp": (mlp_case, 6), "gpt": (functools.partial(gpt_case, batch_size=8), 4)}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-min")

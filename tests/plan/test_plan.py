@@ -20,7 +20,7 @@ from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 SHORT = {"1f1b"}
 """The schedules of the short tier, where the others prove the same."""

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp.engine.agreed import Agreed
 from jaxpp.errors import ProcessError
 from jaxpp.runtime.not_public import shared_store
 from jaxpp.runtime.processes.channel import agreement
@@ -117,17 +116,3 @@ def test_flags_that_change_results_are_compared_and_folders_are_not(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
     assert flags_text() != before
     assert f"jax {jax.__version__}" in versions_text()
-
-
-def test_the_least_recently_used_shapes_are_forgotten_with_all_their_calls():
-    agreed, calls = Agreed(2), {name: lambda: None for name in ("a", "b", "c", "d")}
-    agreed.add(("update", None, "16"), calls["a"])
-    agreed.add(("update", None, "8"), calls["b"])
-    agreed.add(("grads", None, "16"), calls["c"])
-    assert agreed.get(("update", None, "16")) is calls["a"]
-    agreed.add(("update", None, "4"), calls["d"])
-    assert agreed.get(("update", None, "8")) is None
-    assert agreed.get(("update", None, "16")) is calls["a"]
-    assert agreed.get(("grads", None, "16")) is calls["c"]
-    agreed.forget()
-    assert agreed.get(("update", None, "4")) is None

@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 
 import jaxpp
 from jaxpp.errors import StateError
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
+from tests.models import PARAMS, X, loss_fn, pipeline
 
 ROOT = pathlib.Path(__file__).parents[2]
 ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))

@@ -20,7 +20,7 @@ from jaxpp.stages.fingerprint import fingerprint
 from jaxpp.stages.graph import trace
 from jaxpp.stages.program import Program, Ref, Role
 from models.resnet import ResNet
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 COMPILED: list[str] = []
 

@@ -38,7 +38,7 @@ from jaxpp.runtime import interrupts
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.verify import oracle
 from tests.docs.test_notebook import Notebook
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
+from tests.models import PARAMS, X, loss_fn, pipeline
 
 ROOT = pathlib.Path(__file__).parents[2]
 EAGER = jax.extend.core.find_top_trace(())

@@ -12,7 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import NonFiniteError
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
+from tests.models import PARAMS, X, loss_fn, pipeline
 
 
 class Block(nn.Module):

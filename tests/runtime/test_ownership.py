@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.compiled import Compiled
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import StateError
-from tests.end_to_end.test_bugs import PARAMS, X, loss_fn, pipeline
+from tests.models import PARAMS, X, loss_fn, pipeline
 
 
 def aligned(value):
@@ -58,7 +58,7 @@ def test_what_the_caller_overwrites_while_a_step_runs_is_not_seen():
 
     written.append({})
     pipe = pipeline(loss)
-    saved = [jaxpp.State(*jax.tree.map(aligned, jax.device_get(pipe.init(PARAMS, X)))) for _ in range(2)]
+    saved = [jax.tree.map(aligned, jax.device_get(pipe.init(PARAMS, X))) for _ in range(2)]
     wanted = jax.device_get(pipe.step(saved[0], X)[0].params)
     written.append(saved[1])
     chex.assert_trees_all_equal(jax.device_get(pipe.step(saved[1], X)[0].params), wanted)
@@ -127,8 +127,8 @@ def test_a_pipeline_keeps_one_state_alive_and_no_other(monkeypatch):
     old = weakref.ref(pipe.init(PARAMS, X).params["a"])
     gc.collect()
     assert old() is not None
-    seen, make = [], Compiled.first_leaves
-    monkeypatch.setattr(Compiled, "first_leaves", lambda *given: (seen.append(old() is None), make(*given))[1])
+    seen, make = [], Engine.make_opt_state
+    monkeypatch.setattr(Engine, "make_opt_state", lambda *given: (seen.append(old() is None), make(*given))[1])
     pipe.init(PARAMS, X)
     assert seen == [True]
 

@@ -20,7 +20,7 @@ RANKS, MICROBATCHES = (1, 2, 3, 4, 7), (1, 2, 3, 8, 21)
 
 
 @pytest.mark.parametrize(("p", "m"), [*itertools.product(RANKS, MICROBATCHES)])
-def test_c1_m_microbatches_take_m_plus_p_minus_1_forwards(p, m):
+def test_m_microbatches_take_m_plus_p_minus_1_forwards(p, m):
     schedule = forward(p, m)
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (p, p, m)
     result = simulate(schedule, forward=THIRD)
@@ -31,7 +31,7 @@ def test_c1_m_microbatches_take_m_plus_p_minus_1_forwards(p, m):
     assert [tuple(causes) for causes in result.causes] == [((p - 1) * THIRD, 0, 0, 0)] * p
 
 
-def test_c3_the_trace_of_two_stages_and_three_microbatches():
+def test_the_trace_of_two_stages_and_three_microbatches():
     at = defaultdict(set)
     for action, start in forward(2, 3).starts.items():
         at[start].add((action.microbatch, action.stage))
@@ -39,7 +39,7 @@ def test_c3_the_trace_of_two_stages_and_three_microbatches():
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_c1_a_stream_of_k_batches_fills_and_drains_once(p):
+def test_a_stream_of_k_batches_fills_and_drains_once(p):
     m, k = 4, 5
     stream, alone = simulate(forward(p, k * m)), simulate(forward(p, m))
     assert stream.makespan == k * alone.makespan - (k - 1) * (p - 1) == k * m + p - 1
@@ -52,7 +52,7 @@ def test_evaluation_runs_in_the_order_of_the_schedule(p, m):
 
 
 @pytest.mark.parametrize(("p", "g", "n"), [*itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 4, 5, 9), (1, 2, 5))])
-def test_c1_a_ring_takes_the_turns_of_its_groups_or_of_its_ranks_whichever_are_more(p, g, n):
+def test_a_ring_takes_the_turns_of_its_groups_or_of_its_ranks_whichever_are_more(p, g, n):
     schedule = ring(p, g, n)
     assert (schedule.num_ranks, schedule.num_microbatches, schedule.num_groups) == (p, n * g, g)
     result = simulate(schedule, forward=THIRD)

@@ -13,14 +13,14 @@ TIMES = st.integers(0, 20)
 
 
 @pytest.mark.parametrize(("load", "store", "slots"), [(99, 0, 2), (60, 40, 2), (1, 0, 2), (99, 99, 3)])
-def test_d11_loads_shorter_than_the_steps_cost_less_than_a_hundredth(load, store, slots):
+def test_loads_shorter_than_the_steps_cost_less_than_a_hundredth(load, store, slots):
     run = simulate_prefetch(1000, compute=100, load=load, store=store, slots=slots)
     assert run.busy == 100_000
     assert run.busy < run.makespan <= 1.01 * run.busy
     assert run.idle == load  # the first, which nothing hides
 
 
-def test_d11_loads_longer_than_the_steps_are_bounded_by_the_copy_engine():
+def test_loads_longer_than_the_steps_are_bounded_by_the_copy_engine():
     run = simulate_prefetch(1000, compute=100, load=150)
     assert run.makespan == 1000 * 150 + 100
     assert simulate_prefetch(1000, compute=100, load=150, store=20).makespan == 1000 * 150 + 100
@@ -29,7 +29,7 @@ def test_d11_loads_longer_than_the_steps_are_bounded_by_the_copy_engine():
     assert both[3] == 1000 * 150 + 100
 
 
-def test_d11_with_one_slot_a_step_is_load_and_compute_and_store():
+def test_with_one_slot_a_step_is_load_and_compute_and_store():
     assert simulate_prefetch(1000, compute=100, load=50, slots=1).makespan == 1000 * 150
     assert simulate_prefetch(1000, compute=100, load=50, store=30, slots=1).makespan == 1000 * 180 - 30
 

@@ -244,7 +244,7 @@ def test_all_violations_are_listed_and_a_long_list_is_cut():
         ),
     ],
 )
-def test_a14_rows_that_wait_for_one_another_are_refused_with_the_shortest_cycle_marked(cells, cycle):
+def test_rows_that_wait_for_one_another_are_refused_with_the_shortest_cycle_marked(cells, cycle):
     with pytest.raises(ScheduleError) as error:
         Schedule("mine", rows(*cells))
     text = str(error.value)

@@ -125,14 +125,14 @@ def test_the_bubbles_of_v_half_and_v_min_are_about_a_half_and_two_thirds_of_1f1b
     assert 1 / 2 <= (run("v-min", p, m).makespan - 3 * m) / plain <= fractions.Fraction(2, 3)
 
 
-def test_a4_naive_uses_a_quarter_of_four_ranks():
+def test_naive_uses_a_quarter_of_four_ranks():
     r = run("naive", 4, 1)
     assert r.utilisation == (0.25,) * 4
     assert r.bubble_fraction == 0.75
 
 
 @pytest.mark.parametrize("m", range(1, 9))
-def test_b8_microbatches_speed_a_pipeline_up_by_m_p_over_m_plus_p_minus_1(m):
+def test_microbatches_speed_a_pipeline_up_by_m_p_over_m_plus_p_minus_1(m):
     plain = run("naive", 4, m).makespan
     assert plain / run("gpipe", 4, m).makespan == fractions.Fraction(4 * m, m + 3)
 
@@ -142,7 +142,7 @@ def test_more_stages_a_rank_divide_the_bubble():
     assert bubbles == [9, 4.5, 3, 2.25]
 
 
-def test_a5_a_transfer_hidden_behind_compute_costs_less_than_one_that_is_not():
+def test_a_transfer_hidden_behind_compute_costs_less_than_one_that_is_not():
     schedule = make("1f1b", num_ranks=4, num_microbatches=8)
     free, hidden, open_ = (
         simulate(schedule, **costs).makespan for costs in ({}, {"transfer": 0.5}, {"transfer": 0.5, "overlap": False})
@@ -157,7 +157,7 @@ def test_a_transfer_delays_what_needs_it_by_its_own_time_and_nothing_on_one_rank
     assert turn.makespan == 8 + 2 + 4 * 0.25  # four F and I, the W of stage 2 before the I of stage 1, the last W, four transfers
 
 
-def test_c16_with_transfers_as_long_as_half_a_forward_there_is_a_best_number_of_ranks():
+def test_with_transfers_as_long_as_half_a_forward_there_is_a_best_number_of_ranks():
     def time(p):
         share = fractions.Fraction(1, p)
         costs = {"forward": share, "input_grad": share, "weight_grad": share, "transfer": 0 if p == 1 else 0.5}

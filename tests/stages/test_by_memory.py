@@ -27,7 +27,7 @@ from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.remat import Least, RematPolicy
 from models.resnet import ResNet
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-v")
 

@@ -33,8 +33,8 @@ from jaxpp.stages.remat import Least, RematPolicy, policies_of
 from jaxpp.stages.stacked import assembled
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
-from tests.conftest import gpt_case, mlp_case
-from tests.end_to_end.test_zoo import CASES
+from tests.models import ZOO as CASES
+from tests.models import gpt_case, mlp_case
 from tests.random_models import LAYERS, from_host, half, random_model
 from tests.stages.test_stage import matmul_flops
 

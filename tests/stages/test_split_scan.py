@@ -151,7 +151,7 @@ def test_slices_of_unequal_length_are_put_together_and_restored_elsewhere():
     assert isinstance(fresh.params["w"], jax.Array)
     state, _ = pipe.step(state, BATCH)
     saved = jaxpp.State(state.params, jax.device_get(state.opt_state))
-    for restored in (saved, jaxpp.State(*state)):  # whole, and as it is held
+    for restored in (saved, state):  # whole, and as it is held
         here, _ = pipe.step(jax.tree.map(jnp.array, restored), BATCH)
         there, _ = other.step(jaxpp.State(restored.params, restored.opt_state), BATCH)
         compare("params", there.params, here.params)

@@ -24,7 +24,7 @@ from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
 from models.mlp import MLP
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 
 def shapes(tree, size=None):

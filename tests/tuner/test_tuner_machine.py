@@ -20,7 +20,7 @@ from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
 from jaxpp.tuner.knobs import Candidate, Family
 from jaxpp.tuner.machine import Devices, _Pace, fitted, one_at_a_time, plain_schedule
-from tests.conftest import gpt_case, mlp_case
+from tests.models import gpt_case, mlp_case
 
 CASE = mlp_case(batch_size=12, width=8, depth=7)
 ADAM = optax.adam(1e-2)

@@ -36,8 +36,7 @@ from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
 from jaxpp.stages.remat import offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Device, Key
 
 __all__ = [

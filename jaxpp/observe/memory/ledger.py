@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jaxpp.engine.engine import Engine, Purpose
-from jaxpp.engine.outcome import Lowered
+from jaxpp.engine.outcome import LoweredStep
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.plan import Instruction, Plan
@@ -25,8 +25,7 @@ from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 __all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
@@ -162,7 +161,7 @@ def sample_step(
     return Ledger(liveness, tuple(sampler.samples), stats), outcome.state
 
 
-def homes_of(lowered: Lowered, batch: Batch, key: Key | None) -> dict[Name, Device]:
+def homes_of(lowered: LoweredStep, batch: Batch, key: Key | None) -> dict[Name, Device]:
     """The devices of the caller's batch leaves and key, of each that is on one device."""
     names = [name for name in lowered.inputs if name.stage == CALLER]
     given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
@@ -173,7 +172,7 @@ def homes_of(lowered: Lowered, batch: Batch, key: Key | None) -> dict[Name, Devi
 class _Sampler:
     """Follows which slot holds which value, and looks at each device when it holds most."""
 
-    def __init__(self, plan: Plan, lowered: Lowered, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
+    def __init__(self, plan: Plan, lowered: LoweredStep, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
         self.samples: list[Sample] = []
         self._lines, self._liveness, self._foreign = liveness.lines, liveness, foreign
         self._peaks = {device: liveness.peak(device) for device in liveness.devices}

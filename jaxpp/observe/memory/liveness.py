@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Lowered, Purpose
+from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
@@ -172,7 +172,7 @@ class Liveness:
 
 
 def step_liveness(
-    engine: Engine, lowered: Lowered, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
+    engine: Engine, lowered: LoweredStep, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
@@ -325,7 +325,7 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
     return tuple(0 if line.placed is None else sizes[id(line.program)] for line in bound.lines)
 
 
-def _argument_bytes(engine: Engine, lowered: Lowered) -> dict[Name, int]:
+def _argument_bytes(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
     job, placed = lowered.step, engine.placed
     key = [] if job.key is None else [job.key]

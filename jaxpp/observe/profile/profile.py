@@ -27,8 +27,7 @@ from jaxpp.schedule.draw.pebbles import pebble_pair
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied, Timeline
 from jaxpp.schedule.offload import Offloaded
-from jaxpp.tables.html import html_remarks, html_table
-from jaxpp.tables.text import fold_lines, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Device
 
 __all__ = ["Causes", "Clock", "ForwardCauses", "Profile", "RingCauses", "RingPass"]

@@ -15,7 +15,7 @@ from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.canvas import CSS_DPI, Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import Copied, Timeline, timeline
-from jaxpp.tables.text import fold_lines, terminal_columns
+from jaxpp.tables import fold_lines, terminal_columns
 
 __all__ = ["Drawing", "Drawn", "figure_html"]
 

@@ -1,1 +1,0 @@
-"""Tables as text that fits the terminal, and as HTML for notebooks and pages."""
