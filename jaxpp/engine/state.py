@@ -122,7 +122,9 @@ def _to_state_dict(state: State) -> dict[str, Tree]:
 
 def _from_state_dict(state: State, parts: dict[str, Tree]) -> State:
     """Parts that were read, as a state like the one given."""
-    return State(**{name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()})
+    return state.replace(
+        **{name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
+    )
 
 
 serialization.register_serialization_state(State, _to_state_dict, _from_state_dict)
