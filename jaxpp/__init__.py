@@ -1,21 +1,29 @@
-"""Pipeline parallelism for any JAX/Flax model, from one Python process."""
+"""Pipeline parallelism for any JAX/Flax model, from one Python process.
 
-from jaxpp import errors, observe, schedule
-from jaxpp.engine.state import Metrics, State
-from jaxpp.errors import JaxppError
-from jaxpp.forward.forward import Forward
-from jaxpp.forward.generate import Generation
-from jaxpp.forward.prompts import Token
-from jaxpp.forward.sampling import Sampling
-from jaxpp.forward.stream import Stream
-from jaxpp.grad import value_and_grad
-from jaxpp.observe.dead_stages import DeadStageWarning
-from jaxpp.pipeline import Pipeline
-from jaxpp.runtime.processes.trees import array_handler, gather
-from jaxpp.stages.cuts.balance import UnevenStagesWarning
-from jaxpp.stages.remat import Offload
-from jaxpp.tasks.bank import Bank
-from jaxpp.tuning import Tuning, tune
+Each name is imported when it is first used, so ``import jaxpp`` takes no time and ``jaxpp.schedule`` loads no JAX.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the same to Python
+    from jaxpp import errors, observe, schedule
+    from jaxpp.engine.state import Metrics, State
+    from jaxpp.errors import JaxppError
+    from jaxpp.forward.forward import Forward
+    from jaxpp.forward.generate import Generation
+    from jaxpp.forward.prompts import Token
+    from jaxpp.forward.sampling import Sampling
+    from jaxpp.forward.stream import Stream
+    from jaxpp.grad import value_and_grad
+    from jaxpp.observe.dead_stages import DeadStageWarning
+    from jaxpp.pipeline import Pipeline
+    from jaxpp.runtime.processes.trees import array_handler, gather
+    from jaxpp.stages.cuts.balance import UnevenStagesWarning
+    from jaxpp.stages.remat import Offload
+    from jaxpp.tasks.bank import Bank
+    from jaxpp.tuning import Tuning, tune
 
 __all__ = [
     "Bank",
@@ -42,3 +50,38 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Bank": "tasks.bank",
+    "DeadStageWarning": "observe.dead_stages",
+    "Forward": "forward.forward",
+    "Generation": "forward.generate",
+    "JaxppError": "errors",
+    "Metrics": "engine.state",
+    "Offload": "stages.remat",
+    "Pipeline": "pipeline",
+    "Sampling": "forward.sampling",
+    "State": "engine.state",
+    "Stream": "forward.stream",
+    "Token": "forward.prompts",
+    "Tuning": "tuning",
+    "UnevenStagesWarning": "stages.cuts.balance",
+    "array_handler": "runtime.processes.trees",
+    "gather": "runtime.processes.trees",
+    "tune": "tuning",
+    "value_and_grad": "grad",
+}
+"""The module below ``jaxpp`` that defines each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    globals()[name] = value = getattr(home, name) if name in _HOMES else home
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

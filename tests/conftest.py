@@ -46,7 +46,7 @@ SHAPED = (
 """Where annotations with shapes are checked at every call."""
 
 with install_import_hook(SHAPED, "beartype.beartype"):
-    import jaxpp  # noqa: F401  (so that its modules are imported while they are checked)
+    import jaxpp.tuning  # noqa: F401  (all modules, imported while they are checked)
     from tests.models import gpt_case, mlp_case
 
 

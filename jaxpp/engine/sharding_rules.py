@@ -6,9 +6,7 @@ The compiler divides the work as the parameters are sharded; two layers sharded 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 
-import flax.linen as nn
 import jax
-from flax.linen import spmd
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
@@ -102,9 +100,11 @@ def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tupl
 
 def _annotated(params: Params, rules: Tree) -> list[PartitionSpec]:
     """By the axis names that Flax's modules were given."""
+    from flax import linen as nn  # noqa: PLC0415  (takes long, and few need it)
+
     specs = nn.get_partition_spec(params)
     if rules is not None:
-        specs = spmd.logical_to_mesh(specs, list(rules))
+        specs = nn.logical_to_mesh(specs, list(rules))
     return jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 

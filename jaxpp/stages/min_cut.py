@@ -9,8 +9,6 @@ import math
 from collections.abc import Hashable
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 __all__ = ["SINK", "SOURCE", "Network"]
 
@@ -35,6 +33,8 @@ class Network:
         """The nodes on the sink's side of a cheapest cut: if several cuts are cheapest, of the cut with the fewest such nodes."""
         if not self._prices:
             return {SINK}
+        from scipy.sparse import csgraph, csr_array  # noqa: PLC0415  (takes a quarter of a second)
+
         ends = np.array(list(self._prices), dtype=np.int32)
         prices = np.array(list(self._prices.values()))
         finite = np.isfinite(prices)
@@ -42,8 +42,8 @@ class Network:
         whole = np.where(finite, np.ceil(np.where(finite, prices, 0.0) * scale), 2 * _FINITE).astype(np.int32)
         size = len(self._numbers)
         capacity = csr_array((whole, (ends[:, 0], ends[:, 1])), shape=(size, size))
-        left = capacity - maximum_flow(capacity, 0, 1).flow
+        left = capacity - csgraph.maximum_flow(capacity, 0, 1).flow
         left.data = np.maximum(left.data, 0)
         left.eliminate_zeros()
-        reaching = set(breadth_first_order(csr_array(left.T), 1, return_predecessors=False).tolist())
+        reaching = set(csgraph.breadth_first_order(csr_array(left.T), 1, return_predecessors=False).tolist())
         return {node for node, number in self._numbers.items() if number in reaching}
