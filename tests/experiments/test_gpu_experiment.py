@@ -158,11 +158,11 @@ def test_the_distance_of_gradients_is_relative_to_their_size_or_a_part_of_the_la
 def test_whether_a_send_is_direct_is_seen_from_what_it_calls(monkeypatch):
     first, second = jax.devices()[:2]
     value = jax.device_put(np.ones(4, "f"), first)
-    monkeypatch.setattr("experiments.gpu.send.sender", lambda device: lambda x: (jax.device_put(x, device),))
-    assert not is_direct(second, value)
-    monkeypatch.setattr("experiments.gpu.send.sender", lambda device: lambda x: (x,))
-    assert is_direct(second, value)
     assert Send(second).bind()(value)[0].devices() == {second}
+    monkeypatch.setattr(Send, "bind", lambda send: lambda x: (jax.device_put(x, send.target),))
+    assert not is_direct(second, value)
+    monkeypatch.setattr(Send, "bind", lambda _: lambda x: (x,))
+    assert is_direct(second, value)
 
 
 def test_a_bar_in_a_cell_does_not_end_it():

@@ -475,7 +475,7 @@ def ctrl_c_after():
 def everything(pipe, bank):
     """What the steps have made, on the host."""
     sets = {} if bank is None else {task: (bank.params(task), bank.opt_state(task)) for task in bank.tasks}
-    return jax.tree.map(np.array, (tuple(pipe.state), sets))
+    return jax.tree.map(np.array, (pipe.state, sets))
 
 
 def plain(run, batches):
@@ -858,7 +858,7 @@ del params
 state = pipe.init(first, batches[0])
 for number in range(300):
     state, metrics = pipe.step(state, batches[number % 8], jax.random.fold_in(jax.random.key(0), number))
-wanted = jax.tree.map(np.asarray, tuple(state))
+wanted = jax.tree.map(np.asarray, state)
 state = pipe.init(first, batches[0])
 alone = large()
 """
@@ -919,7 +919,7 @@ print(state.step == number + 1 == int(optax.tree.get(state.opt_state, "count")),
 """
 LEFT = "print(pipe.state.step < 300)"
 CHECK = """
-jax.tree.map(np.testing.assert_array_equal, tuple(pipe.state), wanted)
+jax.tree.map(np.testing.assert_array_equal, pipe.state, wanted)
 state = pipe.init(first, batches[0])
 print("the same bits")
 """
