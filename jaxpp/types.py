@@ -9,27 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Sharding
 
-__all__ = [
-    "Activation",
-    "Array",
-    "Aval",
-    "Batch",
-    "Cotangent",
-    "DType",
-    "Device",
-    "ForwardFn",
-    "Grads",
-    "Home",
-    "Key",
-    "Leaf",
-    "LossFn",
-    "Params",
-    "Policy",
-    "ReduceAux",
-    "TaskNames",
-    "Tree",
-]
-
 
 @runtime_checkable
 class Aval(Protocol):
@@ -38,12 +17,10 @@ class Aval(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each axis."""
-        ...
 
     @property
     def dtype(self) -> Any:
         """The type of the elements."""
-        ...
 
 
 Array = jax.Array

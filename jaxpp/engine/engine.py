@@ -43,8 +43,6 @@ from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slicing, is_slices
 from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
-__all__ = ["Engine", "open_engine"]
-
 _T = TypeVar("_T")
 
 
@@ -58,18 +56,14 @@ class _AtShape:
 
 @dataclass(eq=False)
 class Engine:
-    """Runs the steps of one pipeline; without an optimizer, for gradients only.
-
-    Attributes:
-        opened_at: the shapes of the batch and the key of which the layout was made.
-    """
+    """Runs the steps of one pipeline; without an optimizer, for gradients only."""
 
     options: Options
     optimizer: optax.GradientTransformation | None
     placed: Placed
     preparer: Preparer
     programs: Programs
-    opened_at: Hashable
+    opened_at: Hashable  # the shapes of the batch and the key of which the layout was made
 
     def __post_init__(self):
         self._limit = limit_of(self.placement)
@@ -78,7 +72,7 @@ class Engine:
         self._agreed = LRU[dict[Hashable, Callable[[], None]]](self.options.max_shapes)
 
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
-        """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device.
+        """The same cuts in another order, with the programs already compiled where a stage keeps its device.
 
         ``offload`` is that of its options; unless given, what leaves for host memory is decided as here.
         """
@@ -142,11 +136,7 @@ class Engine:
         return (sliced, *state) if self.options.has_state else sliced
 
     def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:
-        """The loss cut at the shapes of a microbatch.
-
-        Raises:
-            ArgumentError: no key for a loss that needs one, or a key for a loss that takes none.
-        """
+        """The loss cut at the shapes of a microbatch; a key that is missing, or not taken, is refused."""
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
         return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=self.options.is_loss)
 
@@ -189,10 +179,19 @@ class Engine:
     ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
         shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
-        name, kept = (purpose, donate, watched, flags()), self._shapes.get(shape)
+        name, kept = (purpose, donate, watched, flags()), self._shapes.find(shape)
         if kept is None or name not in kept.plans:
-            options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
-            made = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)
+
+            def make() -> tuple[Plan, LoweredStep]:
+                lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
+                what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
+                checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
+                options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
+                names = lowered.inputs, lowered.outputs
+                plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
+                return plan, dataclasses.replace(lowered, bound=bound)
+
+            made = despite_ctrl_c(make)
             kept = self._keep(shape, lambda kept: kept.plans.update({name: made}))
         return kept.plans[name]
 
@@ -202,7 +201,7 @@ class Engine:
         """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
         given = {"loss_fn": loss_fn, "donate": donate}
         what, shape = (purpose, donate, watched), (loss_fn, _shapes(batch, key))
-        calls = self._agreed.get(shape) or {}
+        calls = self._agreed.find(shape) or {}
         if again := calls.get(what):
             return *self.plan(purpose, batch, key, **given, watched=watched), again
         with agreement(call_of(purpose, is_loss=self.options.is_loss), self.options.devices) as agree:
@@ -213,17 +212,6 @@ class Engine:
         self._agreed.put(shape, calls | {what: agree.again})
         return *found, agree.again
 
-    def _make_plan(
-        self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
-    ) -> tuple[Plan, LoweredStep]:
-        lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
-        what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
-        checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
-        options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
-        names = lowered.inputs, lowered.outputs
-        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
-        return plan, dataclasses.replace(lowered, bound=bound)
-
     @property
     def kept(self) -> tuple[tuple[Plan, LoweredStep], ...]:
         """The plans that are kept, and what they were made of."""
@@ -231,7 +219,7 @@ class Engine:
 
     def _keep(self, shape: Hashable, change: Callable[[_AtShape], object]) -> _AtShape:
         """Keep something for a shape; the least recently used shape may be forgotten for it, with the cuts that no other uses."""
-        kept = self._shapes.get(shape) or _AtShape()
+        kept = self._shapes.find(shape) or _AtShape()
         change(kept)
         if self._shapes.put(shape, kept):
             used = {id(cut) for at in self._shapes.values() for step, _ in at.steps.values() for cut in step.cuts}
@@ -245,7 +233,7 @@ class Engine:
         check_key(key)
         train = purpose != "forward"
         shape = loss_fn, _shapes(batch, key)
-        kept = self._shapes.get(shape)
+        kept = self._shapes.find(shape)
         if kept is None or train not in kept.steps:
             schedule = self.options.schedule
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
@@ -326,7 +314,6 @@ class Engine:
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None
     ) -> list[Leaf]:
-        """What a plan is run on."""
         step, keys = lowered.step, [] if key is None else [raw_key(unaliased(key))]
         given = batch_leaves(batch)
         check_leaves(lowered, batch, given)
@@ -352,9 +339,6 @@ def open_engine(
     ``variables`` are the parameters, and after them the model state if the loss has any; arrays or shapes, like the batch.
     ``known`` is an engine of the same options: it is returned if it is for these shapes, and lends its programs otherwise; it stays
     as it is, should anything be refused. The loss is cut at the same places as in the layout ``like``.
-
-    Raises:
-        JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
     """
     shapes = _shapes(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:

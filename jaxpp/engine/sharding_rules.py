@@ -19,8 +19,6 @@ from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
 from jaxpp.types import Aval, Params, Tree
 
-__all__ = ["RULES", "opt_specs_of", "specs_of"]
-
 _WHOLE = PartitionSpec()
 
 
@@ -46,18 +44,11 @@ and the parts are summed. ``"embedding"`` divides ``[vocabulary, width]`` by wor
 
 
 def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
-    """How each parameter leaf is sharded.
+    """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
 
-    Args:
-        shardings: a dictionary from paths or patterns of paths to rules or ``PartitionSpec``s; a tree of these like the parameters;
-            Flax's logical axis rules (pairs) for parameters that carry such names; or None, for parameters with axis names of the
-            mesh, or with none.
-        params: tree of parameter shapes.
-        num_shards: devices along ``model``.
-
-    Raises:
-        ArgumentError: a pattern that no parameter matches, a rule that is none, an axis that is not ``model``, or one that does not
-            divide the parameter's.
+    ``shardings`` is a dictionary from paths or patterns of paths to rules or ``PartitionSpec``s; a tree of these like the
+    parameters; Flax's logical axis rules (pairs) for parameters that carry such names; or None, for parameters with axis names of
+    the mesh, or with none.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if shardings is None and num_shards == 1:

@@ -18,8 +18,6 @@ from jaxpp.stages.loss.traced_loss import TracedLoss, path_name, trace_loss
 from jaxpp.stages.stacked import concatenated, joined
 from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
 
-__all__ = ["Tracing", "avals_of", "check_key", "raw_key", "same_shapes"]
-
 
 def avals_of(tree: Tree) -> Tree:
     """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
@@ -39,11 +37,7 @@ def _canonical(dtype: DType) -> DType:
 
 
 def check_key(key: object) -> None:
-    """Refuse what is no PRNG key.
-
-    Raises:
-        ArgumentError: a key that is not an array.
-    """
+    """Refuse what is no PRNG key."""
     if key is not None and not hasattr(key, "dtype"):
         got = f"{type(key).__name__} {key!r}"
         raise ArgumentError("key", "a key is an array made by jax.random.key", got, "pass jax.random.key(seed)")
@@ -81,11 +75,7 @@ class Tracing:
         return (jax.random.key(0) if key is None else key) if self.takes_key(variables, batch) else None
 
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
-        """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it.
-
-        Raises:
-            ArgumentError: as said.
-        """
+        """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it."""
         found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
         if key is not None and found.sure and found.name is None:
             rule, fix = f"a key is for a {noun} that takes one", f"leave it out, or give the {noun} one more parameter"
