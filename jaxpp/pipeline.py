@@ -36,25 +36,19 @@ from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
-from jaxpp.verify import check_comparable, verify_step
+from jaxpp.verify import verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
 _NOT_OPTIONS = frozenset({"self", "cls", "__class__", "loss_fn", "optimizer", "bank", "stages", "loss"})
-"""Arguments that ``Options`` has nothing to do with."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup(Setup):
-    """What the first shapes decide of a pipeline.
+    """What the first shapes decide of a pipeline."""
 
-    Attributes:
-        runner: runs steps on the engine, with the sets of a bank or without.
-        detector: looks for stages that learn nothing.
-    """
-
-    runner: Runner
-    detector: Detector
+    runner: Runner  # runs steps on the engine, with the sets of a bank or without
+    detector: Detector  # looks for stages that learn nothing
 
 
 @entries
@@ -200,17 +194,9 @@ class Pipeline(Forward):
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
-        Args:
-            stages: one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ.
-            loss: ``loss(output, targets) -> scalar``; runs on the last stage.
-            optimizer: any optax transformation.
-            num_microbatches: as for ``Pipeline``.
-            schedule: as for ``Pipeline``.
-            weight: as for ``Pipeline``.
-            devices: as for ``Pipeline``.
-            remat: as for ``Pipeline``.
-            shared: as for ``Pipeline``; the inputs are called ``"0"``, the targets ``"1"``.
-            hbm: as for ``Pipeline``.
+        ``stages`` has one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ. ``loss(output, targets)``
+        runs on the last stage. The other arguments are as for ``Pipeline``; ``shared``
+        calls the inputs ``"0"`` and the targets ``"1"``.
 
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.
@@ -223,7 +209,12 @@ class Pipeline(Forward):
         return pipe
 
     def __repr__(self) -> str:
-        return super().__repr__() + f"\n  state: {_in_words(self._kept)}" * (self._setup is not None)
+        if self._setup is None:
+            return super().__repr__()
+        state = "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
+        if self._kept is not None:
+            state = f"after {self._kept.step} step{'s' if self._kept.step != 1 else ''}; print(pipe.state)"
+        return f"{super().__repr__()}\n  state: {state}"
 
     def _described(self) -> list[str]:
         what = "stages by hand" if self._stages else getattr(self._options.loss_fn, "__name__", "a loss")
@@ -352,9 +343,8 @@ class Pipeline(Forward):
             try:
                 outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
-                if any(
-                    getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)
-                ):  # not the copies of one elsewhere
+                # Asked of the state, not of what was made of it: copies, if it lives elsewhere.
+                if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)):
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
                 elif not isinstance(error, Exception) and not hold.begun:
                     error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
@@ -404,7 +394,9 @@ class Pipeline(Forward):
         Raises:
             VerifyError: naming the first leaf that differs, with both values; or what is NaN in both.
         """
-        check_comparable(self._options)
+        if boundaries := sorted(self._options.cut_gradient):
+            rule = "verify compares with the plain step, whose gradient crosses every boundary"
+            raise ArgumentError("pipe.verify", rule, f"cut_gradient={boundaries}", "make a pipeline without cut_gradient")
         with self._whole("verify", state, batch, key, task) as (engine, leaves):
             verify_step(engine, leaves, batch, key)
 
@@ -413,10 +405,7 @@ class Pipeline(Forward):
 
         What stages send to one another is not included. The step is compiled, if it is not yet, and not run.
 
-        Args:
-            batch: as for ``step``, or its shapes.
-            key: as for ``step``, or its shape.
-            task: as for ``step``.
+        ``batch``, ``key`` and ``task`` are as for ``step``; shapes will do.
 
         Returns:
             the collectives, their axes and bytes; and which share of all parameters, including the sets of all tasks, was reduced
@@ -457,9 +446,6 @@ class Pipeline(Forward):
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.
-
-        Args:
-            task: as for ``step``.
 
         Raises:
             BankError: there is no such set, or no slot for it (``Bank(slots=1)``).
@@ -539,9 +525,3 @@ class Pipeline(Forward):
             raise ArgumentError("pipe.profile", rule, f"num_batches={num_batches!r} without fn", fix)
         with self._whole("profile", state_or_params, batch, key, task) as (engine, leaves):
             yield Steps(engine, leaves, batch, key)
-
-
-def _in_words(state: State | None) -> str:
-    if state is None:
-        return "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
-    return f"after {state.step} step{'s' if state.step != 1 else ''}; print(pipe.state)"

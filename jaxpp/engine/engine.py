@@ -181,17 +181,8 @@ class Engine:
         shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
         name, kept = (purpose, donate, watched, flags()), self._shapes.find(shape)
         if kept is None or name not in kept.plans:
-
-            def make() -> tuple[Plan, LoweredStep]:
-                lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
-                what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
-                checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
-                options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
-                names = lowered.inputs, lowered.outputs
-                plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
-                return plan, dataclasses.replace(lowered, bound=bound)
-
-            made = despite_ctrl_c(make)
+            options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
+            made = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)  # no closure: hidden frames would keep the batch
             kept = self._keep(shape, lambda kept: kept.plans.update({name: made}))
         return kept.plans[name]
 
@@ -211,6 +202,17 @@ class Engine:
             found = self.plan(purpose, batch, key, **given, watched=watched)
         self._agreed.put(shape, calls | {what: agree.again})
         return *found, agree.again
+
+    def _make_plan(
+        self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
+    ) -> tuple[Plan, LoweredStep]:
+        lowered = self.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
+        what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
+        checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
+        options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
+        names = lowered.inputs, lowered.outputs
+        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
+        return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
     def kept(self) -> tuple[tuple[Plan, LoweredStep], ...]:

@@ -26,8 +26,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxpp.errors import JaxppError
 
-__all__ = ["current_trace", "entries", "entry", "fold", "is_ctrl_c", "leave", "managed"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
