@@ -53,8 +53,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         ``jaxpp.gather(grads)`` brings all of them to every process.
 
     Raises:
-        JaxppError: a ``ValueError`` for every option or input that cannot be run. Tracebacks end at the caller's own line;
-            ``jax.config.update("jax_traceback_filtering", "off")`` shows every frame.
+        JaxppError: a ``ValueError``, for every option or input that cannot be run.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp

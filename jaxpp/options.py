@@ -179,7 +179,6 @@ def _listed(given: object) -> tuple[object, ...]:
 
 
 def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
-    """The names at which stages begin."""
     if cuts is None:
         return None
     names = _listed(cuts)
@@ -194,7 +193,6 @@ def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
 
 
 def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule of this name, or the given schedule if it has these sizes."""
     made = schedule
     if not isinstance(made, Schedule):
         made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)

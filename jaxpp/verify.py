@@ -6,6 +6,7 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,9 @@ from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stacked import assembled
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
-GRAD_FLOOR = 0.01
-"""A gradient smaller than this part of the largest one is compared as if it had that size."""
-_NOISE = 8
-"""How many times what a change of the parameters' last digits does to a gradient is still rounding."""
-COARSE_FLOOR = 0.1
-"""The same for losses that compute with fewer digits than float32's: their noise is larger beside what is allowed."""
+GRAD_FLOOR = 0.01  # a gradient smaller than this part of the largest one is compared as if it had that size
+COARSE_FLOOR = 0.1  # the same for losses with fewer digits than float32's: their noise is larger beside what is allowed
+_NOISE = 8  # how many times what a change of the parameters' last digits does to a gradient is still rounding
 
 
 def oracle(  # noqa: PLR0913  (what the user has decided)
@@ -231,7 +229,6 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
 
 
 def _check_numbers(found: Mapping[str, Tree]) -> None:
-    """Refuse NaN on both sides."""
     got = []
     for name, tree in found.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -244,22 +241,20 @@ def _check_numbers(found: Mapping[str, Tree]) -> None:
         raise VerifyError("verify", rule, got, f"verify with a batch and a state whose loss is a number; {debug}")
 
 
-def _parts(pair: Tree) -> tuple[list[Tree], Callable[[Tree, Tree], Tree]]:
-    """The two parts of a ``Joint`` or of another pair, and what makes such a pair of two parts."""
-    parts, tree = jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
-    return parts, lambda *parts: tree.unflatten(parts)
+def _parts(pair: Tree) -> tuple[list[Tree], Any]:
+    """The two parts of a ``Joint`` or of another pair, and its structure."""
+    return jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
 
 
 def _apart(params: Params, engine: Engine) -> list[Params]:
     """The parameters (or optimizer states) of each replica, from a pair whose second part has a row for each replica."""
     (shared, own), pair = _parts(params)
-    return [pair(shared, jax.tree.map(lambda leaf, r=r: leaf[r], own)) for r in range(engine.placement.num_replicas)]
+    return [pair.unflatten([shared, jax.tree.map(lambda leaf, r=r: leaf[r], own)]) for r in range(engine.placement.num_replicas)]
 
 
 def _together(pairs: Sequence[Params]) -> Params:
-    """The inverse of ``_apart``."""
     (shared, _), pair = _parts(pairs[0])
-    return pair(shared, jax.tree.map(lambda *rows: jnp.stack(rows), *(_parts(each)[0][1] for each in pairs)))
+    return pair.unflatten([shared, jax.tree.map(lambda *rows: jnp.stack(rows), *(_parts(each)[0][1] for each in pairs))])
 
 
 def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], stepped: Leaves[Array]) -> None:

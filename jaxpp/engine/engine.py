@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import optax
@@ -17,7 +17,7 @@ from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
-from jaxpp.engine.tracing import check_key, raw_key, same_shapes
+from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
@@ -178,7 +178,7 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
+        shape, watched = (loss_fn, shapes_key(batch, key)), watched or self._limit is not None
         name, kept = (purpose, donate, watched, flags()), self._shapes.find(shape)
         if kept is None or name not in kept.plans:
             options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
@@ -191,7 +191,7 @@ class Engine:
     ) -> tuple[Plan, LoweredStep, Callable[[], None]]:
         """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
         given = {"loss_fn": loss_fn, "donate": donate}
-        what, shape = (purpose, donate, watched), (loss_fn, _shapes(batch, key))
+        what, shape = (purpose, donate, watched), (loss_fn, shapes_key(batch, key))
         calls = self._agreed.find(shape) or {}
         if again := calls.get(what):
             return *self.plan(purpose, batch, key, **given, watched=watched), again
@@ -234,7 +234,7 @@ class Engine:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
-        shape = loss_fn, _shapes(batch, key)
+        shape = loss_fn, shapes_key(batch, key)
         kept = self._shapes.find(shape)
         if kept is None or train not in kept.steps:
             schedule = self.options.schedule
@@ -342,7 +342,7 @@ def open_engine(
     ``known`` is an engine of the same options: it is returned if it is for these shapes, and lends its programs otherwise; it stays
     as it is, should anything be refused. The loss is cut at the same places as in the layout ``like``.
     """
-    shapes = _shapes(batch, key)
+    shapes = shapes_key(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
         return known
     programs = Programs() if known is None else known.programs
@@ -358,19 +358,3 @@ def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
         return leaves
     read = leaves._replace(opt=(), own_opt=())
     return read if purpose == "grads" else read._replace(loss_scale=())
-
-
-def _shapes(batch: Batch, key: object) -> Hashable:
-    """What a step is lowered for."""
-    leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple(map(_shape, leaves)), None if key is None else _shape(key)
-
-
-def _shape(leaf: Any) -> Hashable:
-    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
-    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-        return None
-    aval = batch_avals(leaf)
-    return aval.shape, aval.dtype, aval.weak_type

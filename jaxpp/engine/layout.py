@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.optim.owners import plan_update, state_bytes, unread_gradients
 from jaxpp.optim.rowwise import slicing_for
 from jaxpp.optim.update import Update, opt_name
@@ -137,8 +137,6 @@ def lay_out(
 
 @dataclass(frozen=True)
 class _Layouts:
-    """The layouts of a loss at the shapes of its first microbatch."""
-
     options: Options
     optimizer: optax.GradientTransformation | None
     given: tuple[Tree, ...]
@@ -326,7 +324,7 @@ class Preparer:
         self.groups = ReplicaGroups()
         self.tracing = Tracing(options, layout.frozen)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
-        self._cuts.put(_cache_key(options.loss_fn, microbatch, key, options.is_loss), first)
+        self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
 
     def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
@@ -337,7 +335,7 @@ class Preparer:
 
     def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
         """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
-        name = _cache_key(loss_fn, microbatch, key, train)
+        name = loss_fn, shapes_key(microbatch, key), train
         return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train))
 
     def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
@@ -391,9 +389,3 @@ class Preparer:
             known=self._known_programs,
             weights=weights,
         )
-
-
-def _cache_key(loss_fn: LossFn, microbatch: Batch, key: Key | None, train: bool) -> Hashable:
-    leaves, tree = jax.tree.flatten(microbatch)
-    kind = None if key is None else (key.shape, key.dtype)
-    return loss_fn, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves), kind, train

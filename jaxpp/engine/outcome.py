@@ -22,8 +22,7 @@ from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Leaf
 
 Purpose = Literal["update", "grads", "forward"]
-Purpose = Literal["update", "grads", "forward"]
-"""What is run: a training step, its gradients alone, or forwards."""
+Purpose = Literal["update", "grads", "forward"]  # what is run: a training step, its gradients alone, or forwards
 
 _T = TypeVar("_T")
 

@@ -55,10 +55,11 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
         return ()
     if isinstance(shardings, Mapping) and all(isinstance(value, (str, PartitionSpec)) for value in shardings.values()):
         specs = _matched(shardings, leaves)
-    elif shardings is None or _are_pairs(shardings):
-        specs = _annotated(params, shardings)
     else:
-        specs = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        pairs = isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in shardings)
+        named = nn.get_partition_spec(params) if pairs or shardings is None else shardings
+        found = spmd.logical_to_mesh(named, list(shardings)) if pairs else named
+        specs = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
             rule = "a tree of shardings has one PartitionSpec for each parameter"
             got = f"{len(specs)} leaves for {len(leaves)} parameters"
@@ -66,10 +67,6 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
             raise ArgumentError("shardings", rule, got, fix)
     _check(specs, leaves, num_shards)
     return tuple(specs)
-
-
-def _are_pairs(shardings: object) -> bool:
-    return isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in shardings)
 
 
 def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]]) -> list[PartitionSpec]:
@@ -89,14 +86,6 @@ def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tupl
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
         raise ArgumentError("shardings", rule, got, fix, picture)
     return specs
-
-
-def _annotated(params: Params, rules: Tree) -> list[PartitionSpec]:
-    """By the axis names that Flax's modules were given."""
-    specs = nn.get_partition_spec(params)
-    if rules is not None:
-        specs = spmd.logical_to_mesh(specs, list(rules))
-    return jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
 def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]], num_shards: int) -> None:

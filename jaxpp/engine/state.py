@@ -111,16 +111,14 @@ class State:
         return html_remarks([_title(self)]) + html_table(_cells(self))
 
 
-def _to_state_dict(state: State) -> dict[str, Tree]:
-    return {field.name: serialization.to_state_dict(getattr(state, field.name)) for field in fields(state)}
-
-
 def _from_state_dict(state: State, parts: dict[str, Tree]) -> State:
     read = {name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
     return state.replace(**read)
 
 
-serialization.register_serialization_state(State, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(
+    State, lambda state: {name: serialization.to_state_dict(getattr(state, name)) for name in vars(state)}, _from_state_dict
+)
 
 
 @jax.tree_util.register_dataclass
@@ -211,7 +209,6 @@ def _title(state: State) -> str:
 
 
 def _num_gone(leaves: Sequence[Leaf]) -> int:
-    """How many of them were consumed."""
     return sum(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves)
 
 
@@ -465,7 +462,6 @@ def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
 
 
 def _named(node: Tree) -> str:
-    """What a node of a tree is."""
     if hasattr(node, "dtype"):
         return describe(node)
     return "none" if node is None else f"a {type(node).__name__} of {len(_opened(node)[0])}"

@@ -1,6 +1,6 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loss.aux import Reducer, reducers_of
-from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
+from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name, trace_loss
 from jaxpp.stages.stacked import concatenated, joined
@@ -34,6 +34,22 @@ def same_shapes(known: Tree, tree: Tree) -> bool:
 
 def _canonical(dtype: DType) -> DType:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def shapes_key(batch: Batch, key: object) -> Hashable:
+    """The shapes and dtypes of a batch and a key, by which steps and cuts are kept."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple(map(_shape_of, leaves)), None if key is None else _shape_of(key)
+
+
+def _shape_of(leaf: Any) -> Hashable:
+    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        return None
+    aval = batch_avals(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
 
 
 def check_key(key: object) -> None:
@@ -111,23 +127,13 @@ class Tracing:
         options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
-    def cut(
-        self,
-        loss: TracedLoss,
-        cuts: Cuts,
-        owner: Sequence[int],
-        reducers: Mapping[int, Reducer],
-        *,
-        train: bool | None = None,
-        **known: Any,
-    ) -> CutLoss:
+    def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""
         options = self.options
-        train = options.is_loss if train is None else train
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
         given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
-        given |= {"pack": options.placement.num_shards == 1, "train": train}
-        return cut(loss, cuts, owner, reducers=reducers, **given, **known)
+        given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss}
+        return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
     def reducers(
         self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None
