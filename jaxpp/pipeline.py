@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import leaves_read
-from jaxpp.engine.state import Metrics, State, check_kept, states_of, steps_of
-from jaxpp.errors import ArgumentError, CutError
+from jaxpp.engine.state import Metrics, State, num_gone, states_of, steps_of
+from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.forward import Forward, Lend, Setup
@@ -239,7 +239,17 @@ class Pipeline(Forward):
                 it, say) or by another pipeline's step.
         """
         self._opened("state")
-        return check_kept(self._kept)
+        state, where = self._kept, "pipe.state"
+        if state is None:
+            rule = "a pipeline keeps the newest state that init or step made"
+            got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
+            raise StateError(where, rule, got, "call state = pipe.init(...), or step with the state that was restored")
+        if gone := num_gone(state):
+            count = len(jax.tree.leaves(state.held))
+            got = f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline"
+            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
+            raise StateError(where, "a state that was consumed cannot be used again", got, fix)
+        return state
 
     @state.deleter
     def state(self) -> None:
@@ -343,8 +353,7 @@ class Pipeline(Forward):
             try:
                 outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
-                # Asked of the state, not of what was made of it: copies, if it lives elsewhere.
-                if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)):
+                if num_gone(state):  # not the copies of one elsewhere
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
                 elif not isinstance(error, Exception) and not hold.begun:
                     error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
@@ -439,7 +448,7 @@ class Pipeline(Forward):
         setup = self._opened("reads")
         other = setup.runner.loss(loss_fn)
         if key is None and other is None:
-            key = setup.engine.key_for(batch)
+            key = setup.engine.preparer.tracing.key_for(setup.engine.layout.given, batch)
         lowered = setup.engine.lower("update" if other is None else "forward", batch, key, loss_fn=other)
         read, tree = leaves_read(lowered), jax.tree.structure(batch)
         return tree.unflatten([leaf in read for leaf in range(tree.num_leaves)])

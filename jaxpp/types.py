@@ -17,10 +17,12 @@ class Aval(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each axis."""
+        ...
 
     @property
     def dtype(self) -> Any:
         """The type of the elements."""
+        ...
 
 
 Array = jax.Array

@@ -219,7 +219,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     try:
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
     except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
-        moved = list(map(_shaken, given)) if groups else _shaken(given)
+        moved = jax.tree.map(_shaken, given)
         _, _, shaken, *_ = oracle(config.loss_fn, moved, batch, key, config.schedule.num_microbatches, **options)
         noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
@@ -288,14 +288,10 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     compare("", after, wanted)
 
 
-def _shaken(params: Params) -> Params:
-    """The parameters with their last digits changed, alternately up and down."""
-
-    def shake(leaf: Array) -> Array:
-        turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
-        return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
-
-    return jax.tree.map(shake, params)
+def _shaken(leaf: Array) -> Array:
+    """A parameter with its last digits changed, alternately up and down."""
+    turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
+    return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
 
 
 def _inexact(dtype: DType) -> bool:

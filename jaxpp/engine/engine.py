@@ -140,10 +140,6 @@ class Engine:
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
         return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=self.options.is_loss)
 
-    def key_for(self, batch: Batch) -> Key | None:
-        """A key, if the loss takes one."""
-        return self.preparer.tracing.key_for(self.layout.given, batch)
-
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
         names = wanted.flat()
@@ -165,7 +161,7 @@ class Engine:
         """Make the loss scale, on its owner."""
         leaves = [] if self.options.loss_scale is None else self.options.loss_scale.init()
         names = self.placed.names.loss_scale
-        return [put_at(place, name.ref, x) for x, name, place in zip(leaves, names, self.placed.places(names), strict=True)]
+        return [put_at(self.placement[name.stage], name.ref, leaf) for leaf, name in zip(leaves, names, strict=True)]
 
     def plan(
         self,

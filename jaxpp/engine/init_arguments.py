@@ -56,14 +56,14 @@ class InitArguments(NamedTuple):
 def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
     """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
     unmade = {"opt": (), "own_opt": (), "loss_scale": ()}
-    if given.key is None:
-        held, homes = jax.tree.leaves(engine.sliced(given.made)), homes._replace(**unmade)
+    made, key = given.made, given.key
+    if key is None:
+        held, homes = jax.tree.leaves(engine.sliced(made)), homes._replace(**unmade)
         return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
-    init_fn = (lambda key: engine.sliced(given.made(key))) if engine.slicing.any else given.made
-    graph, _ = trace_init(init_fn, given.key)
+    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.slicing.any else made, key)
     with agreement(given.where, engine.options.devices) as agree:
-        agree(lambda: init_texts(graph, given.key))
-    return engine.make_params(graph, given.key, names._replace(**unmade))
+        agree(lambda: init_texts(graph, key))
+    return engine.make_params(graph, key, names._replace(**unmade))
 
 
 def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitArguments:

@@ -26,7 +26,7 @@ from jaxpp.plan.microbatch_weights import weigh
 from jaxpp.plan.step import Leaves, Step, param_name, state_name
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times, waiting
-from jaxpp.runtime.place import Place, Placement
+from jaxpp.runtime.place import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
@@ -284,12 +284,7 @@ class Placed:
     @cached_property
     def homes(self) -> Leaves[Home]:
         """The device, or sharding, of each leaf of a state."""
-        names = self.names.flat()
-        return self.names.fill([place.home(name.ref) for place, name in zip(self.places(names), names, strict=True)])
-
-    def places(self, names: Sequence[Name]) -> list[Place]:
-        """Where each of these names lives."""
-        return [self.placement[name.stage] for name in names]
+        return self.names.fill([self.placement[name.stage].home(name.ref) for name in self.names.flat()])
 
 
 def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:

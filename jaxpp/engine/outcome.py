@@ -21,7 +21,6 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Leaf
 
-Purpose = Literal["update", "grads", "forward"]
 Purpose = Literal["update", "grads", "forward"]  # what is run: a training step, its gradients alone, or forwards
 
 _T = TypeVar("_T")

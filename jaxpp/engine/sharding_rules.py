@@ -56,9 +56,10 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
     if isinstance(shardings, Mapping) and all(isinstance(value, (str, PartitionSpec)) for value in shardings.values()):
         specs = _matched(shardings, leaves)
     else:
-        pairs = isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in shardings)
+        rules = list(shardings) if isinstance(shardings, Sequence) else []
+        pairs = isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in rules)
         named = nn.get_partition_spec(params) if pairs or shardings is None else shardings
-        found = spmd.logical_to_mesh(named, list(shardings)) if pairs else named
+        found = spmd.logical_to_mesh(named, rules) if pairs else named
         specs = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
             rule = "a tree of shardings has one PartitionSpec for each parameter"

@@ -194,7 +194,7 @@ def _title(state: State) -> str:
     leaves = jax.tree.leaves(state.held)
     step = _number(state.step)
     title = "State of a pipeline" if step is None else f"State after {step} step{'s' if step != 1 else ''}"
-    if gone := _num_gone(leaves):
+    if gone := num_gone(state):
         return f"{title}, consumed by a later step ({gone} of {len(leaves)} leaves are gone): go on with pipe.state"
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return f"{title}: traced, no arrays"
@@ -208,7 +208,9 @@ def _title(state: State) -> str:
     return f"{title}: shapes{shardings}, no arrays" if shapes else title
 
 
-def _num_gone(leaves: Sequence[Leaf]) -> int:
+def num_gone(state: State) -> int:
+    """How many of its leaves were consumed."""
+    leaves = jax.tree.leaves(state.held)
     return sum(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves)
 
 
@@ -349,20 +351,6 @@ def steps_of(state: State) -> int:
     return found
 
 
-def check_kept(state: State | None) -> State:
-    """The state that a pipeline keeps; a StateError if there is none, or if it was consumed."""
-    if state is None:
-        rule = "a pipeline keeps the newest state that init or step made"
-        got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
-        raise StateError("pipe.state", rule, got, "call state = pipe.init(...), or step with the state that was restored")
-    leaves = jax.tree.leaves(state.held)
-    if gone := _num_gone(leaves):
-        got = f"{gone} of {len(leaves)} leaves are gone: by an update that failed in part, or by the step of another pipeline"
-        fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
-        raise StateError("pipe.state", "a state that was consumed cannot be used again", got, fix)
-    return state
-
-
 def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
     """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
     if not isinstance(leaf, jax.Array):
@@ -418,7 +406,7 @@ def _check_state(state: object, expected: State) -> None:
     if empty := sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in held):
         fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
         raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
-    if gone := _num_gone(held):
+    if gone := num_gone(state):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
         if isinstance(state.step, int):  # not an array, which may be gone too

@@ -16,12 +16,16 @@ from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, sha
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name, trace_loss
 from jaxpp.stages.stacked import concatenated, joined
-from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
+from jaxpp.types import Aval, Batch, Key, Leaf, LossFn, Tree
 
 
 def avals_of(tree: Tree) -> Tree:
     """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), tree)
+
+    def aval(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(aval, tree)
 
 
 def same_shapes(known: Tree, tree: Tree) -> bool:
@@ -30,10 +34,6 @@ def same_shapes(known: Tree, tree: Tree) -> bool:
         return jax.tree.structure(known) == jax.tree.structure(tree) and jax.tree.leaves(known) == jax.tree.leaves(avals_of(tree))
     except AttributeError:  # a leaf that is no array
         return False
-
-
-def _canonical(dtype: DType) -> DType:
-    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def shapes_key(batch: Batch, key: object) -> Hashable:
@@ -80,10 +80,8 @@ class Tracing:
             return found.sure and found.name is not None
         try:
             jax.eval_shape(self.options.loss_fn, *variables, batch, jax.random.key(0))
-        except TypeError:
-            return False
-        except Exception:  # noqa: BLE001  (whatever is wrong is said when it is traced)
-            return True
+        except Exception as error:  # noqa: BLE001  (whatever else is wrong is said when it is traced)
+            return not isinstance(error, TypeError)
         return True
 
     def key_for(self, variables: Sequence[Tree], batch: Batch, key: Key | None = None) -> Key | None:
