@@ -19,8 +19,6 @@ from jaxpp.stages.remat import Remat
 from jaxpp.stages.stacked import Slices, is_slices, joined
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Tree
 
-__all__ = ["value_and_grad"]
-
 
 @entry
 def value_and_grad(  # noqa: PLR0913  (the options of the front door)
@@ -43,20 +41,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     It differs from ``jax.value_and_grad`` in two ways: the batch is split into microbatches, and the result is their weighted mean
     (gradient accumulation); and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
 
-    Args:
-        loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``. It is traced, never run whole. The
-            key may be a keyword-only argument whose name contains ``key``, ``rng`` or ``rngs``.
-        num_stages: how many stages to cut it into: the number of ranks times the stages on each rank.
-        num_microbatches: how many parts the batch is split into along axis 0. Default: ``num_stages``.
-        schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``.
-        has_aux: whether the loss returns ``(loss, aux)``.
-        weight: a function from a microbatch to its weight in the mean. Default: the number of examples.
-        cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
-        devices: one for each rank. If there are fewer devices than ranks, they are reused round-robin. Default: ``jax.devices()``.
-        remat: what a stage's forward keeps for its backward, as for ``Pipeline``.
-        reduce_aux: how the aux values of the microbatches become one aux, as for ``Pipeline``.
-        shared: batch leaves that every microbatch gets whole, as for ``Pipeline``.
-        max_shapes: for how many batch shapes the compiled steps are kept, as for ``Pipeline``.
+    The arguments are those of ``Pipeline`` with the same names. The loss, ``loss_fn(params, batch[, key]) -> loss``, or
+    ``(loss, aux)`` with ``has_aux``, is traced and never run whole.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
@@ -67,8 +53,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         ``jaxpp.gather(grads)`` brings all of them to every process.
 
     Raises:
-        JaxppError: a ``ValueError`` for every option or input that cannot be run. Tracebacks end at the caller's own line;
-            ``jax.config.update("jax_traceback_filtering", "off")`` shows every frame.
+        JaxppError: a ``ValueError``, for every option or input that cannot be run.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp

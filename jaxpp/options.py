@@ -25,54 +25,29 @@ from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
 from jaxpp.types import Batch, Device, LossFn, Tree
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: the arguments of ``Pipeline``, checked and settled by ``of``.
+    """What the user asked for: the arguments of ``Pipeline``, checked and settled by ``of``."""
 
-    Attributes:
-        loss_fn: ``loss_fn(params[, model_state], batch[, key])``; takes the key by position.
-        schedule: the order of the actions.
-        places: where the ranks live, in order: devices, or sub-meshes of ``mesh``. If there are fewer places than ranks, they are
-            reused round-robin.
-        has_aux: whether the loss returns ``(loss, aux)``.
-        weight: makes the weight of a microbatch from its part of the batch; None for the number of its examples.
-        cuts: the names at which the stages after the first begin; None if jaxpp chooses.
-        remat: for each stage, what its forward keeps for its backward; None if every stage keeps everything.
-        offload: for each stage, of how many microbatches at a time the residuals stay on the device, while the others wait in host
-            memory; None: no residuals of the stage wait there.
-        cut_gradient: the boundaries that carry no gradient.
-        has_state: whether the loss takes a model state and returns ``(loss, (new_model_state, aux))``.
-        reduce_aux: how aux leaves are reduced over the microbatches, by path.
-        loss_scale: how the loss is scaled; None if it is not.
-        balance: what the stages have equal amounts of, ``"flops"``, ``"time"`` or ``"memory"``.
-        shardings: of the parameters inside a stage, as the user wrote them.
-        shared: names of the batch leaves that every microbatch gets whole. Leaves without an axis are never split.
-        max_shapes: for how many batch shapes the compiled steps are kept.
-        hbm: the bytes that each device has, into which a step is to fit; None if nobody asks.
-        is_loss: False where ``loss_fn`` is a function that returns outputs, with ``has_state`` ``(new_model_state, outputs)``.
-    """
-
-    loss_fn: LossFn
+    loss_fn: LossFn  # loss_fn(params[, model_state], batch[, key]); takes the key by position
     schedule: Schedule
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # of the ranks, in order, reused round-robin: devices, or sub-meshes of mesh
     has_aux: bool = False
-    weight: Callable[[Batch], ArrayLike] | None = None
-    cuts: tuple[str, ...] | None = None
-    remat: tuple[RematPolicy, ...] | None = None
-    offload: tuple[int | None, ...] = ()
+    weight: Callable[[Batch], ArrayLike] | None = None  # of a microbatch; None: the number of its examples
+    cuts: tuple[str, ...] | None = None  # the names at which the stages after the first begin; None if jaxpp chooses
+    remat: tuple[RematPolicy, ...] | None = None  # one for each stage; None if every stage keeps everything
+    offload: tuple[int | None, ...] = ()  # of how many microbatches a stage's residuals stay on the device; None: of all
     cut_gradient: frozenset[int] = frozenset()
     has_state: bool = False
-    reduce_aux: Mapping[str, Any] = field(default_factory=dict)
+    reduce_aux: Mapping[str, Any] = field(default_factory=dict)  # by path
     loss_scale: Scaling | None = None
     balance: str = "flops"
-    shardings: Tree = None
+    shardings: Tree = None  # of the parameters inside a stage, as the user wrote them
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
-    hbm: int | None = None
-    is_loss: bool = True
+    hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
+    is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
     @classmethod
     def of(
@@ -90,12 +65,6 @@ class Options:
         """The options from the arguments of ``Pipeline`` or ``value_and_grad``, where they are documented.
 
         The schedule of a function that is only run forward (``is_loss=False``) has forwards alone, whatever ``schedule`` says.
-
-        Raises:
-            ArgumentError: counts below 1, a schedule of other sizes, a wrong number of cuts or of remat policies, boundaries that
-                do not exist, or another argument that cannot be what it stands for.
-            ScheduleError: an unknown schedule, or one without backwards; or, with model state, a schedule that changes the order
-                of a stage's forwards.
         """
         num_microbatches = num_stages if num_microbatches is None else num_microbatches
         counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "max_shapes": others.get("max_shapes", 1)}
@@ -210,7 +179,6 @@ def _listed(given: object) -> tuple[object, ...]:
 
 
 def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
-    """The names at which stages begin."""
     if cuts is None:
         return None
     names = _listed(cuts)
@@ -225,7 +193,6 @@ def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
 
 
 def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule of this name, or the given schedule if it has these sizes."""
     made = schedule
     if not isinstance(made, Schedule):
         made = make_for_stages(made, num_stages=num_stages, num_microbatches=num_microbatches)

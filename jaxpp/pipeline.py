@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import leaves_read
-from jaxpp.engine.state import Metrics, State, check_kept, states_of, steps_of
-from jaxpp.errors import ArgumentError, CutError
+from jaxpp.engine.state import Metrics, State, num_gone, states_of, steps_of
+from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.forward import Forward, Lend, Setup
@@ -36,25 +36,19 @@ from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.pipeline import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
-from jaxpp.verify import check_comparable, verify_step
+from jaxpp.verify import verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
 _NOT_OPTIONS = frozenset({"self", "cls", "__class__", "loss_fn", "optimizer", "bank", "stages", "loss"})
-"""Arguments that ``Options`` has nothing to do with."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup(Setup):
-    """What the first shapes decide of a pipeline.
+    """What the first shapes decide of a pipeline."""
 
-    Attributes:
-        runner: runs steps on the engine, with the sets of a bank or without.
-        detector: looks for stages that learn nothing.
-    """
-
-    runner: Runner
-    detector: Detector
+    runner: Runner  # runs steps on the engine, with the sets of a bank or without
+    detector: Detector  # looks for stages that learn nothing
 
 
 @entries
@@ -200,17 +194,9 @@ class Pipeline(Forward):
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
-        Args:
-            stages: one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ.
-            loss: ``loss(output, targets) -> scalar``; runs on the last stage.
-            optimizer: any optax transformation.
-            num_microbatches: as for ``Pipeline``.
-            schedule: as for ``Pipeline``.
-            weight: as for ``Pipeline``.
-            devices: as for ``Pipeline``.
-            remat: as for ``Pipeline``.
-            shared: as for ``Pipeline``; the inputs are called ``"0"``, the targets ``"1"``.
-            hbm: as for ``Pipeline``.
+        ``stages`` has one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ. ``loss(output, targets)``
+        runs on the last stage. The other arguments are as for ``Pipeline``; ``shared``
+        calls the inputs ``"0"`` and the targets ``"1"``.
 
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.
@@ -223,7 +209,12 @@ class Pipeline(Forward):
         return pipe
 
     def __repr__(self) -> str:
-        return super().__repr__() + f"\n  state: {_in_words(self._kept)}" * (self._setup is not None)
+        if self._setup is None:
+            return super().__repr__()
+        state = "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
+        if self._kept is not None:
+            state = f"after {self._kept.step} step{'s' if self._kept.step != 1 else ''}; print(pipe.state)"
+        return f"{super().__repr__()}\n  state: {state}"
 
     def _described(self) -> list[str]:
         what = "stages by hand" if self._stages else getattr(self._options.loss_fn, "__name__", "a loss")
@@ -248,7 +239,17 @@ class Pipeline(Forward):
                 it, say) or by another pipeline's step.
         """
         self._opened("state")
-        return check_kept(self._kept)
+        state, where = self._kept, "pipe.state"
+        if state is None:
+            rule = "a pipeline keeps the newest state that init or step made"
+            got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
+            raise StateError(where, rule, got, "call state = pipe.init(...), or step with the state that was restored")
+        if gone := num_gone(state):
+            count = len(jax.tree.leaves(state.held))
+            got = f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline"
+            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
+            raise StateError(where, "a state that was consumed cannot be used again", got, fix)
+        return state
 
     @state.deleter
     def state(self) -> None:
@@ -352,9 +353,7 @@ class Pipeline(Forward):
             try:
                 outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
-                if any(
-                    getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state.held)
-                ):  # not the copies of one elsewhere
+                if num_gone(state):  # not the copies of one elsewhere
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
                 elif not isinstance(error, Exception) and not hold.begun:
                     error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
@@ -404,7 +403,9 @@ class Pipeline(Forward):
         Raises:
             VerifyError: naming the first leaf that differs, with both values; or what is NaN in both.
         """
-        check_comparable(self._options)
+        if boundaries := sorted(self._options.cut_gradient):
+            rule = "verify compares with the plain step, whose gradient crosses every boundary"
+            raise ArgumentError("pipe.verify", rule, f"cut_gradient={boundaries}", "make a pipeline without cut_gradient")
         with self._whole("verify", state, batch, key, task) as (engine, leaves):
             verify_step(engine, leaves, batch, key)
 
@@ -413,10 +414,7 @@ class Pipeline(Forward):
 
         What stages send to one another is not included. The step is compiled, if it is not yet, and not run.
 
-        Args:
-            batch: as for ``step``, or its shapes.
-            key: as for ``step``, or its shape.
-            task: as for ``step``.
+        ``batch``, ``key`` and ``task`` are as for ``step``; shapes will do.
 
         Returns:
             the collectives, their axes and bytes; and which share of all parameters, including the sets of all tasks, was reduced
@@ -450,16 +448,13 @@ class Pipeline(Forward):
         setup = self._opened("reads")
         other = setup.runner.loss(loss_fn)
         if key is None and other is None:
-            key = setup.engine.key_for(batch)
+            key = setup.engine.preparer.tracing.key_for(setup.engine.layout.given, batch)
         lowered = setup.engine.lower("update" if other is None else "forward", batch, key, loss_fn=other)
         read, tree = leaves_read(lowered), jax.tree.structure(batch)
         return tree.unflatten([leaf in read for leaf in range(tree.num_leaves)])
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what the next step will use of the bank, while this step computes; waits for nothing.
-
-        Args:
-            task: as for ``step``.
 
         Raises:
             BankError: there is no such set, or no slot for it (``Bank(slots=1)``).
@@ -539,9 +534,3 @@ class Pipeline(Forward):
             raise ArgumentError("pipe.profile", rule, f"num_batches={num_batches!r} without fn", fix)
         with self._whole("profile", state_or_params, batch, key, task) as (engine, leaves):
             yield Steps(engine, leaves, batch, key)
-
-
-def _in_words(state: State | None) -> str:
-    if state is None:
-        return "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
-    return f"after {state.step} step{'s' if state.step != 1 else ''}; print(pipe.state)"

@@ -9,27 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Sharding
 
-__all__ = [
-    "Activation",
-    "Array",
-    "Aval",
-    "Batch",
-    "Cotangent",
-    "DType",
-    "Device",
-    "ForwardFn",
-    "Grads",
-    "Home",
-    "Key",
-    "Leaf",
-    "LossFn",
-    "Params",
-    "Policy",
-    "ReduceAux",
-    "TaskNames",
-    "Tree",
-]
-
 
 @runtime_checkable
 class Aval(Protocol):
@@ -47,38 +26,20 @@ class Aval(Protocol):
 
 
 Array = jax.Array
-Device = Any
-"""A ``jax.Device`` (which static checkers do not take for a type)."""
-Home = Device | Sharding
-"""Where an array goes: a device, or a sharding over the devices of a sub-mesh."""
-DType = Any
-"""A NumPy dtype, or one of JAX's own (``key<fry>``)."""
-Leaf = Any
-"""A leaf of a tree that holds values: a ``jax.Array``, a NumPy array or scalar, a Python number."""
-Tree = Any
-"""Any pytree: of arrays, of shapes, or of what else is said."""
-Params = Any
-"""The user's parameter tree."""
-Grads = Any
-"""A tree like Params: the gradient of the loss by each leaf."""
-Batch = Any
-"""A tree of arrays that share their leading axis, the examples."""
-TaskNames = Any
-"""The name of a parameter set of a bank, or a list with one name for each replica; None without a bank."""
-Key = jax.Array
-"""A PRNG key: typed (``jax.random.key``) or raw (``jax.random.PRNGKey``)."""
-Activation = Any
-"""What crosses a stage boundary forward."""
-Cotangent = Any
-"""What crosses a stage boundary backward."""
-Arguments = dict[str, Any]
-"""Keyword arguments of a public function, by name."""
-LossFn = Callable[..., Any]
-"""``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``; the key may be passed by keyword alone: ``*, key``, ``*, rngs``."""
-
-ForwardFn = Callable[..., Tree]
-"""A function that is run forward: ``(params, batch[, key]) -> outputs``, or ``(params, carry, tokens) -> (carry, logits)``."""
-Policy = Callable[..., bool]
-"""Whether an operation's result is kept for the backward (``jax.checkpoint_policies``)."""
-ReduceAux = str | Callable[[Any, Any], Any] | Mapping[str, Any] | None
-"""How aux values of microbatches become those of a step."""
+Device = Any  # a jax.Device (which static checkers do not take for a type)
+Home = Device | Sharding  # where an array goes: a device, or a sharding over the devices of a sub-mesh
+DType = Any  # a NumPy dtype, or one of JAX's own (key<fry>)
+Leaf = Any  # a leaf of a tree that holds values: a jax.Array, a NumPy array or scalar, a Python number
+Tree = Any  # any pytree: of arrays, of shapes, or of what else is said
+Params = Any  # the user's parameter tree
+Grads = Any  # a tree like Params: the gradient of the loss by each leaf
+Batch = Any  # a tree of arrays that share their leading axis, the examples
+TaskNames = Any  # the name of a parameter set of a bank, or a list with one name for each replica; None without a bank
+Key = jax.Array  # a PRNG key: typed (jax.random.key) or raw (jax.random.PRNGKey)
+Activation = Any  # what crosses a stage boundary forward
+Cotangent = Any  # what crosses a stage boundary backward
+Arguments = dict[str, Any]  # keyword arguments of a public function, by name
+LossFn = Callable[..., Any]  # loss_fn(params, batch[, key]) -> loss or (loss, aux); the key may be keyword-only: *, key, or *, rngs
+ForwardFn = Callable[..., Tree]  # fn(params, batch[, key]) -> outputs, or fn(params, carry, tokens) -> (carry, logits)
+Policy = Callable[..., bool]  # whether an operation's result is kept for the backward (jax.checkpoint_policies)
+ReduceAux = str | Callable[[Any, Any], Any] | Mapping[str, Any] | None  # how aux values of microbatches become those of a step

@@ -6,6 +6,7 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,9 @@ from jaxtyping import Float
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State, states_of
-from jaxpp.errors import ArgumentError, BatchError, VerifyError
-from jaxpp.options import Options
+from jaxpp.errors import BatchError, VerifyError
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.channel import agreement, raise_alike
-from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.processes.trees import gather
 from jaxpp.runtime.transfer import check_alive, put
 from jaxpp.stages.cost import coarsest_dtype
@@ -33,14 +32,9 @@ from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stacked import assembled
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
-__all__ = ["COARSE_FLOOR", "GRAD_FLOOR", "check_comparable", "compare", "oracle", "tolerance", "verify_step"]
-
-GRAD_FLOOR = 0.01
-"""A gradient smaller than this part of the largest one is compared as if it had that size."""
-_NOISE = 8
-"""How many times what a change of the parameters' last digits does to a gradient is still rounding."""
-COARSE_FLOOR = 0.1
-"""The same for losses that compute with fewer digits than float32's: their noise is larger beside what is allowed."""
+GRAD_FLOOR = 0.01  # a gradient smaller than this part of the largest one is compared as if it had that size
+COARSE_FLOOR = 0.1  # the same for losses with fewer digits than float32's: their noise is larger beside what is allowed
+_NOISE = 8  # how many times what a change of the parameters' last digits does to a gradient is still rounding
 
 
 def oracle(  # noqa: PLR0913  (what the user has decided)
@@ -115,19 +109,14 @@ def _by_task(grads: Sequence[Grads], scales: Array, groups: Sequence[Sequence[in
 
 
 def _merge_aux(auxes: Sequence[Tree], scales: Float[Array, " microbatches"], reducers: Mapping[int, Reducer]) -> Tree:
-    tree = jax.tree.structure(auxes[0])
-    columns = zip(*(jax.tree.leaves(aux) for aux in auxes), strict=True)
-    return tree.unflatten(
-        reducers[k](column, scales)
-        if k in reducers
-        else sum(scale.astype(_mean_dtype(leaf)) * leaf for scale, leaf in zip(scales, column, strict=True))
-        for k, column in enumerate(columns)
-    )
-
-
-def _mean_dtype(leaf: Leaf) -> DType:
-    dtype = jnp.asarray(leaf).dtype
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else scale_dtype()
+    merged = []
+    for k, column in enumerate(zip(*map(jax.tree.leaves, auxes), strict=True)):
+        if k in reducers:
+            merged.append(reducers[k](column, scales))
+        else:
+            dtype = column[0].dtype if _inexact(column[0].dtype) else scale_dtype()
+            merged.append(sum(scale.astype(dtype) * leaf for scale, leaf in zip(scales, column, strict=True)))
+    return jax.tree.structure(auxes[0]).unflatten(merged)
 
 
 def tolerance(dtype: DType) -> float:
@@ -164,13 +153,6 @@ def compare(what: str, got: Tree, want: Tree, *, floor: float = 0.0, coarsest: D
             raise VerifyError("verify", rule, [values, f"difference {error.max():.3g}, allowed {bound:.3g}"], fix)
 
 
-def check_comparable(options: Options) -> None:
-    """Refuse a pipeline whose step differs from the plain step on purpose, because a boundary carries no gradient."""
-    if options.cut_gradient:
-        rule, got = "verify compares with the plain step, whose gradient crosses every boundary", sorted(options.cut_gradient)
-        raise ArgumentError("pipe.verify", rule, f"cut_gradient={got}", "make a pipeline without cut_gradient")
-
-
 def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> None:
     """Compare a step that leaves the state as it is with the plain step.
 
@@ -178,7 +160,7 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
     them finds, all raise.
     """
     where, rule = "pipe.verify", "every process computes the plain step, and needs the whole batch for it"
-    if len(processes_of(engine.options.devices)) < 2:
+    if engine.alone:
         found = engine.run("grads", leaves, batch, key)
         verify_grads(engine, leaves, batch, key, found)
         verify_update(engine, leaves, found, engine.run("update", leaves, batch, key, donate=False).state)
@@ -201,7 +183,6 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
 
 
 def _on_one_device(tree: Tree) -> Tree:
-    """What this process has, on its first device."""
     check_alive("pipe.verify", tree)
     device = jax.local_devices()[0]
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
@@ -214,7 +195,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     traced = engine.preparer.step(batch, key).cuts[0].loss
     spread = assembled(jax.tree.structure(layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
-    groups = engine.preparer.groups.current if _own(engine) else ()
+    groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
     options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers, "groups": groups}
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     params, old, batch, key = _on_one_device((state.params, state.model_state, batch, key))
@@ -238,7 +219,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     try:
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
     except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
-        moved = list(map(_shaken, given)) if groups else _shaken(given)
+        moved = jax.tree.map(_shaken, given)
         _, _, shaken, *_ = oracle(config.loss_fn, moved, batch, key, config.schedule.num_microbatches, **options)
         noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
         compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
@@ -248,7 +229,6 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
 
 
 def _check_numbers(found: Mapping[str, Tree]) -> None:
-    """Refuse NaN on both sides."""
     got = []
     for name, tree in found.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -261,27 +241,20 @@ def _check_numbers(found: Mapping[str, Tree]) -> None:
         raise VerifyError("verify", rule, got, f"verify with a batch and a state whose loss is a number; {debug}")
 
 
-def _own(engine: Engine) -> bool:
-    """Whether each replica has parameters of its own."""
-    return bool(engine.placed.known["own"])
-
-
-def _parts(pair: Tree) -> tuple[list[Tree], Callable[[Tree, Tree], Tree]]:
-    """The two parts of a ``Joint`` or of another pair, and what makes such a pair of two parts."""
-    parts, tree = jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
-    return parts, lambda *parts: tree.unflatten(parts)
+def _parts(pair: Tree) -> tuple[list[Tree], Any]:
+    """The two parts of a ``Joint`` or of another pair, and its structure."""
+    return jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
 
 
 def _apart(params: Params, engine: Engine) -> list[Params]:
     """The parameters (or optimizer states) of each replica, from a pair whose second part has a row for each replica."""
     (shared, own), pair = _parts(params)
-    return [pair(shared, jax.tree.map(lambda leaf, r=r: leaf[r], own)) for r in range(engine.placement.num_replicas)]
+    return [pair.unflatten([shared, jax.tree.map(lambda leaf, r=r: leaf[r], own)]) for r in range(engine.placement.num_replicas)]
 
 
 def _together(pairs: Sequence[Params]) -> Params:
-    """The inverse of ``_apart``."""
     (shared, _), pair = _parts(pairs[0])
-    return pair(shared, jax.tree.map(lambda *rows: jnp.stack(rows), *(_parts(each)[0][1] for each in pairs)))
+    return pair.unflatten([shared, jax.tree.map(lambda *rows: jnp.stack(rows), *(_parts(each)[0][1] for each in pairs))])
 
 
 def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], stepped: Leaves[Array]) -> None:
@@ -305,7 +278,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
-    if _own(engine):
+    if engine.placed.known["own"]:
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
         made = [update(grad, whole.replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
         parts = {part: _together([getattr(one, part) for one in made]) for part in ("params", "opt_state")}
@@ -315,14 +288,10 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     compare("", after, wanted)
 
 
-def _shaken(params: Params) -> Params:
-    """The parameters with their last digits changed, alternately up and down."""
-
-    def shake(leaf: Array) -> Array:
-        turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
-        return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
-
-    return jax.tree.map(shake, params)
+def _shaken(leaf: Array) -> Array:
+    """A parameter with its last digits changed, alternately up and down."""
+    turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
+    return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
 
 
 def _inexact(dtype: DType) -> bool:

@@ -5,14 +5,14 @@ shows the batches first. The lines of the step come last; equal lines mean that 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.engine.layout import Placed
 from jaxpp.engine.outcome import LoweredStep
+from jaxpp.engine.tracing import raw_key
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.processes.here import is_addressable
@@ -24,27 +24,26 @@ from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Batch, Key, Tree
 
-__all__ = ["init_texts", "opening_texts", "step_texts"]
-
-_ELSEWHERE = {"loss_fn", "schedule", "places"}
-"""Options that are parts of their own."""
+_ELSEWHERE = {"loss_fn", "schedule", "places"}  # options that are parts of their own
 
 
 def opening_texts(options: Options, placed: Placed, cut: CutLoss, batch: Batch, key: Key | None) -> Mapping[str, str]:
     """What decides where a loss is cut and which leaves live where; ``batch`` and ``key`` are those of the first step."""
     layout, update = placed.layout, placed.update
+    names = [field.name for field in dataclasses.fields(options) if field.name not in _ELSEWHERE]
+    owned = zip(cut.loss.param_paths, layout.owner, strict=True)
     return {
         "versions": versions_text(),
         "flags": flags_text(),
         "devices": "\n".join(f"rank {rank}: {place}" for rank, place in enumerate(options.placement.by_rank)),
         "schedule": f"{options.schedule.name}\n{options.schedule.to_csv()}",
-        "options": "\n".join(_option_lines(options)),
+        "options": "\n".join(f"{name} = {plain(' '.join(repr(getattr(options, name)).split()))}" for name in names),
         "parameters": _shapes(layout.given),
         "batch": _shapes(batch_avals(batch)),
         "key": _key(key),
         "loss": listing(cut.loss.graph),
         "optimizer": "" if update is None else f"{listing(update.init_graph)}\n{listing(update.graph)}",
-        "cuts": "\n".join([f"cuts {layout.cuts}", *_owners(cut.loss.param_paths, layout.owner)]),
+        "cuts": "\n".join([f"cuts {layout.cuts}", *(f"{path} on stage {stage}" for path, stage in owned)]),
     }
 
 
@@ -65,27 +64,15 @@ def init_texts(graph: Graph, key: Key) -> Mapping[str, str]:
     return {"flags": flags_text(), "key": _key(key), "init": listing(graph)}
 
 
-def _option_lines(options: Options) -> list[str]:
-    names = [field.name for field in dataclasses.fields(options) if field.name not in _ELSEWHERE]
-    return [f"{name} = {plain(' '.join(repr(getattr(options, name)).split()))}" for name in names]
-
-
 def _shapes(tree: Tree) -> str:
     return "\n".join(f"{path_name(path)} {describe(leaf)}" for path, leaf in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _key(key: Key | None) -> str:
     """A key, with its numbers if this process can read them: a key that differs would drop other units in each stage."""
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        return "none" if key is None else describe(key)
-    if not is_addressable(key):
-        return describe(key)
-    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return f"{describe(key)} {np.asarray(data).tolist()}"
-
-
-def _owners(paths: Sequence[str], owner: Sequence[int]) -> list[str]:
-    return [f"{path} on stage {stage}" for path, stage in zip(paths, owner, strict=True)]
+    if isinstance(key, (jax.Array, np.ndarray)) and is_addressable(key):
+        return f"{describe(key)} {np.asarray(raw_key(key)).tolist()}"
+    return "none" if key is None else describe(key)
 
 
 def _name(name: Name) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import optax
@@ -17,7 +17,7 @@ from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
-from jaxpp.engine.tracing import check_key, raw_key, same_shapes
+from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
@@ -43,8 +43,6 @@ from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slicing, is_slices
 from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
-__all__ = ["Engine", "open_engine"]
-
 _T = TypeVar("_T")
 
 
@@ -58,18 +56,14 @@ class _AtShape:
 
 @dataclass(eq=False)
 class Engine:
-    """Runs the steps of one pipeline; without an optimizer, for gradients only.
-
-    Attributes:
-        opened_at: the shapes of the batch and the key of which the layout was made.
-    """
+    """Runs the steps of one pipeline; without an optimizer, for gradients only."""
 
     options: Options
     optimizer: optax.GradientTransformation | None
     placed: Placed
     preparer: Preparer
     programs: Programs
-    opened_at: Hashable
+    opened_at: Hashable  # the shapes of the batch and the key of which the layout was made
 
     def __post_init__(self):
         self._limit = limit_of(self.placement)
@@ -78,7 +72,7 @@ class Engine:
         self._agreed = LRU[dict[Hashable, Callable[[], None]]](self.options.max_shapes)
 
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
-        """An engine that runs the same cuts in another order, with the programs already compiled where a stage keeps its device.
+        """The same cuts in another order, with the programs already compiled where a stage keeps its device.
 
         ``offload`` is that of its options; unless given, what leaves for host memory is decided as here.
         """
@@ -142,17 +136,9 @@ class Engine:
         return (sliced, *state) if self.options.has_state else sliced
 
     def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:
-        """The loss cut at the shapes of a microbatch.
-
-        Raises:
-            ArgumentError: no key for a loss that needs one, or a key for a loss that takes none.
-        """
+        """The loss cut at the shapes of a microbatch; a key that is missing, or not taken, is refused."""
         self.preparer.tracing.check_key_taken(self.options.loss_fn, key)
         return self.preparer.cut_for(self.options.loss_fn, batch_avals(microbatch), key, train=self.options.is_loss)
-
-    def key_for(self, batch: Batch) -> Key | None:
-        """A key, if the loss takes one."""
-        return self.preparer.tracing.key_for(self.layout.given, batch)
 
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
@@ -175,7 +161,7 @@ class Engine:
         """Make the loss scale, on its owner."""
         leaves = [] if self.options.loss_scale is None else self.options.loss_scale.init()
         names = self.placed.names.loss_scale
-        return [put_at(place, name.ref, x) for x, name, place in zip(leaves, names, self.placed.places(names), strict=True)]
+        return [put_at(self.placement[name.stage], name.ref, leaf) for leaf, name in zip(leaves, names, strict=True)]
 
     def plan(
         self,
@@ -188,11 +174,11 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        shape, watched = (loss_fn, _shapes(batch, key)), watched or self._limit is not None
-        name, kept = (purpose, donate, watched, flags()), self._shapes.get(shape)
+        shape, watched = (loss_fn, shapes_key(batch, key)), watched or self._limit is not None
+        name, kept = (purpose, donate, watched, flags()), self._shapes.find(shape)
         if kept is None or name not in kept.plans:
             options = {"loss_fn": loss_fn, "donate": donate, "watched": watched}
-            made = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)
+            made = despite_ctrl_c(self._make_plan, purpose, batch, key, **options)  # no closure: hidden frames would keep the batch
             kept = self._keep(shape, lambda kept: kept.plans.update({name: made}))
         return kept.plans[name]
 
@@ -201,8 +187,8 @@ class Engine:
     ) -> tuple[Plan, LoweredStep, Callable[[], None]]:
         """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
         given = {"loss_fn": loss_fn, "donate": donate}
-        what, shape = (purpose, donate, watched), (loss_fn, _shapes(batch, key))
-        calls = self._agreed.get(shape) or {}
+        what, shape = (purpose, donate, watched), (loss_fn, shapes_key(batch, key))
+        calls = self._agreed.find(shape) or {}
         if again := calls.get(what):
             return *self.plan(purpose, batch, key, **given, watched=watched), again
         with agreement(call_of(purpose, is_loss=self.options.is_loss), self.options.devices) as agree:
@@ -231,7 +217,7 @@ class Engine:
 
     def _keep(self, shape: Hashable, change: Callable[[_AtShape], object]) -> _AtShape:
         """Keep something for a shape; the least recently used shape may be forgotten for it, with the cuts that no other uses."""
-        kept = self._shapes.get(shape) or _AtShape()
+        kept = self._shapes.find(shape) or _AtShape()
         change(kept)
         if self._shapes.put(shape, kept):
             used = {id(cut) for at in self._shapes.values() for step, _ in at.steps.values() for cut in step.cuts}
@@ -244,8 +230,8 @@ class Engine:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
-        shape = loss_fn, _shapes(batch, key)
-        kept = self._shapes.get(shape)
+        shape = loss_fn, shapes_key(batch, key)
+        kept = self._shapes.find(shape)
         if kept is None or train not in kept.steps:
             schedule = self.options.schedule
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
@@ -326,7 +312,6 @@ class Engine:
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None
     ) -> list[Leaf]:
-        """What a plan is run on."""
         step, keys = lowered.step, [] if key is None else [raw_key(unaliased(key))]
         given = batch_leaves(batch)
         check_leaves(lowered, batch, given)
@@ -352,11 +337,8 @@ def open_engine(
     ``variables`` are the parameters, and after them the model state if the loss has any; arrays or shapes, like the batch.
     ``known`` is an engine of the same options: it is returned if it is for these shapes, and lends its programs otherwise; it stays
     as it is, should anything be refused. The loss is cut at the same places as in the layout ``like``.
-
-    Raises:
-        JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
     """
-    shapes = _shapes(batch, key)
+    shapes = shapes_key(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
         return known
     programs = Programs() if known is None else known.programs
@@ -372,19 +354,3 @@ def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
         return leaves
     read = leaves._replace(opt=(), own_opt=())
     return read if purpose == "grads" else read._replace(loss_scale=())
-
-
-def _shapes(batch: Batch, key: object) -> Hashable:
-    """What a step is lowered for."""
-    leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple(map(_shape, leaves)), None if key is None else _shape(key)
-
-
-def _shape(leaf: Any) -> Hashable:
-    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
-    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-        return None
-    aval = batch_avals(leaf)
-    return aval.shape, aval.dtype, aval.weak_type

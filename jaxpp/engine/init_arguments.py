@@ -23,24 +23,15 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import check_floating
 from jaxpp.types import Array, Batch, Home, Key, Tree
 
-__all__ = ["InitArguments", "are_swapped", "first_leaves", "read_given", "swapped", "variables_of"]
-
 _FUNCTION, _KEY = "a function", "a key"
 
 
 class InitArguments(NamedTuple):
-    """What ``init`` was given.
+    """What ``init`` was given; with ``has_state``, ``made`` is a pair, or makes one."""
 
-    Attributes:
-        made: parameters, or a function that makes them; with ``has_state`` a pair.
-        batch: of the step, or its shapes.
-        key: for the function; None with parameters.
-        where: the method, ``pipe.init``.
-    """
-
-    made: Tree
-    batch: Batch
-    key: Key | None = None
+    made: Tree  # parameters, or a function that makes them
+    batch: Batch  # of the step, or its shapes
+    key: Key | None = None  # for the function; None with parameters
     where: str = "pipe.init"
 
     @property
@@ -50,11 +41,7 @@ class InitArguments(NamedTuple):
 
     @property
     def shapes(self) -> Tree:
-        """The parameters, or what the function would make.
-
-        Raises:
-            Exception: what the function raises, unchanged, with a note.
-        """
+        """The parameters, or what the function would make; what it raises has a note."""
         if self.key is None:
             return self.made
         try:
@@ -68,33 +55,19 @@ class InitArguments(NamedTuple):
 
 def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
     """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
-    names = names._replace(opt=(), own_opt=(), loss_scale=())
-    if given.key is not None:
-        return _from_function(engine, given.made, given.key, names, given.where)
-    return _from_params(engine, given.made, homes._replace(opt=(), own_opt=(), loss_scale=()))
-
-
-def _from_function(engine: Engine, init_fn: Callable[[Key], Tree], key: Key, names: Leaves[Name], where: str) -> Leaves[Array]:
-    """Each stage makes its own leaves."""
-    graph, _ = trace_init((lambda key: engine.sliced(init_fn(key))) if engine.slicing.any else init_fn, key)
-    with agreement(where, engine.options.devices) as agree:
+    unmade = {"opt": (), "own_opt": (), "loss_scale": ()}
+    made, key = given.made, given.key
+    if key is None:
+        held, homes = jax.tree.leaves(engine.sliced(made)), homes._replace(**unmade)
+        return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
+    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.slicing.any else made, key)
+    with agreement(given.where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
-    return engine.make_params(graph, key, names)
-
-
-def _from_params(engine: Engine, made: Tree, homes: Leaves[Home]) -> Leaves[Array]:
-    """Each leaf is copied to its owner."""
-    held = jax.tree.leaves(engine.sliced(made))
-    return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
+    return engine.make_params(graph, key, names._replace(**unmade))
 
 
 def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitArguments:
-    """The arguments of ``pipe.init``, or of another method ``where`` that takes the same, by their meaning.
-
-    Raises:
-        ArgumentError: too few or too many, or in another order.
-    """
-    everything = (init_or_params, *args)
+    """The arguments of ``pipe.init``, or of another method ``where`` that takes the same, by their meaning."""
     if isinstance(init_or_params, State):
         owner, _, name = where.rpartition(".")
         if owner != "pipe":
@@ -103,18 +76,12 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
         anew = f"{where}({'(state.params, state.model_state)' if init_or_params.held[2] else 'state.params'}, batch)"
         fix = f"continue with pipe.step(state, ...), in a new pipeline after pipe.abstract_state(...); or begin anew with {anew}"
         raise ArgumentError(where, rule, f"a jaxpp.State, step={init_or_params.step}", fix)
-    kinds = [_kind(value) for value in everything]
-    got = ", ".join(kinds)
-    if len(everything) == 2:
-        if not {_FUNCTION, _KEY}.isdisjoint(kinds):
-            raise _wrong_init(where, got)
-        return InitArguments(*everything, where=where)
-    if len(everything) != 3:
-        raise _wrong_init(where, got)
-    made, key, batch = everything
-    if not callable(made) or not _may_be_key(key) or kinds[2] in (_FUNCTION, _KEY):
-        raise _wrong_init(where, got)
-    return InitArguments(made, batch, key, where)
+    kinds = [_kind(value) for value in (init_or_params, *args)]
+    if len(args) == 1 and {_FUNCTION, _KEY}.isdisjoint(kinds):
+        return InitArguments(init_or_params, args[0], where=where)
+    if len(args) == 2 and callable(init_or_params) and _may_be_key(args[0]) and kinds[2] not in (_FUNCTION, _KEY):
+        return InitArguments(init_or_params, args[1], args[0], where)
+    raise _wrong_init(where, ", ".join(kinds))
 
 
 def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:
@@ -153,11 +120,7 @@ def swapped(given: InitArguments) -> ArgumentError:
 
 
 def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
-    """The parameters, and with ``has_state`` the model state, of what init was given or made.
-
-    Raises:
-        ArgumentError: not a pair, with ``has_state``.
-    """
+    """The parameters, and with ``has_state`` the model state, of what init was given or made."""
     if not options.has_state:
         return (made,)
     if not isinstance(made, tuple) or len(made) != 2:
@@ -180,7 +143,6 @@ def _kind(value: Tree) -> str:
 
 
 def _may_be_key(value: Tree) -> bool:
-    """Whether it may be one key, typed or raw."""
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         return False
     typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -189,9 +151,5 @@ def _may_be_key(value: Tree) -> bool:
 
 def _wrong_init(where: str, got: str) -> ArgumentError:
     pair = ", with has_state=True a pair (params, model_state)" * where.startswith("pipe.")
-    return ArgumentError(
-        where,
-        f"{where.rpartition('.')[2]} takes a function, a key and a batch, or parameters and a batch, in this order",
-        got,
-        f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}",
-    )
+    rule = f"{where.rpartition('.')[2]} takes a function, a key and a batch, or parameters and a batch, in this order"
+    return ArgumentError(where, rule, got, f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}")

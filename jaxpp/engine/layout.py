@@ -4,8 +4,7 @@ Everything later (a smaller last batch, another evaluation loss) is cut so that 
 """
 
 import bisect
-import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.optim.owners import plan_update, state_bytes, unread_gradients
 from jaxpp.optim.rowwise import slicing_for
 from jaxpp.optim.update import Update, opt_name
@@ -27,7 +26,7 @@ from jaxpp.plan.microbatch_weights import weigh
 from jaxpp.plan.step import Leaves, Step, param_name, state_name
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times, waiting
-from jaxpp.runtime.place import Place, Placement
+from jaxpp.runtime.place import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
@@ -48,45 +47,24 @@ from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
-__all__ = ["Layout", "Placed", "Preparer", "lay_out", "place_leaves"]
-
-_Permit = Callable[[Params, Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], Slicing]
-"""The slices that a pipeline may hold: of parameters, the slices that cut loops need, and those of leaves read row by row."""
-
 
 @dataclass(frozen=True)
 class Layout:
-    """What the first batch decided.
+    """What the first batch decided."""
 
-    Attributes:
-        given: the tree of parameter shapes, and after it that of model state shapes, if the loss has any.
-        slicing: which parameter leaves are held as slices.
-        variables: the trees as they are held.
-        frozen: the parameter leaves whose gradient the optimizer does not read.
-        owner: the stage of each parameter leaf.
-        spine: the primitives of the spine that was cut.
-        cuts: the positions on the spine at which stages begin.
-        reducers: how the aux leaves that are not averaged are reduced.
-        packs: the small gradients that each stage sums as one vector.
-        state_owner: the stage of each model state leaf.
-        specs: how each parameter leaf is sharded inside its stage; empty if none is.
-        unevenness: what to warn of, where the cut that was found is uneven.
-        copies: the last model state leaves, if they are copies of others for further stages that read them.
-    """
-
-    given: tuple[Tree, ...]
-    slicing: Slicing
-    variables: tuple[Tree, ...]
-    frozen: frozenset[int]
-    owner: tuple[int, ...]
-    spine: tuple[str, ...]
-    cuts: Cuts
-    reducers: Mapping[int, Reducer]
-    packs: tuple[tuple[Pack, ...], ...]
-    state_owner: tuple[int, ...]
-    specs: tuple[PartitionSpec, ...]
-    unevenness: str | None
-    copies: tuple[StateCopy, ...] = ()
+    given: tuple[Tree, ...]  # the tree of parameter shapes, and after it that of model state shapes, if the loss has any
+    slicing: Slicing  # which parameter leaves are held as slices
+    variables: tuple[Tree, ...]  # the trees as they are held
+    frozen: frozenset[int]  # the parameter leaves whose gradient the optimizer does not read
+    owner: tuple[int, ...]  # the stage of each parameter leaf
+    spine: tuple[str, ...]  # the primitives of the spine that was cut
+    cuts: Cuts  # the positions on the spine at which stages begin
+    reducers: Mapping[int, Reducer]  # how the aux leaves that are not averaged are reduced
+    packs: tuple[tuple[Pack, ...], ...]  # the small gradients that each stage sums as one vector
+    state_owner: tuple[int, ...]  # the stage of each model state leaf
+    specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded inside its stage; empty if none is
+    unevenness: str | None  # what to warn of, where the cut that was found is uneven
+    copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
     def params(self) -> Params:
@@ -118,18 +96,11 @@ def lay_out(
     programs: Programs,
     like: Layout | None = None,
 ) -> tuple[Layout, Batch, CutLoss]:
-    """Trace and cut the loss at the shapes given, and decide what follows from that.
+    """The layout at the shapes given, the shapes of the first microbatch, and the loss cut at these.
 
     The optimizer decides which gradients are wanted, and which leaves may be held as slices; ``programs`` compiles what
     ``balance="time"`` measures. With ``balance="memory"``, the cut for equal FLOPs is made too, and the better of both is taken.
-
-    Returns:
-        the layout, the shapes of the first microbatch, and the loss cut at these. Where a loop over layers is cut, there are more
-        parameter leaves than were given.
-
-    Raises:
-        CutError: too many stages for this loss, or cuts that do not exist.
-        JaxppError: for a loss, parameters, a key, a batch or an optimizer that cannot be run.
+    Where a loop over layers is cut, there are more parameter leaves than were given.
     """
     check_key(key)
     if options.is_loss:
@@ -143,11 +114,7 @@ def lay_out(
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
     check_shared(batch, options.shared)
-    counts = schedule.num_microbatches, options.placement.num_replicas
-    if options.is_loss:
-        size = sizes(check_batch(batch, *counts, options.shared), counts[0])[0]
-    else:
-        size = split_any(check_batch(batch, 1, shared=options.shared), *counts).sizes[0]
+    size = _split_of(options, batch, train=options.is_loss).sizes[0]
     given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(batch), size, tracing.shared(batch))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     found = _Layouts(options, optimizer, given, microbatch, key, frozen, like)
@@ -170,8 +137,6 @@ def lay_out(
 
 @dataclass(frozen=True)
 class _Layouts:
-    """The layouts of a loss at the shapes of its first microbatch."""
-
     options: Options
     optimizer: optax.GradientTransformation | None
     given: tuple[Tree, ...]
@@ -187,8 +152,7 @@ class _Layouts:
         clock, spine = loss.clock, loss.primitives
         specs = specs_of(options.shardings, given[0], options.placement.num_shards)
         cuts = () if like else self._choose(loss, given[0], specs, self.frozen)
-        permit = functools.partial(slicing_for, self.optimizer)
-        slicing = _slicing_at(loss, cuts, given[0], specs, permit, like and like.slicing)
+        slicing = self._slicing(loss, cuts, specs)
         tracing, variables = Tracing(options, self.frozen), given
         if loss.layers or slicing.any:
             variables = (slicing.of(given[0]), *given[1:])
@@ -215,6 +179,24 @@ class _Layouts:
             unevenness=uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None,
         )
         return layout, first
+
+    def _slicing(self, loss: TracedLoss, cuts: Cuts, specs: Sequence[PartitionSpec]) -> Slicing:
+        """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
+
+        A leaf that is read row by row stays whole if its rows are sharded already, or if each replica has a leaf of its own. Slices
+        that the optimizer cannot run on are taken back; the shared parameters of ``like`` are held as there.
+        """
+        params = self.given[0]
+        shared = num_shared(params)
+        if self.like is not None:
+            return Slicing((*self.like.slicing.sizes[:shared], *[()] * num_own(params)))
+        position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
+        places = [position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
+        stages = [None if place is None else bisect.bisect_right(cuts, place) for place in places]
+        sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
+        single = rows_between(loss.params, loss.reads, cuts)
+        single = [() if leaf in sharded or leaf >= shared else sizes for leaf, sizes in enumerate(single)]
+        return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single)
 
     def fullest(self, layout: Layout, first: CutLoss) -> float:
         """The bytes of the device that holds most, by what the stages keep."""
@@ -253,52 +235,23 @@ class _Layouts:
         return balance(loss, count) if self.links is None else balance_time(loss, self.links)
 
 
-def _slicing_at(
-    loss: TracedLoss,
-    cuts: Cuts,
-    params: Params,
-    specs: Sequence[PartitionSpec],
-    permit: _Permit,
-    known: Slicing | None = None,
-) -> Slicing:
-    """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
-
-    A leaf that is read row by row stays whole if its rows are sharded already, or if each replica has a leaf of its own. ``permit``
-    takes back what the optimizer cannot run on; ``known`` are the slices that another engine has of the shared parameters.
-    """
-    shared = num_shared(params)
-    if known is not None:
-        return Slicing((*known.sizes[:shared], *[()] * num_own(params)))
-    sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
-    single = rows_between(loss.params, loss.reads, cuts)
-    single = [() if leaf in sharded or leaf >= shared else sizes for leaf, sizes in enumerate(single)]
-    return permit(params, slices_between(loss.params, loss.layers, _stages_of(loss, cuts)), single)
-
-
-def _stages_of(loss: TracedLoss, cuts: Cuts) -> list[int | None]:
-    """The stage of each part of a loop over layers; None for a part that no cut divides, as it depends on parameters alone."""
-    position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
-    places = [position.get(layer.result) for layer in loss.layers]
-    return [None if place is None else bisect.bisect_right(cuts, place) for place in places]
+def _split_of(options: Options, batch: Batch, *, train: bool) -> Split:
+    """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
+    counts = options.schedule.num_microbatches, options.placement.num_replicas
+    if not train:
+        return split_any(check_batch(batch, 1, shared=options.shared), *counts)
+    return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the leaves of a state live.
-
-    Attributes:
-        layout: what the first batch decided.
-        base: where each stage lives.
-        known: how parameters and optimizer leaves are sharded there, and which of them each replica has of its own.
-        update: the optimizer, placed; None without an optimizer.
-        scales: the shape of each leaf of the loss scale.
-    """
+    """Where the leaves of a state live."""
 
     layout: Layout
-    base: Placement
-    known: Mapping[str, Any]
-    update: Update | None
-    scales: tuple[Aval, ...]
+    base: Placement  # where each stage lives
+    known: Mapping[str, Any]  # how parameters and optimizer leaves are sharded there, and which of them each replica has of its own
+    update: Update | None  # the optimizer, placed
+    scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
 
     @cached_property
     def placement(self) -> Placement:
@@ -312,7 +265,8 @@ class Placed:
         params = [param_name(stage, leaf) for leaf, stage in enumerate(layout.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
         states = [state_name(stage, leaf) for leaf, stage in enumerate(layout.state_owner)]
-        a, b = layout.num_shared, len(opts) - self._num_own_opts
+        num_own_opts = update.tree.children()[1].num_leaves if update and isinstance(layout.params, Joint) else 0
+        a, b = layout.num_shared, len(opts) - num_own_opts
         return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, list(update.scales) if update else [])
 
     @cached_property
@@ -330,27 +284,11 @@ class Placed:
     @cached_property
     def homes(self) -> Leaves[Home]:
         """The device, or sharding, of each leaf of a state."""
-        names = self.names.flat()
-        return self.names.fill([place.home(name.ref) for place, name in zip(self.places(names), names, strict=True)])
-
-    def places(self, names: Sequence[Name]) -> list[Place]:
-        """Where each of these names lives."""
-        return [self.placement[name.stage] for name in names]
-
-    @property
-    def _num_own_opts(self) -> int:
-        """How many optimizer leaves each replica has of its own; they are the last."""
-        if self.update is None or not isinstance(self.layout.params, Joint):
-            return 0
-        return self.update.tree.children()[1].num_leaves
+        return self.names.fill([self.placement[name.stage].home(name.ref) for name in self.names.flat()])
 
 
 def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:
-    """Trace the optimizer, give each of its equations to a stage, and say where every leaf lives.
-
-    Raises:
-        OptimizerError: the optimizer would move large arrays between stages.
-    """
+    """Trace the optimizer, give each of its equations to a stage, and say where every leaf lives."""
     scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.init()))
     params, replicated = layout.params, options.placement.num_replicas > 1
     own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
@@ -381,7 +319,7 @@ class Preparer:
         self.groups = ReplicaGroups()
         self.tracing = Tracing(options, layout.frozen)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
-        self._cuts.put(_cache_key(options.loss_fn, microbatch, key, options.is_loss), first)
+        self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
 
     def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
@@ -392,7 +330,7 @@ class Preparer:
 
     def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
         """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
-        name = _cache_key(loss_fn, microbatch, key, train)
+        name = loss_fn, shapes_key(microbatch, key), train
         return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train))
 
     def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
@@ -409,31 +347,20 @@ class Preparer:
     @property
     def num_cuts(self) -> int:
         """How many cut losses are kept."""
-        return len(self._cuts.values())
+        return len(self._cuts)
 
     def forget(self, used: Collection[int]) -> None:
         """Let go of the cuts that are not among those used, by ``id``."""
-        self._cuts.keep(lambda cut: id(cut) in used)
-
-    def _split(self, batch: Batch, *, train: bool) -> Split:
-        """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
-        options = self.options
-        counts = options.schedule.num_microbatches, options.placement.num_replicas
-        if not train:
-            return split_any(check_batch(batch, 1, shared=options.shared), *counts)
-        return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
+        for name in [name for name, cut in self._cuts.items() if id(cut) not in used]:
+            del self._cuts[name]
 
     def step(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
-        """What to lower for a batch of these shapes.
-
-        Raises:
-            BatchError: the batch cannot be split.
-            Exception: what the user's loss raises at these shapes.
-        """
+        """What to lower for a batch of these shapes."""
         options, layout = self.options, self.layout
         chosen = loss_fn or options.loss_fn
         self.tracing.check_key_taken(chosen, key)
-        split, shared = self._split(batch, train=train), self.tracing.shared(batch)
+        split, shared = _split_of(options, batch, train=train), self.tracing.shared(batch)
+
         parts = split.sizes
         batch = resized(batch_avals(batch), sum(parts), shared)
         different = tuple(dict.fromkeys(parts))
@@ -457,9 +384,3 @@ class Preparer:
             known=self._known_programs,
             weights=weights,
         )
-
-
-def _cache_key(loss_fn: LossFn, microbatch: Batch, key: Key | None, train: bool) -> Hashable:
-    leaves, tree = jax.tree.flatten(microbatch)
-    kind = None if key is None else (key.shape, key.dtype)
-    return loss_fn, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves), kind, train

@@ -19,78 +19,47 @@ from jaxpp.runtime.processes.here import LocalRows, local
 from jaxpp.runtime.transfer import unaliased
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
-from jaxpp.types import Array, Batch, Leaf, Tree
+from jaxpp.types import Array, Batch, Leaf
 
-__all__ = [
-    "LoweredStep",
-    "Outcome",
-    "Purpose",
-    "aux_names",
-    "batch_leaves",
-    "call_of",
-    "check_leaves",
-    "leaves_read",
-    "with_reports",
-]
-
-Purpose = Literal["update", "grads", "forward"]
-"""What is run: a training step, its gradients alone, or forwards."""
+Purpose = Literal["update", "grads", "forward"]  # what is run: a training step, its gradients alone, or forwards
 
 _T = TypeVar("_T")
 
 
 class Outcome(NamedTuple, Generic[_T]):
-    """What a step returns; or, while the step is lowered, what its results are called.
+    """What a step returns; or, while the step is lowered, what its results are called."""
 
-    Attributes:
-        loss: float scalar, on the last stage; None for a function that returns outputs, which are its aux.
-        aux: the aux leaves; as the user's tree, once the step has run.
-        grads: for ``grads``, the gradients of the parameters as they are held, shared and own.
-        state: for ``update``, the leaves of the new state.
-        model_state: for ``grads`` and ``forward``, the new model state.
-        grad_norm: for ``update``.
-        finite: for ``update`` with a scaled loss, whether all gradients were; if not, only the scale has changed.
-        squares: for ``update``, the sum of squared gradients of each stage that owns parameters.
-    """
-
-    loss: Any
-    aux: Any
-    grads: Sequence[_T] = ()
-    state: Leaves[_T] = Leaves()
-    model_state: Sequence[_T] = ()
-    grad_norm: _T | None = None
-    finite: _T | None = None
-    squares: Sequence[_T] = ()
+    loss: Any  # float scalar, on the last stage; None for a function that returns outputs, which are its aux
+    aux: Any  # the aux leaves; as the user's tree, once the step has run
+    grads: Sequence[_T] = ()  # for "grads", the gradients of the parameters as they are held, shared and own
+    state: Leaves[_T] = Leaves()  # for "update", the leaves of the new state
+    model_state: Sequence[_T] = ()  # for "grads" and "forward"
+    grad_norm: _T | None = None  # for "update"
+    finite: _T | None = None  # for "update" with a scaled loss, whether all gradients were; if not, only the scale has changed
+    squares: Sequence[_T] = ()  # for "update", the sum of squared gradients of each stage that owns parameters
 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """A step as lines.
-
-    Attributes:
-        bound: the lines, with their places.
-        step: what was lowered.
-        inputs: the names of the arguments: leaves of the state, batch leaves, the key.
-        results: the names of the results.
-    """
+    """A step as lines, with their places."""
 
     bound: Bound
     step: Step
-    inputs: list[Name]
+    inputs: list[Name]  # leaves of the state, batch leaves, the key
     results: Outcome[Name]
 
     @cached_property
+    def _flat(self) -> tuple[list[Name], Any]:
+        return jax.tree.flatten(self.results, is_leaf=lambda value: isinstance(value, Name))
+
+    @property
     def outputs(self) -> list[Name]:
         """The names of the results, in the order in which the plan returns them."""
-        return jax.tree.leaves(self.results, is_leaf=_is_name)
-
-    @cached_property
-    def _tree(self) -> Tree:
-        return jax.tree.structure(self.results, is_leaf=_is_name)
+        return self._flat[0]
 
     def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
         """The results of a plan, each in its place."""
-        found = self._tree.unflatten(values)
+        found = self._flat[1].unflatten(values)
         return found._replace(aux=self.step.cuts[0].loss.aux_tree.unflatten(found.aux))
 
 
@@ -118,14 +87,11 @@ def aux_names(step: Step) -> list[Name]:
 
 
 def batch_leaves(batch: Batch) -> list[Leaf]:
-    """The leaves of a batch as far as they are in this process; NumPy arrays are copied.
-
-    Raises:
-        BatchError: a global array is divided along another axis than the first.
-    """
+    """The leaves of a batch as far as they are in this process; NumPy arrays are copied."""
     if jax.process_count() == 1:
         return list(map(unaliased, jax.tree.leaves(batch)))
-    return [unaliased(local(leaf, f"batch{jax.tree_util.keystr(path)}")) for path, leaf in _with_paths(batch)]
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return [unaliased(local(leaf, f"batch{jax.tree_util.keystr(path)}")) for path, leaf in leaves]
 
 
 def leaves_read(lowered: LoweredStep) -> Mapping[int, Sequence[BoundLine]]:
@@ -139,39 +105,23 @@ def leaves_read(lowered: LoweredStep) -> Mapping[int, Sequence[BoundLine]]:
 
 
 def check_leaves(lowered: LoweredStep, batch: Batch, leaves: Sequence[Leaf]) -> None:
-    """Refuse a batch of which this process reads more than it was given; ``leaves`` are its ``batch_leaves``.
-
-    Raises:
-        BatchError: a stage of this process reads a leaf that is a shape here, or rows that are not here.
-    """
+    """Refuse a batch of which this process reads more than it was given; ``leaves`` are its ``batch_leaves``."""
     partial = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, (jax.ShapeDtypeStruct, LocalRows))}
     if not partial:
         return
-    wrong, lines = [], leaves_read(lowered)
+    wrong, lines, replicas = [], leaves_read(lowered), lowered.step.num_replicas
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     for k, leaf in partial.items():
-        where = f"batch{jax.tree_util.keystr(_with_paths(batch)[k][0])}: {describe(leaf)}"
         for line in lines.get(k, ()):
-            row = None if isinstance(leaf, jax.ShapeDtypeStruct) else _lacks(lowered, k, leaf, line)
-            lacks = f"lacks row {row}" if isinstance(leaf, LocalRows) else "is a shape without values"
-            if row is not None or not isinstance(leaf, LocalRows):
-                wrong.append(f"{where} {lacks}, and stage {line.stage} reads it, on {line.place}")
+            lacks = "is a shape without values"
+            if isinstance(leaf, LocalRows):
+                split = replicas > 1 and k not in lowered.step.shared
+                row = (leaf.split(replicas) if split else leaf).lacks(line.place.home(line.outputs[0].ref))
+                if row is None:
+                    continue
+                lacks = f"lacks row {row}"
+            wrong.append(f"batch{paths[k]}: {describe(leaf)} {lacks}, and stage {line.stage} reads it, on {line.place}")
     if wrong:
         rule = f"process {jax.process_index()} passes the values that its own stages read of a batch"
         fix = "pass them in this process; pipe.reads(batch) says which leaves each process reads"
         raise BatchError("batch", rule, wrong, fix)
-
-
-def _lacks(lowered: LoweredStep, leaf: int, rows: LocalRows, line: BoundLine) -> int | None:
-    """The first row that a place of this process reads and does not have."""
-    (target,) = line.outputs
-    replicas = lowered.step.num_replicas
-    split = replicas > 1 and leaf not in lowered.step.shared
-    return (rows.split(replicas) if split else rows).lacks(line.place.home(target.ref))
-
-
-def _with_paths(batch: Batch) -> list[tuple[jax.tree_util.KeyPath, Leaf]]:
-    return jax.tree_util.tree_leaves_with_path(batch)
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, Name)

@@ -17,8 +17,6 @@ from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
 from jaxpp.types import Aval, Params, Tree
 
-__all__ = ["RULES", "opt_specs_of", "specs_of"]
-
 _WHOLE = PartitionSpec()
 
 
@@ -44,28 +42,25 @@ and the parts are summed. ``"embedding"`` divides ``[vocabulary, width]`` by wor
 
 
 def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
-    """How each parameter leaf is sharded.
+    """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
 
-    Args:
-        shardings: a dictionary from paths or patterns of paths to rules or ``PartitionSpec``s; a tree of these like the parameters;
-            Flax's logical axis rules (pairs) for parameters that carry such names; or None, for parameters with axis names of the
-            mesh, or with none.
-        params: tree of parameter shapes.
-        num_shards: devices along ``model``.
-
-    Raises:
-        ArgumentError: a pattern that no parameter matches, a rule that is none, an axis that is not ``model``, or one that does not
-            divide the parameter's.
+    ``shardings`` is a dictionary from paths or patterns of paths to rules or ``PartitionSpec``s; a tree of these like the
+    parameters; Flax's logical axis rules (pairs) for parameters that carry such names; or None, for parameters with axis names of
+    the mesh, or with none.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if shardings is None and num_shards == 1:
         return ()
     if isinstance(shardings, Mapping) and all(isinstance(value, (str, PartitionSpec)) for value in shardings.values()):
         specs = _matched(shardings, leaves)
-    elif shardings is None or _are_pairs(shardings):
-        specs = _annotated(params, shardings)
     else:
-        specs = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        from flax import linen as nn  # noqa: PLC0415  (takes long, and few need it)
+
+        rules = list(shardings) if isinstance(shardings, Sequence) else []
+        pairs = isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in rules)
+        named = nn.get_partition_spec(params) if pairs or shardings is None else shardings
+        found = nn.logical_to_mesh(named, rules) if pairs else named
+        specs = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
             rule = "a tree of shardings has one PartitionSpec for each parameter"
             got = f"{len(specs)} leaves for {len(leaves)} parameters"
@@ -73,10 +68,6 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
             raise ArgumentError("shardings", rule, got, fix)
     _check(specs, leaves, num_shards)
     return tuple(specs)
-
-
-def _are_pairs(shardings: object) -> bool:
-    return isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in shardings)
 
 
 def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]]) -> list[PartitionSpec]:
@@ -96,16 +87,6 @@ def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tupl
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
         raise ArgumentError("shardings", rule, got, fix, picture)
     return specs
-
-
-def _annotated(params: Params, rules: Tree) -> list[PartitionSpec]:
-    """By the axis names that Flax's modules were given."""
-    from flax import linen as nn  # noqa: PLC0415  (takes long, and few need it)
-
-    specs = nn.get_partition_spec(params)
-    if rules is not None:
-        specs = nn.logical_to_mesh(specs, list(rules))
-    return jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
 def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]], num_shards: int) -> None:

@@ -1,5 +1,6 @@
 """What a step takes and gives: the state that training changes, and the metrics; made of the flat leaves that a pipeline steps."""
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float
@@ -29,16 +29,11 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import html_remarks, html_table, table_lines
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
-__all__ = ["Metrics", "State", "States", "check_kept", "states_of", "steps_of"]
-
 _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
 class _Part:
-    """A part of a state: kept as the pipeline holds it, seen with whole leaves.
-
-    With stand-ins, where the slices of a leaf live in several processes.
-    """
+    """A part of a state: kept as the pipeline holds it, seen with whole leaves; stand-ins for those of several processes."""
 
     def __init__(self, *default: Tree):
         self._default = default
@@ -88,6 +83,9 @@ class State:
     loss_scale: Tree = _Part(())
     step: int = 0
 
+    def __post_init__(self):
+        _make_serializable()
+
     @property
     def held(self) -> tuple[Tree, ...]:
         """Parameters, optimizer state, model state and loss scale as the pipeline holds them, with slices: for tools."""
@@ -116,18 +114,20 @@ class State:
         return html_remarks([_title(self)]) + html_table(_cells(self))
 
 
-def _to_state_dict(state: State) -> dict[str, Tree]:
-    return {field.name: serialization.to_state_dict(getattr(state, field.name)) for field in fields(state)}
+@functools.cache
+def _make_serializable() -> None:
+    """Let ``flax.serialization`` write and read states, by the names of their parts."""
+    from flax import serialization  # noqa: PLC0415  (takes a fifth of a second)
 
+    def write(state: State) -> dict[str, Tree]:
+        return {name: serialization.to_state_dict(part) for name, part in vars(state).items()}
 
-def _from_state_dict(state: State, parts: dict[str, Tree]) -> State:
-    """Parts that were read, as a state like the one given."""
-    return state.replace(
-        **{name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
-    )
+    def read(state: State, parts: dict[str, Tree]) -> State:
+        return state.replace(
+            **{name: serialization.from_state_dict(getattr(state, name), parts[name], name=name) for name in parts}
+        )
 
-
-serialization.register_serialization_state(State, _to_state_dict, _from_state_dict)
+    serialization.register_serialization_state(State, write, read)
 
 
 @jax.tree_util.register_dataclass
@@ -165,11 +165,9 @@ class Metrics(Mapping[str, Tree]):
         return getattr(self, name)
 
     def __repr__(self) -> str:
-        """Numbers as numbers, arrays as their shapes."""
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"
 
     def _has(self, name: str) -> bool:
-        """Whether it is a metric that the step reports."""
         value = vars(self).get(name)  # a field, or None
         return value is not None and not (name == "aux" and isinstance(value, tuple) and not value)
 
@@ -202,30 +200,27 @@ def _number(leaf: Leaf) -> int | float | complex | None:
 
 
 def _title(state: State) -> str:
-    """What kind of state it is, and after how many steps."""
     leaves = jax.tree.leaves(state.held)
     step = _number(state.step)
     title = "State of a pipeline" if step is None else f"State after {step} step{'s' if step != 1 else ''}"
-    if gone := sum(_is_deleted(leaf) for leaf in leaves):
+    if gone := num_gone(state):
         return f"{title}, consumed by a later step ({gone} of {len(leaves)} leaves are gone): go on with pipe.state"
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return f"{title}: traced, no arrays"
     if not all(map(is_addressable, leaves)):
-        title += f"; {_here(leaves)}"
+        found = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.addressable_devices}
+        names = ", ".join(f"{device.platform}:{device.id}" for device in sorted(found, key=lambda device: device.id))
+        what = f"what is on {names}" if names else "nothing of it"
+        title += f"; process {jax.process_index()} of {jax.process_count()} holds {what}"
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     shardings = " and shardings" if any(leaf.sharding is not None for leaf in shapes) else ""
     return f"{title}: shapes{shardings}, no arrays" if shapes else title
 
 
-def _here(leaves: Sequence[Leaf]) -> str:
-    """Which part of a state this process holds."""
-    found = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.addressable_devices}
-    names = ", ".join(f"{device.platform}:{device.id}" for device in sorted(found, key=lambda device: device.id))
-    return f"process {jax.process_index()} of {jax.process_count()} holds " + (f"what is on {names}" if names else "nothing of it")
-
-
-def _is_deleted(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+def num_gone(state: State) -> int:
+    """How many of its leaves were consumed."""
+    leaves = jax.tree.leaves(state.held)
+    return sum(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves)
 
 
 def _cells(state: State) -> list[list[str]]:
@@ -295,10 +290,6 @@ class States:
 
         With ``consumed`` their buffers will be taken over. If some arrays of the state live elsewhere, all leaves are then copies:
         a step consumes all of a state, or nothing.
-
-        Raises:
-            ArgumentError: it is traced.
-            StateError: it is consumed, or its leaves are not those of this pipeline.
         """
         held = jax.tree.leaves(state.held) if isinstance(state, State) else []
         mine = len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
@@ -319,34 +310,27 @@ class States:
         return self._groups.fill(placed)
 
     def bring(self, params: Tree, model_state: Tree = ()) -> Leaves[Array]:
-        """The leaves of parameters, and of a model state if there is one, each on its owner: as they are if they live there.
-
-        Raises:
-            ParamsError: they are not of this pipeline's model.
-        """
+        """The leaves of parameters, and of a model state if there is one, each on its owner: as they are if they live there."""
         self.check_params(params, model_state)
         shapes, homes = self._fill(self._shapes), self._fill(self._homes)
         found = []
         for tree, k in ((params, 0), (model_state, 2)):
             nodes = jax.tree.leaves(joined(shapes[k], lambda node: node), is_leaf=is_slices)
-            pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
-            parts = [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
-            found.append(to_homes(parts, jax.tree.leaves(homes[k])))
+            found.append(to_homes(_parted(tree, nodes), jax.tree.leaves(homes[k])))
         return Leaves(params=found[0], model_state=found[1])
 
     def check_params(self, params: Tree, model_state: Tree = ()) -> None:
-        """Refuse parameters, or their shapes, that are not of this pipeline's model.
-
-        Raises:
-            ParamsError: naming each leaf that differs.
-        """
+        """Refuse parameters, or their shapes, that are not of this pipeline's model: name each leaf that differs."""
+        trained = self._trees[1] != jax.tree.structure(())
         for name, tree, k in (("params", params, 0), ("model_state", model_state, 2)):
-            _check_params(name, tree, self._abstract.held[k], trained=self._trees[1] != jax.tree.structure(()))
+            shapes, expected = joined(tree, whole_shape), self._abstract.held[k]
+            if wrong := _differences(shapes, expected, name) or _unequal(name, shapes, expected):
+                rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
+                fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
+                raise ParamsError(name, rule, wrong, fix)
 
     def _split(self, state: State) -> list[Leaf]:
-        """The leaves of a state, stacked ones as slices."""
-        pairs = zip(jax.tree.leaves(state.held, is_leaf=is_slices), self._nodes(self._shapes), strict=True)
-        return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+        return _parted(state.held, self._nodes(self._shapes))
 
 
 def states_of(engine: Engine, *, own: bool = True) -> States:
@@ -362,11 +346,7 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
 
 
 def steps_of(state: State) -> int:
-    """How many steps led to a state: the number, which may come from a file as an array.
-
-    Raises:
-        StateError: it is no whole number.
-    """
+    """How many steps led to a state: the number, which may come from a file as an array."""
     step: Any = state.step
     if type(step) is int and step >= 0:
         return step
@@ -380,20 +360,6 @@ def steps_of(state: State) -> int:
     return found
 
 
-def check_kept(state: State | None) -> State:
-    """The state that a pipeline keeps; a StateError if there is none, or if it was consumed."""
-    if state is None:
-        rule = "a pipeline keeps the newest state that init or step made"
-        got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
-        raise StateError("pipe.state", rule, got, "call state = pipe.init(...), or step with the state that was restored")
-    leaves = jax.tree.leaves(state.held)
-    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
-        got = f"{gone} of {len(leaves)} leaves are gone: by an update that failed in part, or by the step of another pipeline"
-        fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
-        raise StateError("pipe.state", "a state that was consumed cannot be used again", got, fix)
-    return state
-
-
 def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
     """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
     if not isinstance(leaf, jax.Array):
@@ -401,6 +367,12 @@ def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
     data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     data = jax.block_until_ready(data)  # to ask for an address waits with Python's lock held, which a host callback may want
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
+
+
+def _parted(tree: Tree, nodes: Sequence[Leaf]) -> list[Leaf]:
+    """The leaves of a tree, those as slices that are slices among ``nodes``."""
+    pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
+    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
 
 
 def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
@@ -425,24 +397,6 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
     return [leaf[a:b] for a, b in rows(node.sizes)]
 
 
-def _check_params(name: str, tree: Tree, expected: Tree, *, trained: bool) -> None:
-    """Refuse a tree of arrays that has other leaves than the expected one; a pipeline that is ``trained`` has states."""
-    shapes = joined(tree, whole_shape)
-    wrong = _differences(shapes, expected, name)
-    if not wrong:
-        pairs = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(expected), strict=True)
-        wrong = [
-            f"{name}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__} "
-            f"instead of {describe(aval)}"
-            for (path, leaf), aval in pairs
-            if not hasattr(leaf, "dtype") or (leaf.shape, avals_of(leaf).dtype) != (aval.shape, aval.dtype)
-        ]
-    if wrong:
-        rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
-        fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
-        raise ParamsError(name, rule, wrong, fix)
-
-
 def _check_state(state: object, expected: State) -> None:
     """Refuse a state that a step cannot start from; ``expected`` has the shapes of a state whose stacked leaves are whole."""
     where, again = "state", "pass the state that init or step returned"
@@ -461,7 +415,7 @@ def _check_state(state: object, expected: State) -> None:
     if empty := sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in held):
         fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
         raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
-    if gone := sum(getattr(leaf, "is_deleted", bool)() for leaf in held):
+    if gone := num_gone(state):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
         if isinstance(state.step, int):  # not an array, which may be gone too
@@ -470,16 +424,20 @@ def _check_state(state: object, expected: State) -> None:
         fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
         raise StateError(where, rule, got, fix)
     steps_of(state)
-    paths = [path for path, _ in leaves]
-    found, wanted = jax.tree.leaves(avals_of(shapes.held)), jax.tree.leaves(expected.held)
-    wrong = [
-        f"state{jax.tree_util.keystr(path)}: {describe(leaf)} instead of {describe(aval)}"
-        for path, leaf, aval in zip(paths, found, wanted, strict=True)
-        if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
-    ]
-    if wrong:
+    if wrong := _unequal("state", avals_of(shapes.replace(step=None)), expected.held):
         fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
         raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
+
+
+def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:
+    """The leaves of a tree that differ from those of another tree of this structure in shape or type."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    wrong = []
+    for (path, leaf), aval in pairs:
+        if not hasattr(leaf, "dtype") or (leaf.shape, avals_of(leaf).dtype) != (aval.shape, aval.dtype):
+            got = describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+            wrong.append(f"{name}{jax.tree_util.keystr(path)}: {got} instead of {describe(aval)}")
+    return wrong
 
 
 def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
@@ -501,7 +459,6 @@ def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
 
 
 def _named(node: Tree) -> str:
-    """What a node of a tree is."""
     if hasattr(node, "dtype"):
         return describe(node)
     return "none" if node is None else f"a {type(node).__name__} of {len(_opened(node)[0])}"

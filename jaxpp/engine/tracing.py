@@ -1,6 +1,6 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,20 @@ from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loss.aux import Reducer, reducers_of
-from jaxpp.stages.loss.microbatch import num_examples, resized, shared_leaves
+from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name, trace_loss
 from jaxpp.stages.stacked import concatenated, joined
-from jaxpp.types import Aval, Batch, DType, Key, LossFn, Tree
-
-__all__ = ["Tracing", "avals_of", "check_key", "raw_key", "same_shapes"]
+from jaxpp.types import Aval, Batch, Key, Leaf, LossFn, Tree
 
 
 def avals_of(tree: Tree) -> Tree:
     """The tree of shapes and dtypes, as a traced function sees them (Python scalars and 64-bit NumPy included)."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), tree)
+
+    def aval(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(aval, tree)
 
 
 def same_shapes(known: Tree, tree: Tree) -> bool:
@@ -34,16 +36,24 @@ def same_shapes(known: Tree, tree: Tree) -> bool:
         return False
 
 
-def _canonical(dtype: DType) -> DType:
-    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+def shapes_key(batch: Batch, key: object) -> Hashable:
+    """The shapes and dtypes of a batch and a key, by which steps and cuts are kept."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple(map(_shape_of, leaves)), None if key is None else _shape_of(key)
+
+
+def _shape_of(leaf: Any) -> Hashable:
+    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        return None
+    aval = batch_avals(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
 
 
 def check_key(key: object) -> None:
-    """Refuse what is no PRNG key.
-
-    Raises:
-        ArgumentError: a key that is not an array.
-    """
+    """Refuse what is no PRNG key."""
     if key is not None and not hasattr(key, "dtype"):
         got = f"{type(key).__name__} {key!r}"
         raise ArgumentError("key", "a key is an array made by jax.random.key", got, "pass jax.random.key(seed)")
@@ -70,10 +80,8 @@ class Tracing:
             return found.sure and found.name is not None
         try:
             jax.eval_shape(self.options.loss_fn, *variables, batch, jax.random.key(0))
-        except TypeError:
-            return False
-        except Exception:  # noqa: BLE001  (whatever is wrong is said when it is traced)
-            return True
+        except Exception as error:  # noqa: BLE001  (whatever else is wrong is said when it is traced)
+            return not isinstance(error, TypeError)
         return True
 
     def key_for(self, variables: Sequence[Tree], batch: Batch, key: Key | None = None) -> Key | None:
@@ -81,11 +89,7 @@ class Tracing:
         return (jax.random.key(0) if key is None else key) if self.takes_key(variables, batch) else None
 
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
-        """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it.
-
-        Raises:
-            ArgumentError: as said.
-        """
+        """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it."""
         found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
         if key is not None and found.sure and found.name is None:
             rule, fix = f"a key is for a {noun} that takes one", f"leave it out, or give the {noun} one more parameter"
@@ -121,23 +125,13 @@ class Tracing:
         options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
-    def cut(
-        self,
-        loss: TracedLoss,
-        cuts: Cuts,
-        owner: Sequence[int],
-        reducers: Mapping[int, Reducer],
-        *,
-        train: bool | None = None,
-        **known: Any,
-    ) -> CutLoss:
+    def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""
         options = self.options
-        train = options.is_loss if train is None else train
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
         given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
-        given |= {"pack": options.placement.num_shards == 1, "train": train}
-        return cut(loss, cuts, owner, reducers=reducers, **given, **known)
+        given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss}
+        return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
     def reducers(
         self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None

@@ -38,11 +38,8 @@ __all__ = [
 ]
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-_MOST_LINES = 10
-"""Violations that a message names; of the others it says how many there are."""
-
-_MOST_LETTERS = 80
-"""Of a value that a message shows."""
+_MOST_LINES = 10  # violations that a message names; of the others it says how many there are
+_MOST_LETTERS = 80  # of a value that a message shows
 
 
 class JaxppError(ValueError):

@@ -9,8 +9,6 @@ from jax.sharding import Mesh
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.types import Device, Tree
 
-__all__ = ["check_devices", "check_function", "check_optimizer", "refuse_tracers"]
-
 
 def check_function(where: str, rule: str, value: object, fix: str = "pass the function itself") -> None:
     """Refuse what cannot be called."""

@@ -2,14 +2,13 @@
 
 An error of jaxpp says what is wrong with what the user wrote; how jaxpp found out is of no interest to them, and forty frames of
 it push their own line off the screen. So the public functions and methods take the frames of jaxpp and JAX out of the traceback
-of an exception that leaves them, as JAX does with its own. Frames of the user's model stay, notes and causes too.
+of an exception that leaves them, as JAX does with its own. Frames of the user's model stay, notes and causes too. Frames that are
+hidden lose their local variables: a notebook keeps the last traceback, which would keep arrays on the devices.
 
 JAX's option says how, for both: ``jax.config.update("jax_traceback_filtering", mode)``, or the environment variable
 ``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` marks those that lead to a frame of the user's, which
 IPython and pytest understand, and takes out those behind the last such frame, for IPython shows the end of a traceback in any case.
 ``"auto"``, the default, is that under IPython, and takes all of them out elsewhere.
-
-Frames that are hidden lose their local variables. A notebook keeps the last traceback, which would keep arrays on the devices.
 
 Ctrl-C at an unlucky moment of JAX's tracing leaves JAX believing that it still traces: all that is computed afterwards, by
 whomever, would fail. So what leaves a public function also gives JAX back the trace with which the function was called.
@@ -26,23 +25,17 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxpp.errors import JaxppError
 
-__all__ = ["current_trace", "entries", "entry", "fold", "is_ctrl_c", "leave", "managed"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
 _OURS = frozenset({"jaxpp", "jax", "jaxlib"})
-_BETWEEN = frozenset({"concurrent", "contextlib", "functools", "jaxtyping", "threading"})
-"""Modules whose frames are taken out where jaxpp or JAX called them."""
+_BETWEEN = frozenset({"concurrent", "contextlib", "functools", "jaxtyping", "threading"})  # out where jaxpp or JAX called them
 
 
 def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A public function: the traceback of what it raises ends at the user's line, and goes on in the user's own functions.
-
-    To see every frame, ``jax.config.update("jax_traceback_filtering", "off")``.
-    """
+    """A public function: the traceback of what it raises ends at the user's line, and goes on in the user's own functions."""
 
     @functools.wraps(function)
     def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -175,7 +168,6 @@ def _steps(traceback: types.TracebackType | None) -> Iterator[types.TracebackTyp
 
 
 def _hidden(frames: list[types.FrameType]) -> list[bool]:
-    """Which frames the user does not want to see."""
     found: list[bool] = []
     for frame in frames:
         root = frame.f_globals.get("__name__", "").partition(".")[0]
