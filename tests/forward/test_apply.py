@@ -80,7 +80,8 @@ def check_model(name: str, stages: int, sizes=(SIZE, 8, 3, 1)) -> None:
     assert same(pipe.apply(held if has_state else held[0], model.of(size), model.fn, model.key), jax.device_get(outputs))
 
 
-@pytest.mark.parametrize(("name", "stages"), [pytest.param("resnet", 2, marks=pytest.mark.long), ("adapters", 4)])
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "stages"), [("resnet", 2), ("adapters", 4)])
 def test_outputs_of_a_trained_model_are_those_of_one_device(name, stages):
     check_model(name, stages, (SIZE, 1))
 
@@ -95,6 +96,7 @@ def test_outputs_of_every_trained_model_are_those_of_one_device(name, stages):
 # What a function may return.
 
 
+@pytest.mark.long
 def test_rows_are_joined_and_what_is_the_same_everywhere_is_given_as_it_is():
     pipe, state = pipeline(num_stages=4, num_microbatches=3)
     for size in (19, 6, 2, 1):
@@ -175,14 +177,8 @@ def test_the_schedule_changes_nothing_not_even_with_two_stages_a_rank(schedule, 
         check_rows(pipe.apply(state, X[:size], net), net, (PARAMS,), X[:size], None, microbatches)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data_parallel": 2},
-        pytest.param({"data_parallel": 4, "num_microbatches": 1}, marks=pytest.mark.long),
-        {"mesh": (2, 2, 2)},
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"data_parallel": 2}, {"data_parallel": 4, "num_microbatches": 1}, {"mesh": (2, 2, 2)}])
 def test_replicas_and_shards_give_the_rows_of_the_batch_in_order(options):
     options = dict(options)
     if "mesh" in options:

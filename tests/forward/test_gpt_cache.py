@@ -101,7 +101,8 @@ def test_in_bfloat16_the_logits_are_as_near_to_those_of_float32_as_without_a_cac
         assert error(logits_in_parts(decode, empty, sizes)) < 1.25 * error(plain)
 
 
-@pytest.mark.parametrize("framework", ["nnx", pytest.param("linen", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_sequences_under_vmap_have_caches_and_positions_of_their_own(framework):
     expected, _, _ = CASES[framework]("float32", 3)
     _, empty, decode = CASES[framework]("float32", 1)
