@@ -328,7 +328,7 @@ def _replaced(row: Array, tokens: Array, token: Array) -> Array:
 
 
 def prompts_of(request: Request) -> tuple[tuple[int, ...], int | None, int | None]:
-    """The sizes of chunks of a prompt that the function takes, the largest first, the room in the carry, and the logits' vocabulary.
+    """The sizes of chunks of a prompt that the function takes, the largest first, the room in the carry, and the vocabulary.
 
     Of a carry whose counters are 0, shapes will do. What is not known is None.
     A model that takes one token a call (Flax's attention with ``decode=True``) is known by that it cannot be traced at more. Nor

@@ -270,14 +270,13 @@ def test_a_trained_pipeline_generates_with_its_parameters(num_stages):
 
 
 SEVERAL = [
-    {"schedule": "interleaved"},
+    pytest.param({"schedule": "interleaved"}, marks=pytest.mark.long),
     pytest.param({"devices": jax.devices()[:1]}, marks=pytest.mark.long),
     pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow),
     pytest.param({"devices": jax.devices()[:2]}, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("options", SEVERAL)
 def test_several_stages_on_a_device(options):
     pipe, state = trained(4, **options)
