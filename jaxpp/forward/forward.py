@@ -316,8 +316,7 @@ class Forward:
             JaxppError: as ``apply``.
         """
         where = f"{self._name}.generate"
-        lend = self._lend_shapes if _are_shapes(state_or_params) else self._lend
-        with lend("generate", state_or_params, task)() as (engine, leaves):
+        with self._lend_or_shapes("generate", state_or_params, task)() as (engine, leaves):
             fn = self._as_called(fn, "generate", with_carry=True)
             refuse_tracers(f"{where}(...)", carry, key)
             key = one_key(key)
@@ -459,7 +458,6 @@ class Forward:
         return "\n".join([*lines, *(f"  memory: {remark}" for remark in setup.stages.remarks)])
 
     def _described(self) -> list[str]:
-        """What is cut, and how."""
         return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
     # Opening: the function is cut, placed and compiled when shapes are first seen.
@@ -519,13 +517,11 @@ class Forward:
         return self._equip(engine, stages, variables, batch, key)
 
     def _by_hand(self, engine: Engine) -> Sequence[Callable[..., Tree]]:
-        """The stages as functions for a notebook."""
         return by_hand(len(engine.placement.places), engine.cut_at, engine.slicing, has_state=self._options.has_state)
 
     # What a pipeline does in another way.
 
     def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
-        """What is kept of an engine, which was opened for these variables, batch and key."""
         del variables, batch, key
         return Setup(engine, states_of(engine), stages)
 
@@ -580,18 +576,21 @@ class Forward:
         check_alive(f"{self._name}.{where}", made)
         return setup.states.bring(*variables_of(self._options, made))
 
-    def _lend_shapes(self, where: str, shapes: Tree, task: TaskNames) -> Callable[[], AbstractContextManager[tuple[Engine, None]]]:
-        """The engine alone, for parameters (or a state) that are only shapes."""
-        del task
+    def _lend_or_shapes(
+        self, where: str, made: Tree, task: TaskNames
+    ) -> Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array] | None]]]:
+        """As ``_lend``; for parameters (or a state) that are only shapes the engine alone."""
+        held = made.held if isinstance(made, State) else made
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held)):
+            return self._lend(where, made, task)
         setup = self._opened(where)
-        made = (shapes.params, shapes.model_state) if isinstance(shapes, State) else variables_of(self._options, shapes)
-        setup.states.check_params(*made)
+        shapes = (made.params, made.model_state) if isinstance(made, State) else variables_of(self._options, made)
+        setup.states.check_params(*shapes)
         return lambda: nullcontext((setup.engine, None))
 
     def _run(
         self, engine: Engine, leaves: Leaves[Array], fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux
     ) -> Tree:
-        """The outputs for one batch."""
         engine = self._engine_of(engine, fn, batch, key, reduce_aux)
         return engine.run("forward", leaves._replace(opt=(), own_opt=(), loss_scale=()), batch, key).aux
 
@@ -604,8 +603,3 @@ class Forward:
         fn = self._options.loss_fn if fn is None else fn
         fn = Unchanged(fn) if engine.options.has_state else fn
         return self._functions.engine(engine, fn, batch, key, reduce_aux=reduce_aux)
-
-
-def _are_shapes(state_or_params: Tree) -> bool:
-    held = state_or_params.held if isinstance(state_or_params, State) else state_or_params
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held))

@@ -271,14 +271,12 @@ class Generation(Iterator[Token]):
 
 
 def _only_shapes(where: str) -> StateError:
-    """The error for a generation that is run where it can only be forecast."""
     rule = "a generation of shapes says what it would hold, generation.forecast(), and makes no tokens"
     fix = "pass the arrays: the state or the parameters that init returned, and a carry of arrays"
     return StateError(where, rule, "parameters that are shapes without values", fix)
 
 
 def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tuple[Token, ...]:
-    """The tokens of a pass, when they are there."""
     tokens = places.read(rows, *map(np.asarray, drawn))
     if bar is not None:
         bar.total = places.most_tokens
@@ -385,16 +383,12 @@ def _forecast(request: Request, hbm: float | str | None) -> Forecast:
             slowdown = (max(count, num_ranks) / count) / (max(num_groups, num_ranks) / num_groups)
             changes.append(Change(f"num_groups={count}", max(fewer.peaks.values()), slowdown))
             break
-    return dataclasses.replace(
-        forecast, changes=tuple(changes), tried="fewer groups; smaller groups and shorter carries hold less, too"
-    )
+    tried = "fewer groups; smaller groups and shorter carries hold less, too"
+    return dataclasses.replace(forecast, changes=tuple(changes), tried=tried)
 
 
 class _RingRuns(Work):
-    """Generations of the same prompts, run again and again up to a number of passes, as what is profiled.
-
-    ``generate`` begins one whose passes the observer sees, goes to its end, and returns the passes that were begun.
-    """
+    """Generations of the same prompts, run again and again up to a number of passes, as what is profiled."""
 
     def __init__(self, ring: Ring, generate: Callable[[Observer | None], Sequence[RingPass]]):
         self.engine, self._ring, self._generate = ring.alone.engine, ring, generate
@@ -491,7 +485,6 @@ def _argument_bytes(passes: Passes, compiled: CompiledPass) -> dict[Name, int]:
 
 
 def _carries(passes: Passes, count: int) -> Iterator[Life]:
-    """So many carries of these passes."""
     placed, placement = passes.engine.placed, passes.engine.placement
     for name, aval in zip(placed.names.model_state, placed.shapes.model_state, strict=True):
         place = placement[name.stage]

@@ -165,7 +165,6 @@ class Places:
         return tuple(made)
 
     def _checked(self, prompts: Sequence[Tree]) -> list[np.ndarray]:
-        """The prompts of a list; all that are wrong are named."""
         if not prompts:
             raise self._no_prompts()
         if not isinstance(self._num_tokens, int) and len(self._num_tokens) != len(prompts):

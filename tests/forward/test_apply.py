@@ -196,7 +196,7 @@ def test_replicas_number_their_microbatches_and_keys_like_a_step():
     close(pipe.apply(state, X[:8], noisy, KEY), rows(parts))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_function_of_a_pipeline_with_a_bank_reads_the_task_that_is_named(replicas):
     sets = {name: {"head": RNG.normal(size=(4, 3)).astype("f")} for name in ("cat", "dog")}
     fn = lambda params, task, x: net(params, x) @ task["head"]  # noqa: E731
@@ -227,7 +227,9 @@ def test_a_model_state_is_read_and_left_as_it_is():
     assert same(counted, variables[1])
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "stages", [pytest.param(3, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
+)
 def test_stacked_parameters_may_be_held_as_slices(stages):
     stacked = {"w": RNG.normal(size=(6, 4, 4)).astype("f") / 2, "head": RNG.normal(size=(4, 3)).astype("f")}
 

@@ -70,7 +70,8 @@ def test_caches_change_in_place(two_stages, monkeypatch, group_size):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, DECODER.carry)))
 
 
-@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("group_size", [1, 2])
 def test_memory_is_flat(two_stages, group_size):
     forward, params = two_stages
     prompts = iter(prompts_of(*[1, 2] * 6))
