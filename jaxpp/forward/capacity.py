@@ -1,10 +1,9 @@
 """How many tokens a carry has room for, read off the traced model.
 
 Problem: a cache of 1024 places takes the 1025th token without a word, and overwrites or drops something. Idea: the model itself
-says where it writes. It keeps a counter in its carry, adds the number of tokens to it at every call, and writes into the other
-leaves at the place that the counter says. Mechanism: the equations are followed with what is known of each value: that it is the
-counter plus a number, that it is a leaf of the carry into which was written up to some place. A limit is only believed if all of it
-is proven::
+says where it writes: at a counter in its carry, to which it adds the number of tokens at every call. Mechanism: the equations are
+followed with what is known of each value: that it is the counter plus a number, that it is a leaf of the carry into which was
+written up to some place. A limit is only believed if all of it is proven::
 
     leaf 0   int32[]            returned as leaf 0 + num_tokens                  a counter of tokens
     leaf 1   float32[1,1024,8]  returned with rows written from leaf 0 on        room for 1024 tokens
@@ -20,26 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from jaxpp.stages import jaxpr
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import (
-    CALLS,
-    CHECKPOINTS,
-    CUSTOM_RULES,
-    LAYOUT,
-    Atom,
-    aval_of,
-    called,
-    columns_of,
-    kind_of,
-    number_in,
-    scan_of,
-    writes_of,
-)
 from jaxpp.types import Leaf
 
 __all__ = ["capacity"]
 
-_SAME = (LAYOUT - {"iota"}) | {"transpose", "convert_element_type"}
+_SAME = (jaxpr.LAYOUT - {"iota"}) | {"transpose", "convert_element_type"}
 """Kinds whose result has the elements of its operand, in another order or type, or several times."""
 _PARTS = frozenset({"slice", "dynamic_slice", "gather"})
 """Kinds whose result has some of the elements of its first operand."""
@@ -74,22 +60,22 @@ class _Content:
     leaf: int
     limits: frozenset[tuple[int, int]] = frozenset()
 
+    def limited(self, counter: int, most: int) -> "_Content":
+        return replace(self, limits=self.limits | {(counter, most)})
+
 
 _Value = _Whole | _AtCounter | _Content | tuple["_Value", ...] | None
 """What is known of a value; a tuple is the indices of a scatter, a column for each axis."""
 
 
 def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int) -> int | None:
-    """How many tokens can still go into a carry before it is full.
+    """How many tokens can still go into a carry before it is full; None if no limit can be proven.
 
     Args:
         graph: of ``fn(params, carry, tokens) -> (carry, outputs)``, traced at ``num_tokens`` tokens.
-        carry: its leaves. The values of counters are looked at, and may be left out (``jax.ShapeDtypeStruct``) where they are 0.
+        carry: its leaves; counters that are 0 may be shapes.
         first: the number of inputs of the graph before those of the carry.
         num_tokens: how many tokens the function was traced with.
-
-    Returns:
-        the room in the fullest leaf; None if no limit can be proven.
     """
     known: dict[Var, _Value] = {var: _constant(value) for var, value in graph.constants.items()}
     for leaf, var in enumerate(graph.inputs[first : first + len(carry)]):
@@ -103,8 +89,8 @@ def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int
     return min((max(most + num_tokens - used[counter], 0) for counter, most in limits), default=None)
 
 
-def _is_whole(atom: Atom) -> bool:
-    return jnp.issubdtype(aval_of(atom).dtype, jnp.integer)
+def _is_whole(atom: jaxpr.Atom) -> bool:
+    return jnp.issubdtype(jaxpr.aval_of(atom).dtype, jnp.integer)
 
 
 def _constant(value: Leaf) -> _Value:
@@ -116,20 +102,19 @@ def _constant(value: Leaf) -> _Value:
     return _Whole(low, high) if high - low + 1 == len(numbers) else None
 
 
-def _read(known: Mapping[Var, _Value], atom: Atom) -> _Value:
+def _read(known: Mapping[Var, _Value], atom: jaxpr.Atom) -> _Value:
     if not isinstance(atom, Literal):
         return known.get(atom)
-    number = number_in(atom)
-    return _Whole(int(number), int(number)) if number is not None and (_is_whole(atom) or aval_of(atom).dtype == bool) else None
+    number, is_whole = jaxpr.number_in(atom), _is_whole(atom) or jaxpr.aval_of(atom).dtype == bool
+    return _Whole(int(number), int(number)) if number is not None and is_whole else None
 
 
 def _follow(eqns: Iterable[JaxprEqn], known: dict[Var, _Value]) -> None:
-    """Add what is known of the results of equations to what is known of their operands."""
     for eqn in eqns:
         values = [_read(known, atom) for atom in eqn.invars]
-        if (body := called(eqn, CALLS | CUSTOM_RULES | CHECKPOINTS)) is not None:
+        if (body := jaxpr.called(eqn, jaxpr.CALLS | jaxpr.CUSTOM_RULES | jaxpr.CHECKPOINTS)) is not None:
             results = _results(body, values)
-        elif kind_of(eqn) == "scan":
+        elif jaxpr.kind_of(eqn) == "scan":
             results = _scan(eqn, values)
         else:
             results = [_result(eqn, values)] if len(eqn.outvars) == 1 else []
@@ -137,7 +122,6 @@ def _follow(eqns: Iterable[JaxprEqn], known: dict[Var, _Value]) -> None:
 
 
 def _results(body: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
-    """What is known of the results of a function."""
     known = dict(zip(body.jaxpr.invars, values, strict=True))
     known.update(zip(body.jaxpr.constvars, map(_constant, body.consts), strict=True))
     _follow(body.jaxpr.eqns, known)
@@ -146,7 +130,7 @@ def _results(body: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
 
 def _scan(eqn: JaxprEqn, values: Sequence[_Value]) -> list[_Value]:
     """A loop over layers: rows of a leaf are a leaf; what is carried is known if it is the same after each iteration."""
-    scan = scan_of(eqn)
+    scan = jaxpr.scan_of(eqn)
     if scan is None:
         return []
     inside = [*values[: scan.num_before], *map(_part, values[scan.num_before :])]
@@ -160,24 +144,23 @@ def _scan(eqn: JaxprEqn, values: Sequence[_Value]) -> list[_Value]:
 
 
 def _result(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
-    kind, first = kind_of(eqn), values[0] if values else None
+    kind, first = jaxpr.kind_of(eqn), values[0] if values else None
     if kind in _RULES:
         return _RULES[kind](values)
     if kind in _SAME:
         return first if not isinstance(first, _Whole) or _is_whole(eqn.outvars[0]) else None
     if kind == "iota":
-        shape = aval_of(eqn.outvars[0]).shape
+        shape = jaxpr.aval_of(eqn.outvars[0]).shape
         return _Whole(0, shape[0] - 1) if len(shape) == 1 and _is_whole(eqn.outvars[0]) else None
     if kind in _PARTS:
         return _part(first)
     if kind == "concatenate":
-        return tuple(values) if columns_of(eqn) else _joined(values)
+        return tuple(values) if jaxpr.columns_of(eqn) else _joined(values)
     return _written(eqn, values)
 
 
 def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
-    """A leaf with rows written into it; unknown if it is not known where."""
-    writes, content = writes_of(eqn), _content(values[0]) if values else None
+    writes, content = jaxpr.writes_of(eqn), _content(values[0]) if values else None
     if not writes or content is None:
         return None
     for axis, operand, column, rows in writes:
@@ -186,13 +169,9 @@ def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
         if not isinstance(value, _Whole):
             return None
         if value.counter is not None:
-            content = _with_limit(content, value.counter, aval_of(eqn.invars[0]).shape[axis], value.high + rows)
+            size = jaxpr.aval_of(eqn.invars[0]).shape[axis]
+            content = content.limited(value.counter, size - value.high - rows)
     return next((whole for update in values[1:] if (whole := _joined([content, update])) is not None), content)
-
-
-def _with_limit(content: _Content, counter: int, size: int, end: int) -> _Content:
-    """A leaf into which was written up to ``end`` rows after the counter, of an axis of this size: counter + end <= size."""
-    return replace(content, limits=content.limits | {(counter, size - end)})
 
 
 def _content(value: _Value) -> _Content | None:
@@ -203,7 +182,6 @@ def _content(value: _Value) -> _Content | None:
 
 
 def _part(value: _Value) -> _Value:
-    """What is known of some elements of a value."""
     return value if isinstance(value, _Content) or (isinstance(value, _Whole) and value.single) else None
 
 
@@ -256,7 +234,7 @@ def _select(values: Sequence[_Value]) -> _Value:
     content = _content(cases[0])
     if not isinstance(which, _AtCounter) or content is None or len(cases) != 2:
         return None
-    return _with_limit(content, which.counter, which.last + 1, which.offset + 1)
+    return content.limited(which.counter, which.last - which.offset)
 
 
 _RULES: dict[str, Callable[[Sequence[_Value]], _Value]] = {

@@ -20,12 +20,11 @@ from jaxpp.engine.tracing import Tracing, check_key, same_shapes
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
-from jaxpp.forward.functions import Functions, unchanged
-from jaxpp.forward.generate import Generation
+from jaxpp.forward.functions import Functions, Unchanged
+from jaxpp.forward.generate import Generation, check_asked, generation, one_key
 from jaxpp.forward.prompts import Prompts
-from jaxpp.forward.request import generation
-from jaxpp.forward.ring import check_unstepped
-from jaxpp.forward.sampling import SampleRule
+from jaxpp.forward.ring import Request, check_unstepped
+from jaxpp.forward.sampling import NextTokenFn, SampleRule, sampler_of
 from jaxpp.forward.stream import Stream
 from jaxpp.observe.memory.fit import fit
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
@@ -53,13 +52,7 @@ _RULE = "fn is a function of (params, batch[, key]) that returns outputs"
 
 @dataclass(frozen=True)
 class Setup:
-    """What the first shapes decide: the function cut, placed and compiled.
-
-    Attributes:
-        engine: runs plans on flat leaves.
-        states: makes states of leaves, and takes them apart.
-        stages: the table of stages.
-    """
+    """What the first shapes decide: the function cut, placed and compiled."""
 
     engine: Engine
     states: States
@@ -101,15 +94,12 @@ class Forward:
         (5, 2)
     """
 
-    _name = "forward"
-    """What messages call it."""
-    _arguments = "params, {}, key"
-    """What messages say that ``apply`` and ``stream`` are called with."""
+    # What messages call it, what they say it is called with, and the rule that a call before ``init`` breaks, and what to do.
+    _name, _arguments = "forward", "params, {}, key"
     _uncut = (
         "the function is cut by init or abstract_params, when it first sees shapes",
         "call params = forward.init(...) first",
     )
-    """The rule that a call before ``init`` breaks, and what to do."""
 
     def __init__(  # noqa: PLR0913  (the options of the front door)
         self,
@@ -128,7 +118,7 @@ class Forward:
         max_shapes: int = 8,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "fn", "__class__")}
-        check_function("Forward(fn, ...)", "fn is a function of (params, batch[, key]) that returns outputs", fn)
+        check_function("Forward(fn, ...)", _RULE, fn)
         self._begin(Options.of(fn, is_loss=False, **given))
 
     def _begin(self, options: Options, optimizer: optax.GradientTransformation | None = None) -> None:
@@ -325,13 +315,20 @@ class Forward:
             BatchError: when it is reached: a prompt that is no sequence of tokens, or that is too long for the carry.
             JaxppError: as ``apply``.
         """
-        given = {"sample": sample, "key": key, "stop": stop, "num_groups": num_groups, "group_size": group_size, "chunk": chunk}
-        given |= {"max_length": max_length, "progress": progress}
-        lend = self._lend_shapes if _are_shapes(state_or_params) else self._lend
-        with lend("generate", state_or_params, task)() as (engine, leaves):
-            function = self._as_called(fn, "generate", with_carry=True)
-            where = f"{self._name}.generate"
-            return generation(where, engine, leaves, self._functions, function, carry, prompts, num_tokens, **given)
+        where = f"{self._name}.generate"
+        with self._lend_or_shapes("generate", state_or_params, task)() as (engine, leaves):
+            fn = self._as_called(fn, "generate", with_carry=True)
+            refuse_tracers(f"{where}(...)", carry, key)
+            key = one_key(key)
+            num_groups = engine.options.schedule.num_stages if num_groups is None else num_groups
+            counts = {"num_groups": num_groups, "group_size": group_size, "chunk": chunk}
+            limited = {} if max_length is None else {"max_length": max_length}
+            check_asked(where, engine, fn, carry, counts | limited, shapes=leaves is None)
+            numbers = {name: int(count) for name, count in counts.items()}
+            limit = None if max_length is None else int(max_length)
+            sequence = NextTokenFn(fn, sampler_of(sample), str(jax.random.key_impl(key)))
+            request = Request(where, engine, self._functions, sequence, carry, key, limit, **numbers)
+            return generation(request, leaves, prompts, num_tokens, stop, shown=progress)
 
     def forecast_generate(self, *args: object, **options: object) -> Forecast:
         """Gone: ``generate(...).forecast()`` says what a generation will hold.
@@ -441,21 +438,14 @@ class Forward:
 
     @property
     def stages(self) -> Stages:
-        """The table of stages; after ``init``.
-
-        Raises:
-            StateError: before ``init``, when nothing is cut yet.
-        """
+        """The table of stages; after ``init``."""
         return self._opened("stages").stages
 
     @property
     def engine(self) -> Engine:
-        """What runs it, for tools: plans as lists of instructions, compiled programs, where every leaf lives.
+        """What runs it, for tools: plans as lists of instructions, compiled programs, where every leaf lives; after ``init``.
 
         Its methods take the leaves of a state instead of the state, and may change from one version of jaxpp to the next.
-
-        Raises:
-            StateError: before ``init``.
         """
         return self._opened("engine").engine
 
@@ -468,7 +458,6 @@ class Forward:
         return "\n".join([*lines, *(f"  memory: {remark}" for remark in setup.stages.remarks)])
 
     def _described(self) -> list[str]:
-        """What is cut, and how, in lines."""
         return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
     # Opening: the function is cut, placed and compiled when shapes are first seen.
@@ -496,14 +485,8 @@ class Forward:
     def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:
         """Cut, place and compile for parameters (with ``has_state`` the pair) and a batch, arrays or shapes.
 
-        The key is of the kind that calls will be given. What an earlier call has compiled may serve. With ``agree``, what is
-        compiled is compared over all processes before. If a step does not fit into ``options.hbm``, the stages keep less, and a
-        line says so.
-
-        Raises:
-            FitError: nothing that the stages may do makes the step fit.
-            CutError: too many stages, or cuts that the model does not have.
-            JaxppError: for a function, parameters, batch or optimizer that cannot be run.
+        What an earlier call has compiled may serve. With ``agree``, what is compiled is compared over all processes before. If a
+        step does not fit into ``options.hbm``, the stages keep less, and a line says so.
         """
         self._setup = setup = despite_ctrl_c(self._make_setup, made, batch, key, agree)
         return setup
@@ -534,13 +517,11 @@ class Forward:
         return self._equip(engine, stages, variables, batch, key)
 
     def _by_hand(self, engine: Engine) -> Sequence[Callable[..., Tree]]:
-        """The stages as functions that can be called in a notebook."""
         return by_hand(len(engine.placement.places), engine.cut_at, engine.slicing, has_state=self._options.has_state)
 
     # What a pipeline does in another way.
 
     def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
-        """What is kept of an engine, which was opened for these variables, batch and key."""
         del variables, batch, key
         return Setup(engine, states_of(engine), stages)
 
@@ -576,7 +557,6 @@ class Forward:
     def _work(
         self, state_or_params: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None, num_batches: int, task: TaskNames
     ) -> Iterator[Work]:
-        """What is profiled."""
         fn = self._function("profile", fn)
         with self._lend("profile", state_or_params, task)() as (engine, leaves):
             yield Forwards(self._engine_of(engine, fn, batch, key), leaves, batch, key, num_batches)
@@ -590,28 +570,27 @@ class Forward:
         return self._function(where, fn), key
 
     def _bring(self, where: str, made: Tree) -> Leaves[Array]:
-        """Parameters that the method ``where`` was given, with ``has_state`` a pair, each leaf on its owner.
-
-        Raises:
-            ParamsError: they are not of this model.
-        """
+        """Parameters that the method ``where`` was given, with ``has_state`` a pair, each leaf on its owner."""
         setup = self._opened(where)
         refuse_tracers(f"{self._name}.{where}(params, ...)", made)
         check_alive(f"{self._name}.{where}", made)
         return setup.states.bring(*variables_of(self._options, made))
 
-    def _lend_shapes(self, where: str, shapes: Tree, task: TaskNames) -> Callable[[], AbstractContextManager[tuple[Engine, None]]]:
-        """The engine alone, for parameters (or a state) that are only shapes."""
-        del task
+    def _lend_or_shapes(
+        self, where: str, made: Tree, task: TaskNames
+    ) -> Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array] | None]]]:
+        """As ``_lend``; for parameters (or a state) that are only shapes the engine alone."""
+        held = made.held if isinstance(made, State) else made
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held)):
+            return self._lend(where, made, task)
         setup = self._opened(where)
-        made = (shapes.params, shapes.model_state) if isinstance(shapes, State) else variables_of(self._options, shapes)
-        setup.states.check_params(*made)
+        shapes = (made.params, made.model_state) if isinstance(made, State) else variables_of(self._options, made)
+        setup.states.check_params(*shapes)
         return lambda: nullcontext((setup.engine, None))
 
     def _run(
         self, engine: Engine, leaves: Leaves[Array], fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux
     ) -> Tree:
-        """The outputs for one batch."""
         engine = self._engine_of(engine, fn, batch, key, reduce_aux)
         return engine.run("forward", leaves._replace(opt=(), own_opt=(), loss_scale=()), batch, key).aux
 
@@ -622,11 +601,5 @@ class Forward:
         if fn is None and reduce_aux is None:
             return engine
         fn = self._options.loss_fn if fn is None else fn
-        fn = unchanged(fn) if engine.options.has_state else fn
+        fn = Unchanged(fn) if engine.options.has_state else fn
         return self._functions.engine(engine, fn, batch, key, reduce_aux=reduce_aux)
-
-
-def _are_shapes(state_or_params: Tree) -> bool:
-    """Whether something in a state or in parameters is a shape without values."""
-    held = state_or_params.held if isinstance(state_or_params, State) else state_or_params
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held))

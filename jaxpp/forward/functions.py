@@ -29,7 +29,7 @@ from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.stacked import Slices, Slicing, is_slices
 from jaxpp.types import Batch, ForwardFn, Key, ReduceAux, Tree
 
-__all__ = ["Functions", "one_microbatch", "unchanged"]
+__all__ = ["Functions", "Unchanged", "Wrapped"]
 
 _NOT_OF_A_FUNCTION: dict[str, Tree] = {
     "is_loss": False,
@@ -43,7 +43,6 @@ _NOT_OF_A_FUNCTION: dict[str, Tree] = {
     "balance": "flops",
 }
 """Options of a loss, as a function that is only run forward has them."""
-
 
 _T = TypeVar("_T")
 
@@ -73,12 +72,10 @@ class Functions:
         With a carry, of which shapes will do, it is ``fn(params, carry, batch) -> (carry, outputs)`` and run on the whole batch as
         one microbatch; the carry lives where that of the engine ``like`` does. ``reduce_aux`` says how outputs are put together
         that do not have one row for each example.
-
-        Raises:
-            JaxppError: for a function or a batch that cannot be run.
         """
         shapes = None if carry is None else (jax.tree.structure(carry), tuple(map(str, jax.tree.leaves(avals_of(carry)))))
-        name = (id(base), fn, shapes, _hashable(reduce_aux))
+        reducers = tuple(sorted(reduce_aux.items(), key=str)) if isinstance(reduce_aux, Mapping) else reduce_aux
+        name = (id(base), fn, shapes, reducers)
         return self.remember(name, base, lambda: _derived(base, fn, batch, key, carry, check_reducers(reduce_aux), like))
 
     def remember(self, name: Hashable, base: Engine, make: Callable[[], _T]) -> _T:
@@ -86,29 +83,18 @@ class Functions:
         return self._kept.get_or_make(name, lambda: (base, make()))[1]
 
 
-def _hashable(reduce_aux: Tree) -> Hashable:
-    return tuple(sorted(reduce_aux.items(), key=str)) if isinstance(reduce_aux, Mapping) else reduce_aux
-
-
 def _derived(
-    base: Engine,
-    fn: ForwardFn,
-    batch: Batch,
-    key: Key | None,
-    carry: Tree,
-    reducers: Mapping[str, Tree],
-    like: Engine | None,
+    base: Engine, fn: ForwardFn, batch: Batch, key: Key | None, carry: Tree, reducers: Mapping[str, Tree], like: Engine | None
 ) -> Engine:
     """An engine for a function, whose parameters live where those of ``base`` do."""
     known, layout = base.options, base.layout
-    if carry is not None:
-        fn = _WithCopies(fn)
-    changed: dict[str, Tree] = {"loss_fn": fn, "reduce_aux": reducers, **_NOT_OF_A_FUNCTION}
+    changed: dict[str, Tree] = {"reduce_aux": reducers, **_NOT_OF_A_FUNCTION}
     variables, owners = layout.variables, layout.state_owner
     if carry is not None:
-        changed |= {"has_state": True, "schedule": one_microbatch(known.schedule.stage_to_rank)}
+        fn = _WithCopies(fn)
+        changed |= {"has_state": True, "schedule": _one_microbatch(known.schedule.stage_to_rank)}
         variables, owners = (layout.params, (avals_of(carry), ())), ()
-    options: Options = dataclasses.replace(known, **changed)
+    options: Options = dataclasses.replace(known, loss_fn=fn, **changed)
     tracing, schedule = Tracing(options), options.schedule
     if carry is None:
         tracing.check_key_taken(fn, key)
@@ -171,11 +157,7 @@ def _carried(
 
 
 def _check_owners(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> None:
-    """Refuse a carry that keeps most of a function on one stage, where the parameters of others would be copied to.
-
-    Raises:
-        CutError: naming the leaf of the carry.
-    """
+    """Refuse a carry that keeps most of a function on one stage, where the parameters of others would be copied to."""
     read = {(leaf, bisect.bisect_right(cuts, k)) for k, uses in enumerate(loss.param_uses) for leaf in uses}
     at_home = {leaf for leaf, stage in read if stage == owner[leaf]}
     sizes = [count_bytes(aval_of(var)) for var in loss.params]
@@ -183,16 +165,16 @@ def _check_owners(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> None:
     if moved <= _MOVED * sum(sizes) or not loss.barred:
         return
     path, _ = Counter(loss.barred.values()).most_common(1)[0]
-    raise CutError(
-        "carry",
-        "each leaf of a carry is kept by one stage, which has all layers from the first that reads it to the last that changes it",
-        f"{path.removeprefix('0/model/').removeprefix('0/')}, which layers of several stages read and change",
-        "give each layer a leaf of its own, a list of caches; run the layers with jax.lax.scan over a stacked cache; "
-        "or, if a layer was divided, begin the stages between layers with cuts=[...], or pass fewer stages",
+    rule = (
+        "each leaf of a carry is kept by one stage, which has all layers from the first that reads it to the last that changes it"
     )
+    fix = "give each layer a leaf of its own, a list of caches; run the layers with jax.lax.scan over a stacked cache; "
+    fix += "or, if a layer was divided, begin the stages between layers with cuts=[...], or pass fewer stages"
+    path = path.removeprefix("0/model/").removeprefix("0/")
+    raise CutError("carry", rule, f"{path}, which layers of several stages read and change", fix)
 
 
-def one_microbatch(stage_to_rank: Sequence[int]) -> Schedule:
+def _one_microbatch(stage_to_rank: Sequence[int]) -> Schedule:
     """The schedule of one microbatch through all stages."""
     order = [Action(stage, Kind.F, 0) for stage in range(len(stage_to_rank))]
     rows = [[action for action in order if stage_to_rank[action.stage] == rank] for rank in range(max(stage_to_rank) + 1)]
@@ -200,40 +182,33 @@ def one_microbatch(stage_to_rank: Sequence[int]) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _WithCopies:
-    """A function whose carry has copies of some leaves beside it, which it leaves to the stages that keep them."""
+class Wrapped:
+    """What calls a user's function, under its name; equal for equal functions, so that what was compiled is found again."""
 
     function: ForwardFn
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "fn")
+
+
+class Unchanged(Wrapped):
+    """``fn(params, model_state, ...) -> outputs`` as a function that returns the model state too, as it was."""
+
+    def __call__(self, params: Tree, model_state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
+        """The model state, and the outputs."""
+        return model_state, self.function(params, model_state, *rest)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+
+class _WithCopies(Wrapped):
+    """A function whose carry has copies of some leaves beside it, which it leaves to the stages that keep them."""
 
     def __call__(self, params: Tree, carry: tuple[Tree, Tree], batch: Batch) -> tuple[Tree, Tree]:
         result = self.function(params, carry[0], batch)
         if not isinstance(result, tuple) or len(result) != 2:
             return result
         return (result[0], carry[1]), result[1]
-
-    @property
-    def __name__(self) -> str:
-        return getattr(self.function, "__name__", "fn")
-
-
-def unchanged(fn: ForwardFn) -> ForwardFn:
-    """``fn(params, model_state, ...) -> outputs`` as a function that returns the model state too, as it was."""
-    return _Unchanged(fn)
-
-
-@dataclass(frozen=True)
-class _Unchanged:
-    """A function with the name and the signature of the one that it calls."""
-
-    function: ForwardFn
-
-    def __call__(self, params: Tree, model_state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
-        return model_state, self.function(params, model_state, *rest)
-
-    @property
-    def __name__(self) -> str:
-        return getattr(self.function, "__name__", "fn")
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.function)

@@ -12,31 +12,46 @@ the one that returns it nothing is called, and Python handles signals after call
 
 import collections
 import contextlib
+import dataclasses
+import functools
 import inspect
 import itertools
 import math
 import signal
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.tracing import check_key
+from jaxpp.errors import ArgumentError, ParamsError, StateError
+from jaxpp.errors.checks import check_function
 from jaxpp.errors.tracebacks import current_trace, entries, leave
-from jaxpp.forward.observed import RingRuns
-from jaxpp.forward.prompts import Places, Rows, Token
-from jaxpp.forward.ring import AHEAD, Group, Ring
+from jaxpp.forward.prompts import Places, Prompts, Rows, Token
+from jaxpp.forward.ring import AHEAD, CompiledPass, Group, Lasting, Passes, Request, Ring, passes_of, prompts_of
 from jaxpp.forward.sampling import NextToken
-from jaxpp.observe.memory.forecast import Forecast
+from jaxpp.observe.memory.forecast import Change, Forecast, forecast_of, optimizer_lives, parse_bytes, room_of
+from jaxpp.observe.memory.ledger import Ledger
+from jaxpp.observe.memory.liveness import Life, Liveness, line_liveness
 from jaxpp.observe.profile.profile import Clock, Profile
-from jaxpp.observe.profile.record import RingPass, check_profile, record
+from jaxpp.observe.profile.record import RingPass, Work, check_profile, join_liveness, join_plans, record, schedule_of
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.step import Leaves
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
+from jaxpp.schedule.validate import is_count
+from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.program import Role
+from jaxpp.types import Array, Aval, Device, ForwardFn, Key, Tree
 
-__all__ = ["Generation"]
-
+__all__ = ["Generation", "check_asked", "generation", "one_key"]
 
 _WAITED = "jaxpp: the generation goes on with its next token: next(generation), or generation.collect()"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the generation; the parameters are as they were"
@@ -87,8 +102,10 @@ class Generation(Iterator[Token]):
                 with Hold(_WAITED, _BROKE_OFF, (signal.SIGINT,)) as hold:
                     hold.begin()
                     self._made.extend(itertools.islice(self._tokens, 1))
+            if not self._made and not self._ended:  # it must not look as if it had made all its tokens
+                rule, got = "a generation goes on until an exception breaks it off", "one that was broken off before its end"
+                raise StateError("next(generation)", rule, got, "call generate again; the parameters are as they were")
             if not self._made:
-                self._check_ended()
                 self.close()
                 raise StopIteration
             token = self._made[0]
@@ -100,12 +117,6 @@ class Generation(Iterator[Token]):
             raise
         del self._made[0]
         return token
-
-    def _check_ended(self) -> None:
-        """Refuse to end like a generation that has made all its tokens where an exception has broken it off."""
-        if not self._ended:
-            rule, got = "a generation goes on until an exception breaks it off", "one that was broken off before its end"
-            raise StateError("next(generation)", rule, got, "call generate again; the parameters are as they were")
 
     def __repr__(self) -> str:
         places = self._places
@@ -186,7 +197,7 @@ class Generation(Iterator[Token]):
             collections.deque(generation, maxlen=0)
             return generation._passes
 
-        return record(RingRuns(ring, generate), num_runs, clock)
+        return record(_RingRuns(ring, generate), num_runs, clock)
 
     def collect(self) -> list[np.ndarray]:
         """The tokens of each prompt, those that were not taken from the iterator yet: int32 arrays, in the order of the prompts.
@@ -260,16 +271,234 @@ class Generation(Iterator[Token]):
 
 
 def _only_shapes(where: str) -> StateError:
-    """The error for a generation that is run where it can only be forecast."""
     rule = "a generation of shapes says what it would hold, generation.forecast(), and makes no tokens"
     fix = "pass the arrays: the state or the parameters that init returned, and a carry of arrays"
     return StateError(where, rule, "parameters that are shapes without values", fix)
 
 
 def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tuple[Token, ...]:
-    """The tokens of a pass, when they are there."""
     tokens = places.read(rows, *map(np.asarray, drawn))
     if bar is not None:
         bar.total = places.most_tokens
         bar.update(len(tokens))
     return tokens
+
+
+# What a user asks for, checked before anything is traced.
+
+
+def generation(
+    request: Request, leaves: Leaves[Array] | None, prompts: Prompts, num_tokens: int | Sequence[int], stop: Tree, *, shown: bool
+) -> Generation:
+    """The tokens of prompts, as ``Forward.generate`` documents it.
+
+    Without ``leaves``, where the parameters are only shapes, nothing is made: the generation forecasts its memory, and
+    refuses to be run.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), request.carry)
+    key = jax.ShapeDtypeStruct(request.key.shape, request.key.dtype)
+    foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key))
+    size = {"num_groups": request.num_groups, "group_size": request.group_size}
+    make = functools.partial(Places, num_tokens=num_tokens, stop=stop, where=request.where, **size)
+    if leaves is None:
+        return Generation(None, make(iter(prompts)), shown=False, foresee=foresee)
+    (sizes, room, vocab), limit = prompts_of(request), request.max_length
+    if limit is None and room is not None:
+        limit = room + 1  # the last token does not enter the carry
+    places_of = functools.partial(make, prompts, sizes=sizes, vocab=vocab, max_length=limit)
+    places = places_of()
+    ring = Ring(*passes_of(request, Lasting(leaves)), request)
+    again = None if isinstance(prompts, Iterator) else places_of
+    return Generation(ring, places, shown=shown, again=again, foresee=foresee)
+
+
+def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:
+    """Refuse what cannot be generated with: a carry of shapes unless parameters are ``shapes``, and what is not done yet."""
+    check_function(f"{where}(..., fn, ...)", "fn is a function of (params, carry, tokens) that returns (new_carry, logits)", fn)
+    if low := [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]:
+        raise ArgumentError(f"{where}(...)", "counts are whole numbers of at least 1", low, "pass 1 or more")
+    wrong = [
+        f"carry{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(carry)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or (isinstance(leaf, jax.ShapeDtypeStruct) and not shapes)
+    ]
+    if wrong:
+        rule = "the carry is a tree of arrays, as the model makes it for one sequence that has had no token"
+        fix = "make the shapes arrays, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), and numbers too"
+        raise ParamsError("carry", rule, wrong, fix)
+    if engine.options.has_state and engine.options.is_loss:
+        rule = "a generation has one carry, and the pipeline's loss has a model state besides"
+        raise ArgumentError(where, rule, "has_state=True", "close over the model state: lambda params, carry, tokens: ...")
+    if engine.placement.num_replicas > 1:
+        rule, got = "the groups of a generation share one replica", f"{engine.placement.num_replicas} replicas"
+        raise ArgumentError(where, rule, got, "make a jaxpp.Forward without data_parallel over the devices of one replica")
+    if not engine.alone:
+        rule = "one process reads the tokens and decides what runs next"
+        raise ArgumentError(where, rule, "devices of several processes", "make a jaxpp.Forward over the devices of one process")
+
+
+def one_key(key: Key | None) -> Key:
+    """The key, as ``jax.random.key`` makes it; refuses what is no key, or several."""
+    check_key(key)
+    key = jax.random.key(0) if key is None else key
+    found = None
+    with contextlib.suppress(TypeError):  # a raw key has the shape and the type of JAX's default
+        found = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    if found is None or found.shape:
+        rule, fix = "a generation has one key, from which the keys of its sequences are folded", "pass jax.random.key(seed)"
+        raise ArgumentError("key", rule, describe(key), fix)
+    return found
+
+
+# A generation looked at: the memory that it will take, and how its passes ran.
+
+
+def _forecast(request: Request, hbm: float | str | None) -> Forecast:
+    """The memory of a generation from the shapes of its carry: its passes are compiled, and not run.
+
+    What stays is counted once: the parameters, what is computed from them alone, the carries of all groups, and the empty carry
+    from which new ones are copied. On top of that comes one pass at a time, of a chunk of a prompt or of a group: values on their
+    way, tokens, and the temporaries of the compiled programs. A prompt is prefilled in a carry of its own.
+    """
+    base, num_groups, group_size = request.engine, request.num_groups, request.group_size
+    room = room_of(base, base.options.hbm if hbm is None else parse_bytes(hbm))
+    read = Leaves(base.placed.shapes.params, base.placed.shapes.own_params)
+    shapes = read.fill([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in read.flat()])
+    alone, together = passes_of(request, Lasting(shapes, computes=False))
+    sizes, _, _ = prompts_of(request)
+
+    def with_groups(count: int) -> Forecast:
+        waiting = count - (group_size == 1)  # the place of one sequence is empty when the next is prefilled
+        kinds = [_PassKind(f"{size} of a prompt", alone, _prompt_aval(size), waiting) for size in sizes]
+        kinds.append(_PassKind("a group", together, _group_aval(group_size), count - 1))
+        liveness = _ring_liveness(kinds, alone, together, AHEAD * count)
+        more = [] if base.optimizer is None else optimizer_lives(base, len(liveness.lines) + 1)
+        return forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *more)), base.placement, room)
+
+    forecast, num_ranks = with_groups(num_groups), base.options.schedule.num_ranks
+    changes: list[Change] = []
+    for count in () if forecast.fits else range(num_groups - 1, 0, -1):
+        fewer = with_groups(count)
+        if fewer.fits:
+            slowdown = (max(count, num_ranks) / count) / (max(num_groups, num_ranks) / num_groups)
+            changes.append(Change(f"num_groups={count}", max(fewer.peaks.values()), slowdown))
+            break
+    tried = "fewer groups; smaller groups and shorter carries hold less, too"
+    return dataclasses.replace(forecast, changes=tuple(changes), tried=tried)
+
+
+class _RingRuns(Work):
+    """Generations of the same prompts, run again and again up to a number of passes, as what is profiled."""
+
+    def __init__(self, ring: Ring, generate: Callable[[Observer | None], Sequence[RingPass]]):
+        self.engine, self._ring, self._generate = ring.alone.engine, ring, generate
+        self.passes = generate(None)
+        awaits = {number: begun.awaits for number, begun in enumerate(self.passes) if begun.awaits >= 0}
+        plans = [kind.passes.prepare(kind.batch).plan for kind in self._kinds()]
+        self.plan = join_plans(plans, range(len(plans)), awaits)
+        self.schedule = schedule_of(self.plan, self.engine.options.schedule.stage_to_rank, "ring")
+
+    def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
+        del watched
+        self._generate(observer)
+        return ()
+
+    def watched_plan(self) -> None:
+        """The passes are compiled for a generation, which asks none of them whether it is done."""
+
+    def ledger(self) -> Ledger:
+        ring = self._ring
+        return Ledger(_ring_liveness(self._kinds(), ring.alone, ring.together, AHEAD * ring.num_groups), (), {})
+
+    def _kinds(self) -> list["_PassKind"]:
+        """Each pass, and how many carries wait meanwhile."""
+        ring, kinds, holding = self._ring, list[_PassKind](), set[int]()
+        for begun in self.passes:
+            beside = begun.is_prompt and ring.group_size > 1  # it runs on a carry beside that of its group
+            waiting = len(holding if beside else holding - {begun.group})
+            passes, batch = ring.together, _group_aval(ring.group_size)
+            if begun.is_prompt:
+                passes, batch = ring.alone, _prompt_aval(begun.num_tokens)
+            kinds.append(_PassKind(f"group {begun.group}", passes, batch, waiting))
+            holding.add(begun.group)
+        return kinds
+
+
+class _PassKind(NamedTuple):
+    """A kind of pass: what it is called, which passes run it, on what, and how many groups' carries wait meanwhile."""
+
+    what: str
+    passes: Passes
+    batch: Aval
+    waiting: int
+
+
+def _prompt_aval(size: int) -> Aval:
+    return jax.ShapeDtypeStruct((1, size), np.int32)
+
+
+def _group_aval(group_size: int) -> Aval:
+    return jax.ShapeDtypeStruct((group_size, 1, 1) if group_size > 1 else (1, 1), np.int32)
+
+
+def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, num_unread: int) -> Liveness:
+    """What is alive while passes run one after another, the last of them of a group, and so many have tokens still to be read."""
+    parts: list[Liveness] = []
+    stay: dict[Hashable, Life] = {}
+    by_pass: dict[int, Liveness] = {}
+    for kind in kinds:
+        compiled = kind.passes.prepare(kind.batch)
+        if id(compiled) not in by_pass:
+            sizes, programs = _argument_bytes(kind.passes, compiled), kind.passes.engine.programs
+            by_pass[id(compiled)] = line_liveness(compiled.bound, sizes, compiled.outputs, None, programs)
+        part = by_pass[id(compiled)]
+        count = len(part.lines)
+        shared = {name: id(value) for name, value in zip(compiled.inputs, compiled.lasting, strict=False)}
+        lives = [life._replace(begins=1, ends=count, donated=True) for life in _carries(together, kind.waiting)]
+        for life in part.lives:
+            is_carry = life.name.ref.role == Role.STATE
+            if life.name in shared:
+                stay[shared[life.name]] = life
+            elif life.begins == 0 and life.ends > count and not is_carry:
+                stay[id(compiled), life.name] = life  # a constant of this pass
+            else:
+                begins, ends = max(life.begins, 1), min(life.ends, count)
+                donated = life.donated or (life.ends > count and is_carry)
+                lives.append(life._replace(kind="carries" if is_carry else life.kind, begins=begins, ends=ends, donated=donated))
+        lines = tuple(dataclasses.replace(line, label=f"{line.label}, {kind.what}") for line in part.lines)
+        parts.append(dataclasses.replace(part, lines=lines, lives=tuple(lives)))
+    whole = join_liveness(parts)
+    tokens = _tokens(together, together.prepare(kinds[-1].batch), num_unread)
+    lasting = (life._replace(begins=0, ends=len(whole.lines) + 1) for life in (*stay.values(), *_carries(alone, 1), *tokens))
+    return dataclasses.replace(whole, lives=(*whole.lives, *lasting))
+
+
+def _argument_bytes(passes: Passes, compiled: CompiledPass) -> dict[Name, int]:
+    placed, placement = passes.engine.placed, passes.engine.placement
+    avals = [*compiled.lasting, *placed.shapes.model_state, *compiled.step.batch]
+    return {
+        name: count_bytes(aval)
+        if name.stage == CALLER
+        else placement[name.stage].num_bytes(name.ref, aval, getattr(aval, "sharding", None))
+        for name, aval in zip(compiled.inputs, avals, strict=True)
+    }
+
+
+def _carries(passes: Passes, count: int) -> Iterator[Life]:
+    placed, placement = passes.engine.placed, passes.engine.placement
+    for name, aval in zip(placed.names.model_state, placed.shapes.model_state, strict=True):
+        place = placement[name.stage]
+        yield from [Life(name, place.shown, place.num_bytes(name.ref, aval), "carries", 0, 0)] * count
+
+
+def _tokens(passes: Passes, compiled: CompiledPass, count: int) -> Iterator[Life]:
+    """What so many passes have made and nobody has read yet."""
+    results: Mapping[Name, tuple[Device, int]] = {
+        name: (line.device, passes.engine.placement[name.stage].num_bytes(name.ref, aval))
+        for line in compiled.bound.lines
+        if line.program is not None
+        for name, aval in zip(line.outputs, line.program.results, strict=True)
+    }
+    for name in map(compiled.bound.resolve, compiled.outputs):
+        if name.ref.role != Role.STATE and name in results:
+            yield from [Life(name, *results[name], "outputs", 0, 0)] * count

@@ -54,23 +54,13 @@ class Token(NamedTuple):
 
 @dataclass
 class Continuation:
-    """A prompt, and how far it is continued.
-
-    Attributes:
-        prompt: the number of the prompt.
-        tokens: those of the prompt, int32 ``[length]``.
-        chunks: the lengths of the chunks in which it is prefilled, in order.
-        num_tokens: how many tokens are generated for it at most.
-        num_begun: how many have passes that were begun; the pass of the last chunk makes the first.
-        num_read: how many were read.
-        ended: whether the last was read.
-    """
+    """A prompt, int32 ``[length]``, in which chunks it is prefilled, and how many of its tokens were begun and read."""
 
     prompt: int
     tokens: np.ndarray
     chunks: tuple[int, ...]
     num_tokens: int
-    num_begun: int = 1
+    num_begun: int = 1  # the pass of the last chunk makes the first
     num_read: int = 0
     ended: bool = False
 
@@ -88,22 +78,7 @@ class Places:
     """The places of a generation, and the prompts that wait for one.
 
     A prompt is taken from an iterable when there is a place for it. Lists and arrays are checked at once, other iterables prompt by
-    prompt.
-
-    Args:
-        prompts: as for ``Pipeline.generate``, like ``num_tokens``, ``num_groups``, ``group_size``, ``stop`` and ``max_length``.
-        sizes: the lengths that a chunk may have, descending, 1 among them.
-        vocab: for how many tokens there are logits; None if that is not known.
-        where: what messages call the generation.
-
-    Attributes:
-        num_made: tokens that were read so far.
-        num_ended: prompts whose last token was read.
-        num_prompts: prompts in all; None if ``prompts`` has no length.
-
-    Raises:
-        ArgumentError: ``num_tokens`` or ``stop`` are none.
-        BatchError: there is no prompt, or a prompt is none or too long; the message has its number.
+    prompt. A chunk has one of the lengths ``sizes``, which descend to 1; there are logits for ``vocab`` tokens, if that is known.
     """
 
     def __init__(
@@ -124,7 +99,7 @@ class Places:
         self._stop = _stop_tokens(stop, where)
         self._num_tokens = _numbers_of_tokens(num_tokens, where)
         source = _iterable_of(prompts, where)
-        self.num_made = self.num_ended = self._num_spared = 0
+        self.num_made = self.num_ended = self._num_spared = 0  # tokens read, prompts whose last token was, tokens not made
         self.num_prompts: int | None = len(source) if isinstance(source, Sized) else None
         self._waiting = iter(self._checked(source) if isinstance(source, tuple) else source)
         self._next, self._source_ended = 0, False
@@ -140,9 +115,7 @@ class Places:
     def admit(self, group: int) -> tuple[int, Continuation] | None:
         """The next prompt, in the first free place of the group; None if there is no free place, or no further prompt.
 
-        Raises:
-            BatchError: the prompt is none, or too long, or there is no prompt at all. The next call goes on with the next prompt.
-            Exception: what the iterable of prompts raises, with a note.
+        Of a prompt that is refused, or an exception of the iterable, the next call goes on with the next prompt.
         """
         places = self._groups[group]
         row = next((row for row, held in enumerate(places) if held is None or not held.goes_on), None)
@@ -155,7 +128,7 @@ class Places:
         except StopIteration:
             self._source_ended = True
             if number == 0:
-                raise _no_prompts(self._where) from None
+                raise self._no_prompts() from None
             return None
         except Exception as error:
             error.add_note(f"jaxpp: {self._where}: the iterator of prompts raised this when it was asked for prompt {number}")
@@ -176,27 +149,24 @@ class Places:
     def read(self, rows: Rows, tokens: Any, logprobs: Any) -> tuple[Token, ...]:
         """The tokens that have come of a pass; those of sequences that had ended before are left out.
 
-        Args:
-            rows: whose they are. Passes are read in the order in which they were begun.
-            tokens: what the pass returned, one integer for each row.
-            logprobs: one number for each row.
+        Passes are read in the order in which they were begun; ``tokens`` and ``logprobs`` are one number for each row.
         """
         tokens, logprobs = np.ravel(tokens).tolist(), np.ravel(logprobs).tolist()
-        return tuple(self._token(held, tokens[row], logprobs[row]) for row, held in rows if not held.ended)
-
-    def _token(self, held: Continuation, token: int, logprob: float) -> Token:
-        index = held.num_read
-        held.num_read += 1
-        held.ended = token in self._stop or held.num_read == held.num_tokens
-        self.num_made += 1
-        self.num_ended += held.ended
-        self._num_spared += (held.num_tokens - held.num_read) * held.ended
-        return Token(held.prompt, index, token, logprob, held.ended)
+        made: list[Token] = []
+        for row, held in rows:
+            if not held.ended:
+                index, token = held.num_read, tokens[row]
+                held.num_read += 1
+                held.ended = token in self._stop or held.num_read == held.num_tokens
+                self.num_ended += held.ended
+                self._num_spared += (held.num_tokens - held.num_read) * held.ended
+                made.append(Token(held.prompt, index, token, logprobs[row], held.ended))
+        self.num_made += len(made)
+        return tuple(made)
 
     def _checked(self, prompts: Sequence[Tree]) -> list[np.ndarray]:
-        """The prompts of a list, which are checked before anything runs; all that are wrong are named."""
         if not prompts:
-            raise _no_prompts(self._where)
+            raise self._no_prompts()
         if not isinstance(self._num_tokens, int) and len(self._num_tokens) != len(prompts):
             raise self._wrong_counts(f"{len(self._num_tokens)} numbers and {len(prompts)} prompts")
         checked = [self._tokens_of(number, prompt) for number, prompt in enumerate(prompts)]
@@ -205,7 +175,7 @@ class Places:
         return [tokens for tokens, _ in checked]
 
     def _tokens_of(self, number: int, prompt: Tree) -> tuple[np.ndarray, str]:
-        """The tokens of a prompt as int32, and what is wrong with it; empty if nothing is."""
+        """The tokens of a prompt as int32, and what is wrong with it, if anything."""
         num_tokens, (tokens, wrong) = self._num_tokens_of(number), _as_tokens(prompt, self._vocab)
         length = len(tokens) + num_tokens
         if not wrong and self._max_length is not None and length > self._max_length:
@@ -218,6 +188,10 @@ class Places:
         if number >= len(self._num_tokens):
             raise self._wrong_counts(f"{len(self._num_tokens)} numbers, and a prompt {number}, counted from 0")
         return self._num_tokens[number]
+
+    def _no_prompts(self) -> BatchError:
+        fix = "pass a list or a fresh iterator of prompts (an iterator that was run through before is empty)"
+        return BatchError(f"{self._where}(..., prompts, ...)", "there is at least one prompt", "none", fix)
 
     def _wrong_counts(self, got: str) -> ArgumentError:
         return ArgumentError(f"{self._where}(..., num_tokens)", _NUM_TOKENS, got, "pass one number, or one for each prompt")
@@ -233,24 +207,15 @@ class Places:
 
 
 def chunk_sizes(longest: int) -> tuple[int, ...]:
-    """The lengths of chunks in which prompts are prefilled: each an eighth of the one before, down to 1.
+    """The lengths of chunks in which prompts are prefilled: each an eighth of the one before, down to 1; 100, 12, 1.
 
     With few lengths few programs are compiled; with 1 among them no prompt needs padding.
-
-    Example:
-        >>> chunk_sizes(64), chunk_sizes(100), chunk_sizes(1)
-        ((64, 8, 1), (100, 12, 1), (1,))
     """
     return (longest,) if longest == 1 else (longest, *chunk_sizes(max(longest // 8, 1)))
 
 
 def chunk_lengths(length: int, sizes: Iterable[int]) -> tuple[int, ...]:
-    """A prompt of this length in chunks of these sizes, which descend to 1: as many of the largest as there is room for, and so on.
-
-    Example:
-        >>> chunk_lengths(75, (64, 8, 1))
-        (64, 8, 1, 1, 1)
-    """
+    """A prompt of this length in chunks of these sizes, which descend to 1: as many of the largest as fit, and so on."""
     chunks: list[int] = []
     for size in sizes:
         chunks += [size] * (length // size)
@@ -294,11 +259,6 @@ def _as_tokens(prompt: Any, vocab: int) -> tuple[np.ndarray, str]:
         unknown = _UNKNOWN if vocab <= _LARGEST else ""
         return nothing, f"numbers from {tokens.min()} to {tokens.max()} where 0 to {vocab - 1} were expected{unknown}"
     return tokens.astype(np.int32), ""
-
-
-def _no_prompts(where: str) -> BatchError:
-    fix = "pass a list or a fresh iterator of prompts (an iterator that was run through before is empty)"
-    return BatchError(f"{where}(..., prompts, ...)", "there is at least one prompt", "none", fix)
 
 
 def _stop_tokens(stop: Any, where: str) -> frozenset[int]:

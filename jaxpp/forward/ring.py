@@ -17,7 +17,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import aux_names
@@ -26,7 +25,7 @@ from jaxpp.errors import StateError
 from jaxpp.forward.capacity import capacity
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.prompts import Continuation, chunk_sizes
-from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, Sampler, SequenceCarry
+from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, SequenceCarry
 from jaxpp.plan.builder import CALLER, Builder, Line, Name, last_uses
 from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
@@ -38,21 +37,9 @@ from jaxpp.runtime.transfer import put
 from jaxpp.stages.graph import Graph, trace
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slices, concatenated, is_slices, joined, split_like
-from jaxpp.types import Array, Aval, Batch, ForwardFn, Home, Key, Leaf, Tree
+from jaxpp.types import Array, Aval, Batch, ForwardFn, Key, Leaf, Tree
 
-__all__ = [
-    "AHEAD",
-    "CompiledPass",
-    "Group",
-    "Lasting",
-    "LastingShapes",
-    "Passes",
-    "PromptLimits",
-    "Ring",
-    "check_unstepped",
-    "passes_of",
-    "prompts_of",
-]
+__all__ = ["AHEAD", "CompiledPass", "Group", "Lasting", "Passes", "Request", "Ring", "check_unstepped", "passes_of", "prompts_of"]
 
 AHEAD = 2
 """Turns that are begun before the tokens of the first of them are read."""
@@ -73,27 +60,24 @@ def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """What runs for inputs of one shape.
-
-    Attributes:
-        inputs: the names of the arguments: parameters, what depends on parameters alone, the carry, the batch.
-        outputs: the names of the results: the outputs of the function, then the new carry.
-        lasting: the first arguments, which are the same for every pass.
-    """
+    """What runs for inputs of one shape."""
 
     plan: Plan
     bound: Bound
-    inputs: tuple[Name, ...]
-    outputs: tuple[Name, ...]
+    inputs: tuple[Name, ...]  # parameters, what depends on parameters alone, the carry, the batch
+    outputs: tuple[Name, ...]  # the outputs of the function, then the new carry
     step: Step
-    lasting: tuple[Leaf, ...]
+    lasting: tuple[Leaf, ...]  # the first arguments, which are the same for every pass
 
 
 class Lasting:
-    """The values that depend on parameters alone, computed and sent once, and shared by the passes of all shapes."""
+    """The values that depend on parameters alone, computed and sent once, and shared by the passes of all shapes.
 
-    def __init__(self, leaves: Leaves[Leaf]):
-        self.leaves = leaves
+    For passes that are only compiled nothing is computed: of shapes of parameters, the values are shapes.
+    """
+
+    def __init__(self, leaves: Leaves[Leaf], *, computes: bool = True):
+        self.leaves, self._computes = leaves, computes
         self._values: dict[Hashable, Leaf] = {}
 
     def values(self, engine: Engine, builder: Builder, wanted: Sequence[Name]) -> list[Leaf]:
@@ -117,42 +101,20 @@ class Lasting:
                     needed |= {name for name in line.inputs if name not in there}
                     lines.insert(0, line)
             bound = bind_lines(Builder(lines=lines, constants=builder.constants), engine.placement)
-            plan, bound = compile_plan(
-                bound,
-                engine.programs,
-                engine.preparer.groups,
-                list(there),
-                missing,
-                leaves=engine.placed.shapes_by_role,
-                given=_shardings(engine, there),
-                what="for what depends on parameters alone",
-            )
-            self._values.update(zip((keys[name] for name in missing), self._made(plan, bound, there, missing), strict=True))
+            plan, bound = _compile(engine, bound, list(there), missing, there, "for what depends on parameters alone")
+            values = execute(plan, list(there.values())) if self._computes else _shapes_of(bound, there, missing)
+            self._values.update(zip((keys[name] for name in missing), values, strict=True))
         return [self._values[keys[name]] for name in wanted]
 
-    def _made(self, plan: Plan, bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) -> Sequence[Leaf]:
-        """What the lines make of what is there."""
-        del bound, names
-        return execute(plan, list(there.values()))
 
-
-class LastingShapes(Lasting):
-    """The shapes of these values, which are not computed: for passes that are compiled and not run.
-
-    A value that is known by two names, because two stages share a device, is one object.
-    """
-
-    def __init__(self, leaves: Leaves[Aval]):
-        super().__init__(leaves.fill([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.flat()]))
-
-    def _made(self, plan: Plan, bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) -> Sequence[Leaf]:
-        del plan
-        shapes: dict[Name, Leaf] = dict(there)
-        for line in bound.lines:
-            results = line.program.results if line.program else [shapes[name] for name in line.inputs]
-            for name, aval in zip(line.outputs, results, strict=True):
-                shapes[name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=bound.chosen.get(name))
-        return [shapes[bound.resolve(name)] for name in names]
+def _shapes_of(bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) -> Sequence[Leaf]:
+    """The shapes of what lines would make; one object for a value that has two names, because two stages share a device."""
+    shapes: dict[Name, Leaf] = dict(there)
+    for line in bound.lines:
+        results = line.program.results if line.program else [shapes[name] for name in line.inputs]
+        for name, aval in zip(line.outputs, results, strict=True):
+            shapes[name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=bound.chosen.get(name))
+    return [shapes[bound.resolve(name)] for name in names]
 
 
 class Passes:
@@ -162,17 +124,12 @@ class Passes:
         self.engine, self._lasting = engine, lasting
         self._compiled: dict[Hashable, CompiledPass] = {}
 
-    @property
-    def carry_homes(self) -> Sequence[Home]:
-        """Where each leaf of the carry lives."""
-        return self.engine.placed.homes.model_state
-
     def prepare(self, batch: Batch) -> CompiledPass:
         """What runs for inputs of these shapes, compiled at the first call."""
         leaves, tree = jax.tree.flatten(batch)
         key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._compiled:
-            self._compiled[key] = despite_ctrl_c(self._compile, batch)
+            self._compiled[key] = despite_ctrl_c(self._prepare, batch)
         return self._compiled[key]
 
     def __call__(self, carry: Sequence[Array], batch: Batch, observer: Observer | None = None) -> tuple[list[Array], Tree]:
@@ -186,7 +143,7 @@ class Passes:
         split = len(results) - len(carry)
         return results[split:], compiled.step.cuts[0].loss.aux_tree.unflatten(results[:split])
 
-    def _compile(self, batch: Batch) -> CompiledPass:
+    def _prepare(self, batch: Batch) -> CompiledPass:
         engine, lasting = self.engine, Builder()
         step = engine.preparer.step(batch, None, train=False)
         builder = lower(step, forward_actions(step.num_stages, 1), lasting)
@@ -198,22 +155,19 @@ class Passes:
         values = self._lasting.values(engine, lasting, wanted)
         batch_names = (Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch)))
         inputs = (*engine.placed.names.all_params, *wanted, *carry, *batch_names)
-        plan, bound = compile_plan(
-            bind_lines(builder, engine.placement),
-            engine.programs,
-            engine.preparer.groups,
-            inputs,
-            outputs,
-            leaves=engine.placed.shapes_by_role,
-            given=_shardings(engine, dict(zip(wanted, values, strict=True))),
-            what=f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}",
-        )
+        what = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}"
+        bound = bind_lines(builder, engine.placement)
+        plan, bound = _compile(engine, bound, inputs, outputs, dict(zip(wanted, values, strict=True)), what)
         return CompiledPass(plan, bound, inputs, outputs, step, (*self._lasting.leaves.all_params, *values))
 
 
-def _shardings(engine: Engine, values: Mapping[Name, Leaf]) -> dict[Name, Sharding]:
-    """How the values are sharded that the compiler has sharded as it likes."""
-    return {name: value.sharding for name, value in values.items() if engine.placement[name.stage].is_free(name.ref)}
+def _compile(
+    engine: Engine, bound: Bound, inputs: Sequence[Name], outputs: Sequence[Name], values: Mapping[Name, Leaf], what: str
+) -> tuple[Plan, Bound]:
+    """A plan of lines, which takes those values as they are that the compiler has sharded as it likes."""
+    given = {name: value.sharding for name, value in values.items() if engine.placement[name.stage].is_free(name.ref)}
+    leaves, groups = engine.placed.shapes_by_role, engine.preparer.groups
+    return compile_plan(bound, engine.programs, groups, inputs, outputs, leaves=leaves, given=given, what=what)
 
 
 def _in_place(lines: Sequence[Line], carry: set[Name], results: set[Name]) -> Iterable[Line]:
@@ -228,37 +182,28 @@ def _in_place(lines: Sequence[Line], carry: set[Name], results: set[Name]) -> It
 # The passes of one sequence and of a group.
 
 
-def passes_of(
-    engine: Engine,
-    lasting: Lasting,
-    functions: Functions,
-    fn: ForwardFn,
-    carry: Tree,
-    *,
-    sampler: Sampler,
-    key: Key,
-    group_size: int,
-) -> tuple[Passes, Passes]:
-    """Cut the function that makes the next token, and compile its passes for one token: those of one sequence, and of a group.
+class Request(NamedTuple):
+    """What a generation is asked for by the method ``where``; the carry is of one sequence that has had no token.
 
-    They are the same if a group is one sequence.
-
-    Args:
-        engine: whose parameters are used.
-        lasting: of the parameters; or ``LastingShapes``.
-        functions: keeps the cut functions.
-        fn: ``fn(params, carry, tokens) -> (carry, logits)``, as the engine calls it.
-        carry: of one sequence that has had no token; shapes will do.
-        sampler: how tokens are drawn.
-        key: from which the key of each sequence is folded.
-        group_size: sequences in a group.
-
-    Raises:
-        OutputError: the function returns no pair of a like carry and logits.
-        Exception: what the function raises, unchanged, with a note.
+    Shapes of the carry and of the key will do for what only compiles.
     """
-    sequence = NextTokenFn(fn, sampler, str(jax.random.key_impl(key)))
-    state = SequenceCarry(carry, jax.eval_shape(jax.random.key_data, key), jnp.int32(0))
+
+    where: str
+    engine: Engine
+    functions: Functions
+    sequence: NextTokenFn
+    carry: Tree
+    key: Key
+    max_length: int | None
+    num_groups: int
+    group_size: int
+    chunk: int
+
+
+def passes_of(request: Request, lasting: Lasting) -> tuple[Passes, Passes]:
+    """The passes of one sequence and of a group, the same if a group is one sequence; compiled for one token."""
+    engine, functions, sequence, group_size = request.engine, request.functions, request.sequence, request.group_size
+    state = SequenceCarry(request.carry, jax.eval_shape(jax.random.key_data, request.key), jnp.int32(0))
     shapes = avals_of(jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), state))
     token = np.zeros((1, 1), np.int32)
     alone = Passes(functions.engine(engine, sequence, token, None, carry=shapes, reduce_aux="last"), lasting)
@@ -268,9 +213,8 @@ def passes_of(
         leaves = zip(jax.tree.leaves(shapes), axes, strict=True)
         stacked = [jax.ShapeDtypeStruct((*x.shape[:axis], group_size, *x.shape[axis:]), x.dtype) for x, axis in leaves]
         shapes, tokens = jax.tree.structure(shapes).unflatten(stacked), np.zeros((group_size, 1, 1), np.int32)
-        group = functions.engine(
-            engine, NextTokensFn(sequence, axes), tokens, None, carry=shapes, reduce_aux="last", like=alone.engine
-        )
+        fn = NextTokensFn(sequence, axes)
+        group = functions.engine(engine, fn, tokens, None, carry=shapes, reduce_aux="last", like=alone.engine)
         together = Passes(group, lasting)
         together.prepare(tokens)
     alone.prepare(token)
@@ -288,39 +232,27 @@ def _group_axes(carry: Tree) -> list[tuple[int, int]]:
 
 @dataclass
 class Group:
-    """Sequences that go through the stages together.
+    """Sequences that go through the stages together; nothing before the first has entered."""
 
-    Attributes:
-        carry: its leaves, each on its stage; None before the first sequence has entered.
-        tokens: what the next pass takes, on the last stage.
-    """
-
-    carry: list[Array] | None = None
-    tokens: Array | None = None
+    carry: list[Array] | None = None  # its leaves, each on its stage
+    tokens: Array | None = None  # what the next pass takes, on the last stage
 
 
 class Ring:
-    """Runs the passes of groups of sequences, whose carries stay on their stages.
+    """Runs the passes of groups of sequences, whose carries stay on their stages."""
 
-    Args:
-        alone: the passes of one sequence, in which prompts are prefilled.
-        together: the passes of a group; the same if a group is one sequence.
-        carry: of one sequence that has had no token.
-        key: from which the key of each sequence is folded.
-        num_groups: groups in flight.
-        group_size: sequences in a group.
-    """
-
-    def __init__(self, alone: Passes, together: Passes, carry: Tree, key: Key, *, num_groups: int, group_size: int):
-        self.alone, self.together, self.num_groups, self.group_size = alone, together, num_groups, group_size
-        layout, self._key = alone.engine.layout, key
+    def __init__(self, alone: Passes, together: Passes, request: Request):
+        self.alone, self.together, self.num_groups, self.group_size = alone, together, request.num_groups, request.group_size
+        layout, self._key = alone.engine.layout, request.key
         held = layout.variables[1][0]
-        empty = split_like(jax.tree.leaves(SequenceCarry(carry, jax.random.key_data(key), jnp.int32(0))), held)
+        carry = SequenceCarry(request.carry, jax.random.key_data(request.key), jnp.int32(0))
+        empty = split_like(jax.tree.leaves(carry), held)
         axes = [axis for axis, num_slices in _group_axes(held) for _ in range(num_slices)]
         self._key_leaf = len(empty) - 2  # a SequenceCarry ends with its key and its length, and before them are the model's leaves
         empty += [empty[leaf] for leaf, _ in layout.copies]
         axes += [axes[leaf] for leaf, _ in layout.copies]
-        self._empty = [put(leaf, home) for leaf, home in zip(empty, alone.carry_homes, strict=True)]
+        self._homes = alone.engine.placed.homes.model_state
+        self._empty = [put(leaf, home) for leaf, home in zip(empty, self._homes, strict=True)]
         owners = layout.state_owner
         by_stage = [[k for k, owner in enumerate(owners) if owner == stage] for stage in sorted(set(owners))]
         self._by_stage = [(mine, tuple(axes[k] for k in mine)) for mine in by_stage]
@@ -329,7 +261,7 @@ class Ring:
     def prefill(self, prompt: Continuation, observer: Observer | None) -> tuple[list[Array], NextToken]:
         """Run a prompt through the stages in chunks, in a carry of its own: the carry, and the first token."""
         carry = self._on_each_stage(_copies, self._empty)
-        carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self.alone.carry_homes[self._key_leaf])
+        carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self._homes[self._key_leaf])
         drawn, start = None, 0
         for size in prompt.chunks:
             carry, drawn = self.alone(carry, np.array(prompt.tokens[None, start : start + size], np.int32), observer)
@@ -395,27 +327,15 @@ def _replaced(row: Array, tokens: Array, token: Array) -> Array:
 # What prompts the function takes.
 
 
-class PromptLimits(NamedTuple):
-    """What prompts a function takes.
+def prompts_of(request: Request) -> tuple[tuple[int, ...], int | None, int | None]:
+    """The sizes of chunks of a prompt that the function takes, the largest first, the room in the carry, and the vocabulary.
 
-    Attributes:
-        sizes: how many tokens a pass of a prompt may take, the largest first.
-        room: how many tokens the carry has room for; None if that is not known.
-        vocab: for how many tokens there are logits; None if that is not known.
-    """
-
-    sizes: tuple[int, ...]
-    room: int | None
-    vocab: int | None
-
-
-def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree, chunk: int) -> PromptLimits:
-    """What prompts the function takes; of a carry whose counters are 0, shapes will do.
-
+    Of a carry whose counters are 0, shapes will do. What is not known is None.
     A model that takes one token a call (Flax's attention with ``decode=True``) is known by that it cannot be traced at more. Nor
     can a model whose cache is shorter than a chunk, so it gets smaller chunks.
     """
-    shapes = avals_of(carry)
+    engine, fn, chunk = request.engine, request.sequence.function, request.chunk
+    shapes = avals_of(request.carry)
     params = jax.eval_shape(lambda tree: joined(tree, concatenated), engine.layout.params)
 
     def look() -> tuple[tuple[int, ...], int, Graph | None, int | None]:
@@ -432,10 +352,10 @@ def prompts_of(engine: Engine, functions: Functions, fn: ForwardFn, carry: Tree,
 
     leaves, tree = jax.tree.flatten(shapes)
     name = "prompts", id(engine), fn, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), chunk
-    sizes, length, graph, vocab = functions.remember(name, engine, look)
+    sizes, length, graph, vocab = request.functions.remember(name, engine, look)
     first = len(jax.tree.leaves(engine.layout.given[0]))
-    room = None if graph is None else capacity(graph, jax.tree.leaves(carry), first=first, num_tokens=length)
-    return PromptLimits(sizes, room, vocab)
+    room = None if graph is None else capacity(graph, jax.tree.leaves(request.carry), first=first, num_tokens=length)
+    return sizes, room, vocab
 
 
 def _takes(fn: ForwardFn, params: Tree, carry: Tree, length: int) -> bool:

@@ -1,14 +1,10 @@
 """How the next token is made: the user's function with the choice of the token behind it, so that only a token leaves a stage.
 
-``Sampling`` is the usual rule: divide the logits by a temperature, keep the ``top_k`` most likely tokens, of these keep the most
-likely ones that together have the probability ``top_p``, and draw. A sampling rule is any function ``(logits, key) -> token`` of
-the logits of one position, so a user can write another. ``draw`` applies a rule, and says how likely the model found the token.
-
+A sampling rule is any function ``(logits, key) -> token`` of the logits of one position; ``Sampling`` is the usual one.
 ``NextTokenFn`` makes of ``fn(params, carry, tokens) -> (carry, logits)`` a function of one sequence that returns the next token
 instead of the logits. Its carry holds, beside the user's, the key of the sequence and how many tokens the sequence has had. So each
 token has a key made of the number of its sequence and of its place in it, and what is drawn does not depend on how many sequences
-are generated side by side, in which order, or on how many devices. ``NextTokensFn`` is ``jax.vmap`` of it over the carries of
-several sequences, so that each has its own length and its own end.
+are generated side by side, in which order, or on how many devices.
 """
 
 import math
@@ -24,9 +20,10 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxpp.errors import ArgumentError, OutputError, shown
 from jaxpp.errors.tracebacks import entries
+from jaxpp.forward.functions import Wrapped
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
-from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
+from jaxpp.types import Array, Aval, Key, Tree
 
 __all__ = ["NextToken", "NextTokenFn", "NextTokensFn", "SampleRule", "Sampler", "Sampling", "SequenceCarry", "draw", "sampler_of"]
 
@@ -145,7 +142,7 @@ SampleRule = str | Sampling | Sampler | None
 
 
 def sampler_of(sample: SampleRule) -> Sampler:
-    """The rule that ``sample`` stands for: None and "greedy" take the most likely token; functions stand for themselves."""
+    """The rule that ``sample`` stands for."""
     if sample is None or (isinstance(sample, str) and sample == "greedy"):
         return Sampling(temperature=0)
     if callable(sample) and sample is not Sampling:
@@ -160,20 +157,7 @@ def sampler_of(sample: SampleRule) -> Sampler:
 
 
 def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[Int[Array, ""], Float[Array, ""]]:
-    """A token, and the logarithm of its probability in the model's own distribution: at temperature 1, with every token allowed.
-
-    Args:
-        sampler: from ``sampler_of``.
-        logits: of one position, ``[vocab]``, in any floating type; the sampler gets them in float32, or in float64 if they are.
-        key: of this token.
-
-    Returns:
-        the token as int32, and its log-probability.
-
-    Raises:
-        ArgumentError: the sampler returns no integer scalar.
-        Exception: what the sampler raises, unchanged, with a note.
-    """
+    """A token, and the logarithm of its probability in the model's own distribution: at temperature 1, with every token allowed."""
     logits = _wide(logits)
     try:
         token = sampler(logits, key)
@@ -196,13 +180,7 @@ def _is_token(value: object) -> bool:
 
 
 class SequenceCarry(NamedTuple):
-    """What a sequence carries from pass to pass.
-
-    Attributes:
-        model: the user's carry: a cache, the state of a recurrent network.
-        key: the raw key of the sequence, from which each token's key is folded.
-        length: the tokens that the sequence has had.
-    """
+    """What a sequence carries from pass to pass: the user's carry, its raw key, and how many tokens it has had."""
 
     model: Tree
     key: UInt32[Array, " words"]
@@ -210,12 +188,7 @@ class SequenceCarry(NamedTuple):
 
 
 class NextToken(NamedTuple):
-    """What a pass makes.
-
-    Attributes:
-        token: the next token, ``[1, 1]``, as the next pass takes it.
-        logprob: the logarithm of its probability in the model's own distribution.
-    """
+    """What a pass makes: the next token, as the next pass takes it, and the logarithm of its probability."""
 
     token: Int[Array, "1 1"]
     logprob: Float[Array, ""]
@@ -228,16 +201,15 @@ class NextToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NextTokenFn:
+class NextTokenFn(Wrapped):
     """The user's function of one sequence, as one that returns the next token; ``implementation`` is that of the keys."""
 
-    fn: ForwardFn
     sampler: Sampler
     implementation: str
 
     def __call__(self, params: Tree, carry: SequenceCarry, tokens: Int[Array, "1 length"]) -> tuple[SequenceCarry, NextToken]:
         """One pass of a sequence."""
-        result = self.fn(params, carry.model, tokens)
+        result = self.function(params, carry.model, tokens)
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result)
             raise OutputError(_FN, "it returns a pair (new_carry, logits)", got, "return the new carry, and the logits")
@@ -248,30 +220,20 @@ class NextTokenFn:
         token, logprob = draw(self.sampler, _last(logits, tokens.shape[1]), key)
         return SequenceCarry(model, carry.key, length), NextToken(token.reshape(1, 1), logprob)
 
-    @property
-    def __name__(self) -> str:
-        return getattr(self.fn, "__name__", "fn")
-
 
 @dataclass(frozen=True)
-class NextTokensFn:
+class NextTokensFn(Wrapped):
     """The function of several sequences: leaves of the carry have one more axis, numbered in ``axes``, and tokens one in front."""
 
-    sequence: NextTokenFn
     axes: tuple[int, ...]
 
     def __call__(self, params: Tree, carry: SequenceCarry, tokens: Int[Array, "sequences 1 1"]) -> tuple[SequenceCarry, NextToken]:
         """One pass of a group."""
         axes = jax.tree.structure(carry).unflatten(self.axes)
-        return jax.vmap(self.sequence, (None, axes, 0), (axes, 0))(params, carry, tokens)
-
-    @property
-    def __name__(self) -> str:
-        return self.sequence.__name__
+        return jax.vmap(self.function, (None, axes, 0), (axes, 0))(params, carry, tokens)
 
 
 def _check_carry(old: Tree, new: Tree) -> None:
-    """Refuse a new carry that is not like the old one."""
     before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
     name = jax.tree_util.keystr
     wrong = [f"carry{name(path)} is missing in the new carry" for path in before if path not in after]
@@ -302,7 +264,6 @@ def _last(logits: Tree, length: int) -> Float[Array, " vocab"]:
 
 
 def _called(result: Tree) -> str:
-    """What a function returned, as people call it."""
     if result is None or isinstance(result, Aval):
         return "None" if result is None else f"one array, {describe(result)}"
     return f"a {type(result).__name__}"

@@ -1,9 +1,8 @@
 """The outputs of many batches, one after another, with the devices kept busy and the host kept near them.
 
-Problem: a loop that waits for each output before it hands over the next batch lets the pipeline run empty between batches. A loop
-that never waits runs ahead of the devices, and their memory fills with batches and outputs. Idea: a few batches are in flight, as
-many as the user allows. Mechanism: when the consumer asks for an output, ``Stream`` first dispatches batches until that many are
-in flight, then waits for the oldest::
+A loop that waits for each output before it hands over the next batch lets the pipeline run empty between batches. A loop that
+never waits runs ahead of the devices, and their memory fills. So when the consumer asks for an output, ``Stream`` first dispatches
+batches until as many are in flight as the user allows, then waits for the oldest::
 
     next()  dispatch 0, dispatch 1, wait for 0     (max_in_flight=2)
     next()  dispatch 2, wait for 1
@@ -167,7 +166,6 @@ class Stream(Iterator[Tree]):
 
 
 def _with_note(error: Exception, note: str) -> Exception:
-    """The exception with a note, to be raised when it is its turn."""
     error.add_note(note)
     if isinstance(error, StopIteration):  # which would look like the end of the stream
         raised = RuntimeError("StopIteration was raised inside a stream")

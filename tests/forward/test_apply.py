@@ -80,7 +80,8 @@ def check_model(name: str, stages: int, sizes=(SIZE, 8, 3, 1)) -> None:
     assert same(pipe.apply(held if has_state else held[0], model.of(size), model.fn, model.key), jax.device_get(outputs))
 
 
-@pytest.mark.parametrize(("name", "stages"), [pytest.param("resnet", 2, marks=pytest.mark.long), ("adapters", 4)])
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "stages"), [("resnet", 2), ("adapters", 4)])
 def test_outputs_of_a_trained_model_are_those_of_one_device(name, stages):
     check_model(name, stages, (SIZE, 1))
 
@@ -95,6 +96,7 @@ def test_outputs_of_every_trained_model_are_those_of_one_device(name, stages):
 # What a function may return.
 
 
+@pytest.mark.long
 def test_rows_are_joined_and_what_is_the_same_everywhere_is_given_as_it_is():
     pipe, state = pipeline(num_stages=4, num_microbatches=3)
     for size in (19, 6, 2, 1):
@@ -175,14 +177,8 @@ def test_the_schedule_changes_nothing_not_even_with_two_stages_a_rank(schedule, 
         check_rows(pipe.apply(state, X[:size], net), net, (PARAMS,), X[:size], None, microbatches)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data_parallel": 2},
-        pytest.param({"data_parallel": 4, "num_microbatches": 1}, marks=pytest.mark.long),
-        {"mesh": (2, 2, 2)},
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"data_parallel": 2}, {"data_parallel": 4, "num_microbatches": 1}, {"mesh": (2, 2, 2)}])
 def test_replicas_and_shards_give_the_rows_of_the_batch_in_order(options):
     options = dict(options)
     if "mesh" in options:
@@ -200,7 +196,7 @@ def test_replicas_number_their_microbatches_and_keys_like_a_step():
     close(pipe.apply(state, X[:8], noisy, KEY), rows(parts))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_function_of_a_pipeline_with_a_bank_reads_the_task_that_is_named(replicas):
     sets = {name: {"head": RNG.normal(size=(4, 3)).astype("f")} for name in ("cat", "dog")}
     fn = lambda params, task, x: net(params, x) @ task["head"]  # noqa: E731
@@ -231,7 +227,9 @@ def test_a_model_state_is_read_and_left_as_it_is():
     assert same(counted, variables[1])
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "stages", [pytest.param(3, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
+)
 def test_stacked_parameters_may_be_held_as_slices(stages):
     stacked = {"w": RNG.normal(size=(6, 4, 4)).astype("f") / 2, "head": RNG.normal(size=(4, 3)).astype("f")}
 

@@ -144,7 +144,7 @@ def test_a_pipeline_forecasts_what_apply_holds_beside_the_optimizer():
     ("num_stages", "num_groups", "group_size", "dtype"),
     [
         (2, 2, 1, "float32"),
-        (2, 3, 2, "bfloat16"),
+        pytest.param(2, 3, 2, "bfloat16", marks=pytest.mark.long),
         pytest.param(4, 3, 2, "bfloat16", marks=pytest.mark.long),
         pytest.param(4, 1, 3, "float32", marks=pytest.mark.long),
     ],

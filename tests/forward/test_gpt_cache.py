@@ -72,13 +72,9 @@ def logits_in_parts(decode, cache, sizes):
     return jnp.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize(
-    ("framework", "dtype"),
-    [
-        ("linen", "float32"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("nnx", "float32"), ("linen", "float64"), ("nnx", "float64"))),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("framework", CASES)
 def test_logits_are_those_of_all_tokens_whatever_number_of_tokens_a_call_takes(framework, dtype):
     with jax.enable_x64(dtype == "float64"):
         expected, empty, decode = CASES[framework](dtype, 2)
@@ -101,7 +97,8 @@ def test_in_bfloat16_the_logits_are_as_near_to_those_of_float32_as_without_a_cac
         assert error(logits_in_parts(decode, empty, sizes)) < 1.25 * error(plain)
 
 
-@pytest.mark.parametrize("framework", ["nnx", pytest.param("linen", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_sequences_under_vmap_have_caches_and_positions_of_their_own(framework):
     expected, _, _ = CASES[framework]("float32", 3)
     _, empty, decode = CASES[framework]("float32", 1)
@@ -118,6 +115,7 @@ def test_sequences_under_vmap_have_caches_and_positions_of_their_own(framework):
         assert_close(logits[:, 0, 0], jnp.stack([expected[i, begin + k] for i, begin in enumerate(begins)]), "float32")
 
 
+@pytest.mark.long
 def test_the_parameters_are_those_of_the_model_without_a_cache():
     model, tokens = GPT(**SIZES), tokens_of(1)
     plain = model.init(jax.random.key(0), tokens, deterministic=True)

@@ -70,6 +70,7 @@ def test_caches_change_in_place(two_stages, monkeypatch, group_size):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, DECODER.carry)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_memory_is_flat(two_stages, group_size):
     forward, params = two_stages
@@ -221,7 +222,7 @@ ODD = {
 
 
 COMMON = {"leaves that change places", "a key"}
-ODD_CASES = [name if name in COMMON else pytest.param(name, marks=pytest.mark.long) for name in ODD]
+ODD_CASES = [name if name == "leaves that change places" else pytest.param(name, marks=pytest.mark.long) for name in ODD]
 
 
 @pytest.mark.parametrize("name", ODD_CASES)

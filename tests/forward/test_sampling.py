@@ -68,6 +68,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_reference(rule, dtype):
     np.testing.assert_allclose(found, wanted, atol=5 * math.sqrt(0.25 / NUM_DRAWS))  # five standard deviations
 
 
+@pytest.mark.long
 def test_in_float64_they_are_too(x64):
     logits = jnp.asarray(np.random.default_rng(6).normal(size=VOCAB))
     assert logits.dtype == jnp.float64
@@ -77,6 +78,7 @@ def test_in_float64_they_are_too(x64):
     assert draw(rule, logits, jax.random.key(0))[1].dtype == jnp.float64
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(
     logits=st.lists(st.sampled_from([-math.inf, -8.0, -1.0, -0.5, 0.0, 0.25, 1.0, 6.0]), min_size=8, max_size=8),

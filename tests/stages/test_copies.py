@@ -42,7 +42,7 @@ def test_each_stage_advances_its_own_position(num_stages):
     assert copies == tuple(StateCopy(leaf, stage) for leaf in (0, 5) for stage in range(1, num_stages))
     given = jax.tree.leaves(carry())
     given += [given[leaf] for leaf, _ in copies]
-    held = [put(leaf, home) for leaf, home in zip(given, passes.carry_homes, strict=True)]
+    held = [put(leaf, home) for leaf, home in zip(given, passes.engine.placed.homes.model_state, strict=True)]
     plain = carry()
     for length in (3, 1, 2):
         x = RNG.normal(size=(1, length, WIDTH)).astype("f")
