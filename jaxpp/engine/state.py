@@ -120,7 +120,7 @@ def _make_serializable() -> None:
     from flax import serialization  # noqa: PLC0415  (takes a fifth of a second)
 
     def write(state: State) -> dict[str, Tree]:
-        return {name: serialization.to_state_dict(part) for name, part in vars(state).items()}
+        return {name: serialization.to_state_dict(getattr(state, name)) for name in vars(state)}
 
     def read(state: State, parts: dict[str, Tree]) -> State:
         return state.replace(
