@@ -26,11 +26,7 @@ def scope(stage: int) -> str:
 
 
 def check_stages(stages: Any, loss: Any) -> tuple[Callable[[Any, Any], Any], ...]:
-    """The stage functions, if that is what they are.
-
-    Raises:
-        ArgumentError: they are no list of functions, or the loss is none.
-    """
+    """The stage functions, if that is what they are."""
     where, rule = "Pipeline.from_stages(stages, loss=...)", "the stages are a list of functions (params, x) -> x, one a stage"
     fix = "pass a list such as [lambda params, x: jnp.tanh(x @ params), ...]"
     if callable(stages):

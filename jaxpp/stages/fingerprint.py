@@ -31,15 +31,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.dtype)
 
 @dataclass(frozen=True, eq=False)
 class ComparableFunction:
-    """A function that can be compared: with a value that says all it does.
+    """A function that can be compared: with a value that says all it does."""
 
-    Attributes:
-        run: the function.
-        does: equal for functions that do the same; None if that cannot be said.
-    """
-
-    run: Any
-    does: Hashable
+    run: Any  # the function
+    does: Hashable  # equal for functions that do the same; None if that cannot be said
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run the function."""

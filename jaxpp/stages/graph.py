@@ -39,21 +39,13 @@ _Color = TypeVar("_Color", bound=Hashable)
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced function, flat.
+    """A traced function, flat."""
 
-    Attributes:
-        eqns: the equations, in an order in which they can run.
-        names: the module path of each, such as ``GPT/h_2/attn``; empty where the model gave none.
-        inputs: one variable for each argument leaf.
-        outputs: one variable or literal for each result leaf.
-        constants: arrays the function closed over, by variable.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    names: tuple[str, ...]
-    inputs: tuple[Var, ...]
-    outputs: tuple[Atom, ...]
-    constants: Mapping[Var, jax.Array]
+    eqns: tuple[JaxprEqn, ...]  # the equations, in an order in which they can run
+    names: tuple[str, ...]  # the module path of each, such as ``GPT/h_2/attn``; empty where the model gave none
+    inputs: tuple[Var, ...]  # one variable for each argument leaf
+    outputs: tuple[Atom, ...]  # one variable or literal for each result leaf
+    constants: Mapping[Var, jax.Array]  # arrays the function closed over, by variable
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
         """The function of ``inputs`` that runs the equations numbered ``eqns`` and returns ``outputs``."""

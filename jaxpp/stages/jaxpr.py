@@ -162,23 +162,14 @@ def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
 
 
 class Scan(NamedTuple):
-    """A ``lax.scan``.
+    """A ``lax.scan``."""
 
-    Attributes:
-        body: what runs at each iteration.
-        num_before: operands that have no rows: constants, then what is carried.
-        num_carry: how many are carried.
-        length: iterations.
-        reverse: whether the last iteration runs first.
-        unroll: as ``lax.scan`` takes it.
-    """
-
-    body: ClosedJaxpr
-    num_before: int
-    num_carry: int
-    length: int
-    reverse: bool
-    unroll: int | bool
+    body: ClosedJaxpr  # what runs at each iteration
+    num_before: int  # operands that have no rows: constants, then what is carried
+    num_carry: int  # how many are carried
+    length: int  # iterations
+    reverse: bool  # whether the last iteration runs first
+    unroll: int | bool  # as ``lax.scan`` takes it
 
     @property
     def num_fixed(self) -> int:
@@ -266,19 +257,12 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 
 
 class Window(NamedTuple):
-    """The part of its first operand that an equation takes.
+    """The part of its first operand that an equation takes."""
 
-    Attributes:
-        start: where it begins, along each axis.
-        stop: where it ends.
-        strides: every how many elements it takes.
-        squeezed: whether the first axis, of which it takes one row, is not in the result.
-    """
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    strides: tuple[int, ...]
-    squeezed: bool = False
+    start: tuple[int, ...]  # where it begins, along each axis
+    stop: tuple[int, ...]  # where it ends
+    strides: tuple[int, ...]  # every how many elements it takes
+    squeezed: bool = False  # whether the first axis, of which it takes one row, is not in the result
 
 
 def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:

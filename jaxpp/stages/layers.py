@@ -54,21 +54,13 @@ __all__ = ["Layers", "Read", "first_reads", "place_rows", "rows_between", "same_
 
 @dataclass(frozen=True)
 class Layers:
-    """Some layers of a loop, as an equation of their own.
+    """Some layers of a loop, as an equation of their own."""
 
-    Attributes:
-        result: what the equation makes first.
-        loop: which of the loops it is from.
-        stacked: the parameters whose rows it reads.
-        start: the first of the layers.
-        stop: the layer after the last.
-    """
-
-    result: Var
-    loop: int
-    stacked: tuple[Atom, ...]
-    start: int
-    stop: int
+    result: Var  # what the equation makes first
+    loop: int  # which of the loops it is from
+    stacked: tuple[Atom, ...]  # the parameters whose rows it reads
+    start: int  # the first of the layers
+    stop: int  # the layer after the last
 
 
 def split_scans(
@@ -254,19 +246,12 @@ def same_layer(name: str) -> str:
 
 
 class Read(NamedTuple):
-    """Rows of a parameter, and the first use of them.
+    """Rows of a parameter, and the first use of them."""
 
-    Attributes:
-        leaf: the number of the parameter.
-        start: the first row.
-        stop: the row after the last.
-        position: where on the spine they are first needed.
-    """
-
-    leaf: int
-    start: int
-    stop: int
-    position: int
+    leaf: int  # the number of the parameter
+    start: int  # the first row
+    stop: int  # the row after the last
+    position: int  # where on the spine they are first needed
 
 
 class _RowSlice(NamedTuple):

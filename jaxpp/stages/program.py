@@ -84,25 +84,17 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A flat function and the names of its arguments and results; the same as itself alone.
+    """A flat function and the names of its arguments and results; the same as itself alone."""
 
-    Attributes:
-        function: takes one array for each input and returns one for each output.
-        inputs: what each argument is.
-        outputs: what each result is.
-        avals: shape and dtype of each argument, as one replica has it.
-        spans: whether the function sees all replicas at once: what each has of its own comes with one more axis, the first.
-        name: what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``.
-        lean: whether it is compiled to hold little at once, rather than to run independent operations side by side.
-    """
-
-    function: Callable[..., list[jax.Array]]
-    inputs: tuple[Ref, ...]
-    outputs: tuple[Ref, ...]
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    spans: bool = False
-    name: str = "program"
-    lean: bool = False
+    function: Callable[..., list[jax.Array]]  # takes one array for each input and returns one for each output
+    inputs: tuple[Ref, ...]  # what each argument is
+    outputs: tuple[Ref, ...]  # what each result is
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # shape and dtype of each argument, as one replica has it
+    spans: bool = (
+        False  # whether the function sees all replicas at once: what each has of its own comes with one more axis, the first
+    )
+    name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
+    lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
 
     @cached_property
     def results(self) -> list[jax.ShapeDtypeStruct]:
@@ -123,15 +115,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Backward:
-    """A program of the backward, twice.
+    """A program of the backward, twice."""
 
-    Attributes:
-        first: for the first microbatch that comes back: it makes the gradients.
-        then: for all others: it adds to them.
-    """
-
-    first: Program
-    then: Program
+    first: Program  # for the first microbatch that comes back: it makes the gradients
+    then: Program  # for all others: it adds to them
 
     @property
     def made(self) -> frozenset[Ref]:
@@ -145,19 +132,12 @@ SMALL = 1 << 12
 
 @dataclass(frozen=True)
 class Pack:
-    """A vector that holds several arrays of one dtype, end to end.
+    """A vector that holds several arrays of one dtype, end to end."""
 
-    Attributes:
-        ref: the name of the vector.
-        members: the names of the arrays in it.
-        shapes: their shapes.
-        dtype: their dtype.
-    """
-
-    ref: Ref
-    members: tuple[Ref, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: DType
+    ref: Ref  # the name of the vector
+    members: tuple[Ref, ...]  # the names of the arrays in it
+    shapes: tuple[tuple[int, ...], ...]  # their shapes
+    dtype: DType  # their dtype
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:

@@ -95,23 +95,15 @@ class RematPolicy:
 
 @dataclass(frozen=True)
 class ByPolicy(RematPolicy):
-    """Keep what a policy of ``jax.checkpoint_policies`` says.
+    """Keep what a policy of ``jax.checkpoint_policies`` says."""
 
-    Attributes:
-        policy: asked once for each equation of the forward.
-    """
-
-    policy: Policy
+    policy: Policy  # asked once for each equation of the forward
     recomputes = True
 
     def again(
         self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
     ) -> set[int]:
-        """The equations whose results the policy does not keep.
-
-        Raises:
-            ArgumentError: a policy that answers anything but True or False.
-        """
+        """The equations whose results the policy does not keep."""
         return {i for i in forward if not graph.eqns[i].effects and not self._keeps(graph.eqns[i])}
 
     def _keeps(self, eqn: JaxprEqn) -> bool:
@@ -129,13 +121,9 @@ class ByPolicy(RematPolicy):
 
 @dataclass(frozen=True)
 class Least(RematPolicy):
-    """Keep what costs least.
+    """Keep what costs least."""
 
-    Attributes:
-        transcendental: the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again.
-    """
-
-    transcendental: float = 0.0
+    transcendental: float = 0.0  # the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again
 
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
@@ -318,11 +306,7 @@ RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)
 
 
 def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[RematPolicy, ...] | None:
-    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
-
-    Raises:
-        ArgumentError: it says of no stage what to keep, or the list has another length.
-    """
+    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything."""
     least, everything = Least(_TRANSCENDENTAL.get(platform, 0.0)), RematPolicy()
     words = {None: everything, "keep": everything, "recompute": RECOMPUTE, "least": least, "offload": least}
     values = _each_stage(remat, num_stages)

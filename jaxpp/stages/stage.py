@@ -50,38 +50,25 @@ _NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
 
 @dataclass(frozen=True)
 class StageCode:
-    """The programs of one stage at one microbatch shape.
+    """The programs of one stage at one microbatch shape."""
 
-    Attributes:
-        index: which stage.
-        statics: computes, once per step, what depends on parameters alone.
-        forward: one microbatch's forward; returns what is sent on, and the residuals.
-        backward: one microbatch's backward by kind, B, I and W; sums gradients, returns cotangents. A kind with nothing to do is
-            not there, and none is when only forwards are run.
-        packs: the small gradients that are summed as one vector.
-        residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
-        kept: bytes that one microbatch holds from its forward to its backward, inputs and outputs included.
-        keepable: what they would be if all were kept that the pullback reads.
-        constants: arrays the loss closed over that this stage reads.
-        params: the parameter leaves this stage reads.
-        flops: of one forward.
-        modules: module paths, in order.
-        calls_host: whether any of its programs calls a Python function on the host.
-    """
-
-    index: int
-    statics: Program
-    forward: Program
-    backward: Mapping[str, Backward]
-    packs: tuple[Pack, ...]
-    residuals: tuple[jax.ShapeDtypeStruct, ...]
-    kept: int
-    keepable: int
-    constants: tuple[jax.Array, ...]
-    params: tuple[int, ...]
-    flops: float
-    modules: tuple[str, ...]
-    calls_host: bool
+    index: int  # which stage
+    statics: Program  # computes, once per step, what depends on parameters alone
+    forward: Program  # one microbatch's forward; returns what is sent on, and the residuals
+    backward: Mapping[
+        str, Backward
+    ]  # one microbatch's backward by kind, B, I and W; sums gradients, returns cotangents. A kind with nothing to do is not there, and none is when only forwards are run
+    packs: tuple[Pack, ...]  # the small gradients that are summed as one vector
+    residuals: tuple[
+        jax.ShapeDtypeStruct, ...
+    ]  # shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs
+    kept: int  # bytes that one microbatch holds from its forward to its backward, inputs and outputs included
+    keepable: int  # what they would be if all were kept that the pullback reads
+    constants: tuple[jax.Array, ...]  # arrays the loss closed over that this stage reads
+    params: tuple[int, ...]  # the parameter leaves this stage reads
+    flops: float  # of one forward
+    modules: tuple[str, ...]  # module paths, in order
+    calls_host: bool  # whether any of its programs calls a Python function on the host
 
 
 @dataclass(frozen=True)
@@ -97,54 +84,31 @@ class _Slice:
 
 @dataclass(frozen=True)
 class TracedStage:
-    """A stage's forward and pullback as one graph.
+    """A stage's forward and pullback as one graph."""
 
-    Attributes:
-        graph: of the inputs and cotangents, to the results and what the pullback returns.
-        inputs: the name of each input.
-        results: the name of each result of the forward.
-        returned: the inputs whose gradients or cotangents the pullback returns.
-        seeds: the inputs that are the cotangent of the loss.
-    """
-
-    graph: Graph
-    inputs: tuple[Ref, ...]
-    results: tuple[Ref, ...]
-    returned: tuple[Ref, ...]
-    seeds: tuple[int, ...]
+    graph: Graph  # of the inputs and cotangents, to the results and what the pullback returns
+    inputs: tuple[Ref, ...]  # the name of each input
+    results: tuple[Ref, ...]  # the name of each result of the forward
+    returned: tuple[Ref, ...]  # the inputs whose gradients or cotangents the pullback returns
+    seeds: tuple[int, ...]  # the inputs that are the cotangent of the loss
 
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """What is the same for every stage of a cut; ``build`` makes one stage's programs.
+    """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
 
-    Attributes:
-        loss: what was cut.
-        last: the last stage.
-        owner: the stage of each parameter leaf.
-        homes: the stage that returns each result of the loss.
-        crossing: the values that cross between stages.
-        carried: for each of them the stages that send its cotangent back.
-        made: the stage that makes each of them.
-        rows: the aux leaves that are held, not averaged.
-        packs: the gradients that each stage packs, if that is decided.
-        train: whether there are backwards.
-        scaled_by: the number of the loss scale's leaf that the backward starts from, if it does not start from 1.
-        pack_below: bytes up to which values are packed.
-    """
-
-    loss: TracedLoss
-    last: int
-    owner: tuple[int, ...]
-    homes: Mapping[Var, int]
-    crossing: Sequence[Var] = ()
-    carried: tuple[tuple[int, ...], ...] = ()
-    made: Mapping[Var, int] = field(default_factory=dict)
-    rows: frozenset[int] = frozenset()
-    packs: Sequence[tuple[Pack, ...]] | None = None
-    train: bool = True
-    scaled_by: int | None = None
-    pack_below: int = 0
+    loss: TracedLoss  # what was cut
+    last: int  # the last stage
+    owner: tuple[int, ...]  # the stage of each parameter leaf
+    homes: Mapping[Var, int]  # the stage that returns each result of the loss
+    crossing: Sequence[Var] = ()  # the values that cross between stages
+    carried: tuple[tuple[int, ...], ...] = ()  # for each of them the stages that send its cotangent back
+    made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
+    rows: frozenset[int] = frozenset()  # the aux leaves that are held, not averaged
+    packs: Sequence[tuple[Pack, ...]] | None = None  # the gradients that each stage packs, if that is decided
+    train: bool = True  # whether there are backwards
+    scaled_by: int | None = None  # the number of the loss scale's leaf that the backward starts from, if it does not start from 1
+    pack_below: int = 0  # bytes up to which values are packed
 
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""

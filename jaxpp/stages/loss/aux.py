@@ -48,11 +48,7 @@ REDUCERS: Mapping[str, Reducer | None] = {
 
 
 def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.Array]]:
-    """What the user passed as ``reduce_aux``, as reducers by path; under the path ``""`` the one for everything.
-
-    Raises:
-        ArgumentError: it is no reducer, and no dictionary of them.
-    """
+    """What the user passed as ``reduce_aux``, as reducers by path; under the path ``""`` the one for everything."""
     if reduce_aux is None:
         return {}
     named = reduce_aux if isinstance(reduce_aux, Mapping) else {"": reduce_aux}
@@ -71,12 +67,7 @@ def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.A
 def reducers_of(
     loss: TracedLoss, named: Mapping[str, str | Callable[..., jax.Array]], rows: Callable[[], frozenset[int]], *, strict: bool
 ) -> dict[int, Reducer]:
-    """The reducer of each aux leaf that is not averaged.
-
-    Raises:
-        ArgumentError: a path that is not there.
-        LossError: a leaf that cannot be averaged.
-    """
+    """The reducer of each aux leaf that is not averaged."""
     paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
@@ -132,11 +123,7 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
 
 
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
-    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined.
-
-    Raises:
-        LossError: naming them all.
-    """
+    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined."""
     paths = losses[0].aux_paths
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
     where, name, error = losses[0].words.where, losses[0].words.aux, losses[0].words.error

@@ -47,15 +47,10 @@ def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 class Split(NamedTuple):
-    """How the examples of a batch are divided.
+    """How the examples of a batch are divided."""
 
-    Attributes:
-        sizes: examples of each microbatch of a replica, the same for all replicas.
-        num_idle: replicas, the last ones, whose last microbatch is a copy of another's example, and counts nothing.
-    """
-
-    sizes: tuple[int, ...]
-    num_idle: int = 0
+    sizes: tuple[int, ...]  # examples of each microbatch of a replica, the same for all replicas
+    num_idle: int = 0  # replicas, the last ones, whose last microbatch is a copy of another's example, and counts nothing
 
     def num_examples(self, num_replicas: int) -> int:
         """How many examples count."""
@@ -125,11 +120,7 @@ def _matches(path: KeyPath, name: str) -> bool:
 
 
 def check_shared(batch: Batch, names: Sequence[str]) -> None:
-    """Refuse names of shared leaves that the batch does not have.
-
-    Raises:
-        BatchError: with the names that come near.
-    """
+    """Refuse names of shared leaves that the batch does not have."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     unknown = [name for name in names if not any(_matches(path, name) for path in paths)]
     if unknown:
@@ -153,10 +144,6 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shar
         num_microbatches: parts that a replica's part is split into.
         num_replicas: parts the batch is split into before that.
         shared: names of the leaves that are not split.
-
-    Raises:
-        BatchError: no leaves, leaves that are neither arrays nor numbers, none that holds examples, leading axes that differ, fewer
-            examples than microbatches, or examples that cannot be divided evenly among the replicas.
     """
     size = _check_leaves(batch, shared)
     counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"

@@ -16,19 +16,12 @@ _WORDS = frozenset({"key", "keys", "rng", "rngs", "prng"})
 
 
 class KeyArgument(NamedTuple):
-    """The argument of a loss that its key is for.
+    """The argument of a loss that its key is for."""
 
-    Attributes:
-        name: what the loss calls it; None if it takes none, or does not say.
-        by_keyword: whether it can only be passed by name.
-        needed: whether the loss cannot be called without.
-        sure: whether the signature says so: one of ``*args`` does not, nor does a builtin without a signature.
-    """
-
-    name: str | None = None
-    by_keyword: bool = False
-    needed: bool = False
-    sure: bool = True
+    name: str | None = None  # what the loss calls it; None if it takes none, or does not say
+    by_keyword: bool = False  # whether it can only be passed by name
+    needed: bool = False  # whether the loss cannot be called without
+    sure: bool = True  # whether the signature says so: one of ``*args`` does not, nor does a builtin without a signature
 
 
 def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
@@ -71,9 +64,6 @@ def positional_key(loss_fn: Any, before: int, called: str = "loss_fn") -> Any:
     """A loss that takes its key as the argument after ``before`` others; the loss itself if it does, or takes none.
 
     ``called`` is its name in messages: ``loss_fn``, or ``fn`` for a function that returns outputs.
-
-    Raises:
-        ArgumentError: it needs other arguments than the loss is called with.
     """
     if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         return loss_fn
