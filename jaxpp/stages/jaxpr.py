@@ -1,12 +1,9 @@
 """What jaxpp knows of the insides of a jaxpr: the one file to edit when JAX changes them.
 
-JAX documents how a function is traced and how a jaxpr prints. It promises nothing about the names of primitives, the parameters of
-an equation, the kinds of effects, or the name stack. Everything that jaxpp relies on is behind the functions of this file, and
-``tests/stages/test_jaxpr.py`` checks each fact by itself. What other files use freely is the frame that has not changed for years:
-``jaxpr.eqns``, and ``eqn.invars``, ``outvars``, ``effects`` and ``primitive``.
-
-``kind_of`` names what an equation does. It is the name of its primitive, except where JAX has had several names for one primitive.
-Tables of kinds that belong to one decision stand where that decision is made (``repeatable.py``).
+JAX promises nothing about the names of primitives, the parameters of an equation, the kinds of effects, or the name stack.
+Everything that jaxpp relies on is behind the functions of this file, and ``tests/stages/test_jaxpr.py`` checks each fact by itself.
+What other files use freely is the frame that has not changed for years: ``jaxpr.eqns``, and ``eqn.invars``, ``outvars``,
+``effects`` and ``primitive``. Tables of kinds that belong to one decision stand where it is made (``repeatable.py``).
 """
 
 import math
@@ -33,22 +30,8 @@ Atom = Var | Literal
 Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]
 """Puts a function under ``jax.checkpoint``."""
 
-_RENAMED = {
-    "pjit": "jit",
-    "remat": "checkpoint",
-    "remat2": "checkpoint",
-    "copy_p": "copy",
-    "custom_vjp_call": "custom_vjp",
-    "custom_jvp_call": "custom_jvp",
-}
-_BODIES = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp": "call_jaxpr",
-    "custom_vjp": "call_jaxpr",
-    "checkpoint": "jaxpr",
-}
+_RENAMED = {"pjit": "jit", "remat": "checkpoint", "remat2": "checkpoint", "copy_p": "copy"}
+_RENAMED |= {"custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
 CALLS = frozenset({"jit", "closed_call", "core_call"})
 """Kinds of equations that only call a function."""
 CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})
@@ -139,7 +122,7 @@ def equations_of(function: Callable[..., Tree], atoms: Sequence[Atom]) -> tuple[
 def called(eqn: JaxprEqn, opened: Collection[str]) -> ClosedJaxpr | None:
     """The function that an equation calls, if the equation is of one of the kinds ``opened``."""
     kind = kind_of(eqn)
-    inner = eqn.params.get(_BODIES[kind]) if kind in opened else None
+    inner = eqn.params.get("jaxpr" if kind in ("jit", "checkpoint") else "call_jaxpr") if kind in opened else None
     return ClosedJaxpr(inner, []) if isinstance(inner, Jaxpr) else inner
 
 
@@ -164,17 +147,13 @@ def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
 class Scan(NamedTuple):
     """A ``lax.scan``."""
 
-    body: ClosedJaxpr  # what runs at each iteration
+    body: ClosedJaxpr
     num_before: int  # operands that have no rows: constants, then what is carried
-    num_carry: int  # how many are carried
-    length: int  # iterations
+    num_fixed: int  # how many of them are constants
+    num_carry: int
+    length: int
     reverse: bool  # whether the last iteration runs first
     unroll: int | bool  # as ``lax.scan`` takes it
-
-    @property
-    def num_fixed(self) -> int:
-        """How many operands are constants."""
-        return self.num_before - self.num_carry
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:
@@ -191,7 +170,8 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     pairs = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
     results = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
     before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
-    return Scan(body, before, carry, eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
+    params = eqn.params
+    return Scan(body, before, before - carry, carry, params["length"], params["reverse"], params["unroll"])
 
 
 def length_of(eqn: JaxprEqn) -> int | None:
@@ -259,9 +239,9 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 class Window(NamedTuple):
     """The part of its first operand that an equation takes."""
 
-    start: tuple[int, ...]  # where it begins, along each axis
-    stop: tuple[int, ...]  # where it ends
-    strides: tuple[int, ...]  # every how many elements it takes
+    start: tuple[int, ...]  # along each axis
+    stop: tuple[int, ...]
+    strides: tuple[int, ...]
     squeezed: bool = False  # whether the first axis, of which it takes one row, is not in the result
 
 

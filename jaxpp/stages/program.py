@@ -4,10 +4,8 @@ A name (``Ref``) says what a value is for the stage that holds it; the plan turn
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
 ``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
 
-What a program pays for each array it is given or gives costs more than a small array's work: biases, norm scales and their
-gradients, masks and statistics are often a few kilobytes each. Where a program would return many of them at every microbatch, it
-returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same. Sets of parameters that wait on
-the host travel as such vectors too.
+What a program pays for each array it is given or gives costs more than a small array's work. Where it would return many small ones
+at every microbatch, it returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same.
 """
 
 import enum
@@ -52,12 +50,7 @@ class Role(enum.StrEnum):
     VALUE = "value"
 
 
-PER_MICROBATCH = frozenset(
-    {
-        *(Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.OFFLOADED, Role.FETCHED, Role.COTANGENT),
-        *(Role.ROWS, Role.STATE),
-    }
-)
+PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual offloaded fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})
 """Roles whose values are the same on all replicas of a stage."""
@@ -87,12 +80,10 @@ class Program:
     """A flat function and the names of its arguments and results; the same as itself alone."""
 
     function: Callable[..., list[jax.Array]]  # takes one array for each input and returns one for each output
-    inputs: tuple[Ref, ...]  # what each argument is
-    outputs: tuple[Ref, ...]  # what each result is
-    avals: tuple[jax.ShapeDtypeStruct, ...]  # shape and dtype of each argument, as one replica has it
-    spans: bool = (
-        False  # whether the function sees all replicas at once: what each has of its own comes with one more axis, the first
-    )
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # of each input, as one replica has it
+    spans: bool = False  # it sees all replicas at once: what each has of its own comes with one more axis, the first
     name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
     lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
 
@@ -137,7 +128,7 @@ class Pack:
     ref: Ref  # the name of the vector
     members: tuple[Ref, ...]  # the names of the arrays in it
     shapes: tuple[tuple[int, ...], ...]  # their shapes
-    dtype: DType  # their dtype
+    dtype: DType
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -161,20 +152,13 @@ class Pack:
 
 
 def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
-    """Group the small arrays by dtype.
-
-    Returns:
-        one pack a dtype that has at least two small arrays.
-    """
-    by_dtype: dict[DType, list[tuple[Ref, tuple[int, ...]]]] = {}
+    """One pack for each dtype of which at least two arrays are small."""
+    by_dtype: dict[DType, dict[Ref, tuple[int, ...]]] = {}
     for ref, aval in zip(refs, avals, strict=True):
         if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            by_dtype.setdefault(aval.dtype, []).append((ref, aval.shape))
-    groups = [(dtype, group) for dtype, group in by_dtype.items() if len(group) > 1]
-    return tuple(
-        Pack(replace(name, index=-1 - k), tuple(ref for ref, _ in group), tuple(shape for _, shape in group), dtype)
-        for k, (dtype, group) in enumerate(groups)
-    )
+            by_dtype.setdefault(aval.dtype, {})[ref] = aval.shape
+    groups = enumerate((dtype, group) for dtype, group in by_dtype.items() if len(group) > 1)
+    return tuple(Pack(replace(name, index=-1 - k), tuple(group), tuple(group.values()), dtype) for k, (dtype, group) in groups)
 
 
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:

@@ -102,9 +102,7 @@ def is_slices(node: object) -> bool:
 class Slicing(NamedTuple):
     """Which leaves of the parameters are held as slices."""
 
-    sizes: tuple[
-        tuple[int, ...], ...
-    ] = ()  # for each leaf of the user's tree the rows of each slice; empty for a leaf that is not sliced
+    sizes: tuple[tuple[int, ...], ...] = ()  # for each leaf of the user's tree the rows of each slice; empty: not sliced
 
     @property
     def any(self) -> bool:

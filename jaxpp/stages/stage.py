@@ -1,16 +1,9 @@
 """One stage of a cut loss: its slice traced, coloured, and made into the programs of its forward and its backward.
 
-The slice is run under ``jax.vjp`` and traced once, forward and pullback together. Every equation has its place by what it depends
-on:
-
-* on the cotangent: the *backward*, whose halves are I and W;
-* on data: the *forward*; what the backward reads of it is the residuals;
-* on parameters alone (a bf16 cast, a transposed kernel): the *statics*, computed once per step, so that no residual is ever a
-  weight, or a copy, cast or transpose of one;
-* on nothing that costs anything to redo: wherever it is needed.
-
-What the forward computes and the stage's policy (``remat.py``) does not keep is done again wherever the backward needs it. Nothing
-else changes, for forward and backward are programs of their own.
+The slice is run under ``jax.vjp`` and traced once, forward and pullback together. What depends on the cotangent is the *backward*;
+what depends on data is the *forward*; what depends on parameters alone (a bf16 cast, a transposed kernel) is the *statics*, run
+once per step, so that no residual is ever a weight, or a copy, cast or transpose of one; and what costs nothing to redo is done
+wherever it is needed. What the forward computes and the stage's policy (``remat.py``) does not keep is done again by the backward.
 
 I takes what the input's cotangent needs, W takes the rest, and the values that cross from I to W are kept as I's residuals, so that
 I and W together are exactly B. (Asking XLA for the gradients and dropping what is not used makes W repeat the chain of cotangents:
@@ -52,22 +45,18 @@ _NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
 class StageCode:
     """The programs of one stage at one microbatch shape."""
 
-    index: int  # which stage
+    index: int
     statics: Program  # computes, once per step, what depends on parameters alone
-    forward: Program  # one microbatch's forward; returns what is sent on, and the residuals
-    backward: Mapping[
-        str, Backward
-    ]  # one microbatch's backward by kind, B, I and W; sums gradients, returns cotangents. A kind with nothing to do is not there, and none is when only forwards are run
+    forward: Program  # of one microbatch; returns what is sent on, and the residuals
+    backward: Mapping[str, Backward]  # of one microbatch, by kind: B, I and W, those that have anything to do
     packs: tuple[Pack, ...]  # the small gradients that are summed as one vector
-    residuals: tuple[
-        jax.ShapeDtypeStruct, ...
-    ]  # shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs
+    residuals: tuple[jax.ShapeDtypeStruct, ...]  # what is kept besides the stage's own inputs and outputs
     kept: int  # bytes that one microbatch holds from its forward to its backward, inputs and outputs included
     keepable: int  # what they would be if all were kept that the pullback reads
     constants: tuple[jax.Array, ...]  # arrays the loss closed over that this stage reads
     params: tuple[int, ...]  # the parameter leaves this stage reads
     flops: float  # of one forward
-    modules: tuple[str, ...]  # module paths, in order
+    modules: tuple[str, ...]
     calls_host: bool  # whether any of its programs calls a Python function on the host
 
 
@@ -87,8 +76,8 @@ class TracedStage:
     """A stage's forward and pullback as one graph."""
 
     graph: Graph  # of the inputs and cotangents, to the results and what the pullback returns
-    inputs: tuple[Ref, ...]  # the name of each input
-    results: tuple[Ref, ...]  # the name of each result of the forward
+    inputs: tuple[Ref, ...]
+    results: tuple[Ref, ...]  # of the forward
     returned: tuple[Ref, ...]  # the inputs whose gradients or cotangents the pullback returns
     seeds: tuple[int, ...]  # the inputs that are the cotangent of the loss
 
@@ -97,7 +86,7 @@ class TracedStage:
 class StageBuilder:
     """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
 
-    loss: TracedLoss  # what was cut
+    loss: TracedLoss
     last: int  # the last stage
     owner: tuple[int, ...]  # the stage of each parameter leaf
     homes: Mapping[Var, int]  # the stage that returns each result of the loss
@@ -179,13 +168,12 @@ class StageBuilder:
             self._differentiable(ref, var) and (ref.role == Role.PARAM or body.stage in self.carried[ref.index])
             for ref, var in zip(inputs, body.piece.inputs, strict=True)
         ]
-        gives = [
-            self._differentiable(ref, atom) and (ref.role == Role.LOSS or bool(self.carried[ref.index])) for ref, atom in outputs
-        ]
+        gives: list[bool] = []
         cotangents: list[Ref] = []
         shapes: list[jax.ShapeDtypeStruct] = []
-        for (ref, atom), give in zip(outputs, gives, strict=True):
-            peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if give else ()
+        for ref, atom in outputs:
+            peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if self._differentiable(ref, atom) else ()
+            gives.append(bool(peers))
             cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 
@@ -249,8 +237,8 @@ class StagePrograms:
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
         self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), below)
-        everything = partition(graph, before, homes).get(BACKWARD, Piece())
-        self.kept_bytes, self.keepable_bytes = self._held(self._piece(BACKWARD)), self._held(everything)
+        self.kept_bytes = self._held(self._piece(BACKWARD))
+        self.keepable_bytes = self._held(partition(graph, before, homes).get(BACKWARD, Piece()))
         self._returned_by = self._split(colors, remat)
         self._kept = [var for var in self._piece(_WEIGHT).inputs if var not in self.refs]
         names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self._kept))]
@@ -332,18 +320,14 @@ class StagePrograms:
         piece, graph = self._piece(_STATICS), self.traced.graph
         does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
         function = ComparableFunction(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
-        program = self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
-        return replace(program, name=f"stage_{self.stage}_statics")
+        inputs, outputs = (tuple(self.refs[var] for var in values) for values in (piece.inputs, piece.outputs))
+        return Program(function, inputs, outputs, shapes_of(piece.inputs), name=f"stage_{self.stage}_statics")
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
         piece = self._piece(_FORWARD)
         run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
-        held = {
-            ref: Ref(Role.ROWS, ref.index)
-            for ref in self.traced.results
-            if ref.role == Role.AUX and ref.index in self._builder.rows
-        }
+        held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
         added = [k for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
         avals = [_average_like(aval_of(self._forward_atoms[k])) for k in added]
@@ -403,13 +387,11 @@ class StagePrograms:
         *,
         first: bool = False,
     ) -> Program:
-        """A program whose results ``added`` are weighted, and added to what was there before unless they are the ``first``.
-
-        ``scaled`` is the loss scale, where the program starts from one; ``run`` takes it last.
-        """
-        seed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled]
+        """A program that adds the weighted results ``added`` to what was there before, if any; ``run`` takes the scale last."""
+        names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
+        shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
-            return self._program(run, inputs, outputs, scaled, seed)
+            return Program(run, names, tuple(outputs), shapes)
         split = len(inputs) + len(scaled)
 
         def function(*args: jax.Array) -> list[jax.Array]:
@@ -421,20 +403,10 @@ class StagePrograms:
                 results[k] = share if first else totals[number] + share
             return results
 
-        totals = [] if first else [outputs[k] for k in added]
-        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *([] if first else avals)]
-        return self._program(function, inputs, outputs, [*scaled, Ref(Role.SCALE), *totals], [*seed, *extra])
-
-    def _program(
-        self,
-        function: Callable[..., list[jax.Array]],
-        inputs: Sequence[Var],
-        outputs: Sequence[Ref],
-        more: Sequence[Ref] = (),
-        more_avals: Sequence[jax.ShapeDtypeStruct] = (),
-    ) -> Program:
-        names = (*(self.refs[var] for var in inputs), *more)
-        return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
+        names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
+        if not first:
+            names, shapes = (*names, *(outputs[k] for k in added)), (*shapes, *avals)
+        return Program(function, names, tuple(outputs), shapes)
 
 
 def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:
@@ -456,6 +428,5 @@ def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom])
 
 
 def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:
-    """The aval of a mean of values like ``aval``: floats stay, counts become floats."""
     inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())
