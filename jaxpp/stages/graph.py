@@ -31,8 +31,6 @@ from jaxpp.stages.jaxpr import (
 )
 from jaxpp.types import Tree
 
-__all__ = ["Graph", "Piece", "Rewriter", "ancestors", "descendants", "inline_remat", "live", "marked", "partition", "trace"]
-
 _Color = TypeVar("_Color", bound=Hashable)
 """What marks the equations of one piece."""
 

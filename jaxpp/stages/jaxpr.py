@@ -16,14 +16,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxpp.types import Aval, Leaf, Tree
 
-__all__ = [
-    "CALLS", "CHEAP", "CHECKPOINTS", "CUSTOM_RULES", "ELEMENTWISE", "FREE", "LAYOUT", "Atom", "Checkpoint", "Scan", "Window",
-    "Write", "aval_of", "branches_of", "called", "calls_host", "checkpoint_like", "columns_of", "concatenated_rows", "context_of",
-    "describe", "equations_of", "function_of", "inner_jaxprs", "is_cast", "is_ordered", "kind_of", "length_of", "module_path",
-    "multiplies", "new_variable", "number_in", "scan_of", "shapes_of", "sliced_like", "source_frames", "split_rows", "terms",
-    "variables", "window_of", "with_body", "writes_of",
-]  # fmt: skip
-
 Atom = Var | Literal
 """What an equation reads: a variable or a number."""
 

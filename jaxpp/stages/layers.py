@@ -47,8 +47,6 @@ from jaxpp.stages.jaxpr import (
 )
 from jaxpp.types import Tree
 
-__all__ = ["Layers", "Read", "first_reads", "place_rows", "rows_between", "same_layer", "slices_between", "split_scans"]
-
 
 @dataclass(frozen=True)
 class Layers:

@@ -12,8 +12,6 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-__all__ = ["SINK", "SOURCE", "Network"]
-
 SOURCE, SINK = "source", "sink"
 _FINITE = 1 << 29  # SciPy counts flow in 32 bits; all prices together take this much, and an edge of no price twice as much
 

@@ -22,8 +22,6 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "SMALL", "Backward", "Pack", "Program", "Ref", "Role", "packed", "packs_of"]
-
 
 class Role(enum.StrEnum):
     """What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there."""

@@ -1,20 +1,16 @@
 """What a stage keeps for its backward: the policies of ``remat``.
 
-A policy is an object with four answers: which equations of a forward its backward runs again, what I keeps for W where the backward
-is split, whether loops keep less under a checkpoint, and whether the stage holds its inputs to run the forward again. What the user
-wrote is made into policies once (``policies_of``); a new way to keep residuals is a new class here. Whether what is kept waits in
-host memory (``Offload``) changes no program, and so it stands beside the policy (``offload_of``).
+A policy says which equations of a forward its backward runs again, what I keeps for W where the backward is split, whether loops
+keep less under a checkpoint, and whether the stage holds its inputs to run the forward again. What the user wrote is made into
+policies once (``policies_of``). Whether what is kept waits in host memory (``Offload``) changes no program (``offload_of``).
 
-``Least`` is a minimum cut. A backward can read a value that its forward kept, or compute it again from others. Each value has a
-price, its bytes; so has each equation that is run again (``repeatable.py``). The network: a value on the sink's side is needed in
-the backward, an equation on the sink's side is run there again and needs its operands. A value that is needed, of an equation that
-is not run again, is kept and paid for. The cheapest cut says which equations to run again; keeping everything is one of the cuts,
-so that no choice is worse. Where the backward is split, a second cut says what I keeps for W: of all that I has (residuals,
-cotangents, what it computes), the cheapest from which W can do the rest. What of W is cheap itself and makes less than it reads,
-such as the gradient of a bias, is done in I where that keeps less.
+``Least`` is a minimum cut. Each value has a price, its bytes, and so has each equation that is run again. A value on
+the sink's side is needed in the backward, an equation on the sink's side is run there again and needs its operands. A value that is
+needed, of an equation that is not run again, is kept and paid for. Keeping everything is one of the cuts, so that no choice is
+worse. Where the backward is split, a second cut says what I keeps for W: of all that I has, the cheapest from which W can do the
+rest. What of W is cheap and makes less than it reads, such as the gradient of a bias, is done in I where that keeps less.
 
-References: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174. The choice by a minimum cut is known from
-PyTorch's compiler.
+Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; the minimum cut is known from PyTorch.
 """
 # ruff: noqa: ARG002  (a policy need not look at all that it is told)
 
@@ -36,8 +32,6 @@ from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_o
 from jaxpp.stages.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.repeatable import EXACT, EXTREMES, is_decision, is_smooth, may_repeat, price_of, repeatable, rounding
 from jaxpp.types import Aval, Policy
-
-__all__ = ["RECOMPUTE", "ByPolicy", "Least", "Offload", "Remat", "RematPolicy", "offload_of", "policies_of"]
 
 _TRANSCENDENTAL = {"cpu": 1.0}
 """The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
@@ -64,40 +58,29 @@ class RematPolicy:
     def again(
         self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
     ) -> set[int]:
-        """The equations of a forward that its backward runs again.
+        """The equations of a ``forward`` that its backward runs again.
 
-        Args:
-            graph: the stage's forward and pullback.
-            forward: the equations of the forward.
-            free: the equations that every program repeats anyway.
-            held: inputs that are let go after the forward unless the backward needs them.
-            reads: what the backward needs.
+        In the ``graph``, a forward and its pullback, the backward needs ``reads``. Every program repeats the equations ``free``
+        anyway. The inputs ``held`` are let go after the forward unless the backward needs them.
         """
         return set()
 
     def between(
         self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
     ) -> tuple[set[int], set[int]] | None:
-        """What W computes again, and what I computes in its place; None: W repeats nothing, I runs all that is run again.
+        """The equations of I that W runs as well, and those of W that I runs in its place; None: I runs all that is run again.
 
-        Args:
-            graph: the stage's forward and pullback.
-            of_input: the equations that I runs.
-            of_weight: the equations that W would run if I kept nothing for it; some are in both.
-            free: the equations that every program repeats anyway.
-            held: what I is given: residuals, activations, cotangents.
-
-        Returns:
-            the equations of I that W runs as well, and the equations of W that I runs in its place.
+        I runs the equations ``of_input``, W would run those ``of_weight`` if I kept nothing for it; some are in both. I is given
+        the values ``held``: residuals, activations, cotangents.
         """
         return None
 
 
 @dataclass(frozen=True)
 class ByPolicy(RematPolicy):
-    """Keep what a policy of ``jax.checkpoint_policies`` says."""
+    """Keep what a policy of ``jax.checkpoint_policies`` says, asked once for each equation of the forward."""
 
-    policy: Policy  # asked once for each equation of the forward
+    policy: Policy
     recomputes = True
 
     def again(
@@ -225,9 +208,7 @@ def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -
 def _settled(graph: Graph, before: Collection[int]) -> list[bool]:
     """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
 
-    Args:
-        graph: the stage's forward and pullback.
-        before: the equations that are not of the backward.
+    The equations ``before`` are not of the backward.
     """
     may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
     for i, eqn in enumerate(graph.eqns):
@@ -317,13 +298,9 @@ def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) 
     ]
     wrong += [f"{len(values)} for {num_stages} stages"] if len(values) != num_stages else []
     if wrong:
-        raise ArgumentError(
-            "remat",
-            'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
-            "or what a policy says",
-            wrong,
-            'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
-        )
+        rule = 'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
+        fix = 'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage'
+        raise ArgumentError("remat", rule + "or what a policy says", wrong, fix)
     policies: tuple[RematPolicy, ...] = tuple(
         least if isinstance(value, Offload) else ByPolicy(value) if callable(value) else words[value] for value in values
     )

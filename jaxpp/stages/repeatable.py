@@ -23,8 +23,6 @@ from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables
 from jaxpp.types import Aval, DType
 
-__all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_decision", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
-
 TRANSCENDENTAL = frozenset(
     "tanh exp exp2 expm1 log log1p logistic erf erfc erf_inv sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow "
     "cbrt lgamma digamma".split()
@@ -93,12 +91,8 @@ def _level(eqn: JaxprEqn, result: Var, operands: int) -> int:
         return _ROUNDED
     if name in _ADDING:
         return _ADDED if operands == EXACT else _ROUNDED
-    return EXACT if name in _WRITTEN and not _is_single(eqn) else _ROUNDED
-
-
-def _is_single(eqn: JaxprEqn) -> bool:
-    """Whether a product or a loop has one term only, so that XLA makes elementwise arithmetic of it."""
-    return 1 in (terms(eqn), length_of(eqn))
+    single = 1 in (terms(eqn), length_of(eqn))  # XLA makes elementwise arithmetic of a product or a loop with one term
+    return EXACT if name in _WRITTEN and not single else _ROUNDED
 
 
 def is_smooth(eqn: JaxprEqn) -> bool:

@@ -16,11 +16,6 @@ from jax.core import Tracer
 from jaxpp.errors import StateError
 from jaxpp.types import Leaf, Params, Tree
 
-__all__ = [
-    "Slices", "Slicing", "assembled", "assembled_shapes", "concatenated", "first_rows", "is_slices", "joined", "rows", "slicing_of",
-    "split_like", "whole_shape",
-]  # fmt: skip
-
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices:

@@ -30,8 +30,6 @@ from jaxpp.stages.program import Backward, Pack, Program, Ref, Role, packed, pac
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.types import Aval, Tree
 
-__all__ = ["BACKWARD", "StageBuilder", "StageCode", "StagePrograms"]
-
 BACKWARD = "backward"
 """The colour of the equations of B."""
 _T = TypeVar("_T")

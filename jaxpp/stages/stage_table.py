@@ -22,8 +22,6 @@ from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
-__all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
-
 
 class Pullback:
     """Turns the cotangent of a stage's activation into ``(grads, cotangent of its input)``, once.
@@ -100,8 +98,11 @@ class Stage:
             of a ``jaxpp.Forward`` has no backward: it returns the activation alone (the outputs, from the last stage).
         """
 
+        def own(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
+            return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
         def here(tree: Tree) -> Tree:
-            return jax.device_put(jax.tree.map(_own, tree), self.home)
+            return jax.device_put(jax.tree.map(own, tree), self.home)
 
         params, x, inputs = here((params, x, inputs))
         if not self.trains:
@@ -136,11 +137,9 @@ class Stages(Sequence[Stage]):
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
-            count, size = f"{stage.num_params:,}{tied}", bytes_in_words(stage.num_bytes)
-            flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
-            work = [flops, f"{stage.flops / total:.1%}"]
-            kept = [_kept(stage)] * keeps
-            rows.append([str(stage.index), str(stage.device), stage.modules, count, size, *work, *kept, sends])
+            row = [str(stage.index), str(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
+            row += [bytes_in_words(stage.num_bytes), _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))]
+            rows.append([*row, f"{stage.flops / total:.1%}", *[_kept(stage)] * keeps, sends])
         return rows
 
     def _summary(self) -> str:
@@ -223,11 +222,6 @@ def tabulate(
             )
         )
     return Stages(stages)
-
-
-def _own(leaf: Leaf) -> Leaf:
-    """A leaf, copied if it is a NumPy array: the pullback reads it later, and the caller may change it before."""
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _labels(stages: Sequence[Sequence[str]]) -> list[str]:

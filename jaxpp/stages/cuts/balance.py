@@ -26,11 +26,6 @@ from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_
 from jaxpp.stages.layers import same_layer
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
-__all__ = [
-    "SLACK", "UNEVEN", "Cuts", "UnevenStagesWarning", "align", "balance", "balance_for_sends", "balance_within", "check_giant",
-    "least_largest", "owners", "prefix_sums", "resolve", "uneven", "warn_of",
-]  # fmt: skip
-
 Cuts = tuple[int, ...]
 """``cuts[k]`` is the spine position at which stage k + 1 begins."""
 

@@ -33,8 +33,6 @@ from jaxpp.stages.program import Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stage import BACKWARD, StageCode
 
-__all__ = ["MEMORY_SLACK", "StageBytes", "Use", "balance_memory", "kept_uses"]
-
 _POSITION = re.compile(r"jaxpp_spine_(\d+)")
 MEMORY_SLACK = 0.02
 """How much more than the least possible the fullest device may hold, for fewer bytes across boundaries."""
@@ -49,7 +47,7 @@ _POWER = 16
 class Use(NamedTuple):
     """Bytes that a stage holds once if it runs at least one of some spine positions."""
 
-    num_bytes: float  # how many
+    num_bytes: float
     positions: tuple[int, ...]  # where they are needed, in order
 
 

@@ -31,8 +31,6 @@ from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.repeatable import price_of, repeatable
 from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
 
-__all__ = ["CutLoss", "StateCopy", "copies_of", "cut", "partition_stages", "uncut", "with_copies"]
-
 
 @dataclass(frozen=True)
 class CutLoss:

@@ -37,10 +37,6 @@ from jaxpp.stages.own_params import without_joint
 from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
 from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
-__all__ = [
-    "STATE_RULE", "TracedLoss", "cheap_values", "check_arrays", "check_floating", "key_implementation", "path_name", "trace_loss",
-]  # fmt: skip
-
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
 """Why no stage may begin at some places (``TracedLoss.barred``)."""
 
