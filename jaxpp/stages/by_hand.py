@@ -49,11 +49,9 @@ def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, An
             raise BatchError("batch", rule, type(batch).__name__, "pass (inputs, targets)")
         if isinstance(params, Mapping) or not isinstance(params, Sequence) or len(params) != len(stages):
             got = f"{len(params)} trees" if isinstance(params, Sequence) else type(params).__name__
-            rule, fix = (
-                "a list of parameters, one tree a stage",
-                "pass [params_0, params_1, ...]; a stage without parameters has {}",
-            )
-            raise ParamsError("params", f"a pipeline from_stages takes {rule}", f"{got} for {len(stages)} stages", fix)
+            rule = "a pipeline from_stages takes a list of parameters, one tree a stage"
+            fix = "pass [params_0, params_1, ...]; a stage without parameters has {}"
+            raise ParamsError("params", rule, f"{got} for {len(stages)} stages", fix)
         x, targets = batch
         for k, (stage, own) in enumerate(zip(stages, params, strict=True)):
             with jax.named_scope(scope(k)):

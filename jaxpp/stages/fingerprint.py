@@ -20,8 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.jaxpr import CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
 
-_LARGE = 1 << 16
-"""Bytes of a constant above which it is not read back from its device for a digest."""
+_LARGE = 1 << 16  # Bytes of a constant above which it is not read back from its device for a digest
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.dtype)
 

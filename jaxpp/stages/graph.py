@@ -31,8 +31,7 @@ from jaxpp.stages.jaxpr import (
 )
 from jaxpp.types import Tree
 
-_Color = TypeVar("_Color", bound=Hashable)
-"""What marks the equations of one piece."""
+_Color = TypeVar("_Color", bound=Hashable)  # What marks the equations of one piece
 
 
 @dataclass(frozen=True)

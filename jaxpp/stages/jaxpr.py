@@ -16,20 +16,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxpp.types import Aval, Leaf, Tree
 
-Atom = Var | Literal
-"""What an equation reads: a variable or a number."""
+Atom = Var | Literal  # What an equation reads: a variable or a number
 
-Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]
-"""Puts a function under ``jax.checkpoint``."""
+Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]  # Puts a function under ``jax.checkpoint``
 
 _RENAMED = {"pjit": "jit", "remat": "checkpoint", "remat2": "checkpoint", "copy_p": "copy"}
 _RENAMED |= {"custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
-CALLS = frozenset({"jit", "closed_call", "core_call"})
-"""Kinds of equations that only call a function."""
-CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})
-"""Kinds of equations that call a function with a derivative of its own."""
-CHECKPOINTS = frozenset({"checkpoint"})
-"""Kinds of equations that call a function under ``jax.checkpoint``."""
+CALLS = frozenset({"jit", "closed_call", "core_call"})  # Kinds of equations that only call a function
+CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})  # Kinds of equations that call a function with a derivative of its own
+CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a function under ``jax.checkpoint``
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Kinds that only say how a value is laid out; the compiler folds them away."""
@@ -38,19 +33,16 @@ CHEAP = LAYOUT | frozenset(
     "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
     "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
     "random_clone square".split()
-)
-"""Kinds that cost less to run again than their result costs to send."""
+)  # Kinds that cost less to run again than their result costs to send
 FREE = LAYOUT | frozenset(
     "transpose slice dynamic_slice concatenate convert_element_type pad rev gather random_wrap random_unwrap split "
     "bitcast_convert_type".split()
-)
-"""Kinds that compute nothing: they move, lay out or convert."""
+)  # Kinds that compute nothing: they move, lay out or convert
 ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
     "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
     "sqrt square stop_gradient sub tanh xor".split()
-)
-"""Kinds that compute each element of the result from the elements at its own place alone."""
+)  # Kinds that compute each element of the result from the elements at its own place alone
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 

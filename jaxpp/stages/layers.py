@@ -14,7 +14,6 @@ import bisect
 import itertools
 import operator
 import posixpath
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -220,11 +219,6 @@ def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] 
     read = variables([*(atom for eqn in rest for atom in eqn.invars), *inner.outvars])
     needed = [var for var in read if var in made]
     return function_of(moved, rows, needed), function_of(rest, [*inner.invars, *needed], inner.outvars)
-
-
-def same_layer(name: str) -> str:
-    """A module path with the first layer instead of all: ``layers[3:6]`` as ``layers[3]``, to find it by that name."""
-    return re.sub(r"\[(\d+):\d+\]", r"[\1]", name)
 
 
 class Read(NamedTuple):

@@ -115,8 +115,7 @@ class Backward:
         return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
 
 
-SMALL = 1 << 12
-"""Bytes up to which an array is packed."""
+SMALL = 1 << 12  # Bytes up to which an array is packed
 
 
 @dataclass(frozen=True)

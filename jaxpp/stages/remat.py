@@ -44,8 +44,7 @@ _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what 
 class RematPolicy:
     """What a stage's forward keeps: by itself, everything that its backward reads. Equal policies make the same programs."""
 
-    recomputes = False
-    """Whether the backward runs the forward again, and the stage holds its inputs for that."""
+    recomputes = False  # Whether the backward runs the forward again, and the stage holds its inputs for that
 
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with fewer residuals in those of the equations that are loops, to be taken if it keeps less; or nothing."""
@@ -282,8 +281,7 @@ Remat = str | Policy | Offload | None
 (``"offload"``, an ``Offload``) the least, in host memory.
 """
 
-RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)
-"""Keep a stage's inputs only."""
+RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)  # Keep a stage's inputs only
 
 
 def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[RematPolicy, ...] | None:

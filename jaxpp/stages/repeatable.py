@@ -26,8 +26,7 @@ from jaxpp.types import Aval, DType
 TRANSCENDENTAL = frozenset(
     "tanh exp exp2 expm1 log log1p logistic erf erfc erf_inv sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow "
     "cbrt lgamma digamma".split()
-)
-"""Functions that take many operations an element."""
+)  # Functions that take many operations an element
 _CHOOSING = LAYOUT | frozenset(
     "transpose rev pad concatenate slice dynamic_slice split select_n neg abs max min clamp real imag conj complex name "
     "bitcast_convert_type reduce_max reduce_min random_wrap random_unwrap sharding_constraint".split()
@@ -43,8 +42,7 @@ _DECIDING = frozenset("eq ne lt le gt ge sign floor ceil round is_finite rem nex
 _REPEATABLE = _CHOOSING | _ADDING | _ARITHMETIC | _DECIDING | TRANSCENDENTAL
 _MOVING = frozenset(
     "gather optimization_barrier reduce_window_max reduce_window_min cummax cummin scatter dynamic_update_slice".split()
-)
-"""Never repeated, and yet their results are as their operands are."""
+)  # Never repeated, and yet their results are as their operands are
 _WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft".split())
 """Never repeated, and their results are written to memory before anybody reads them."""
 _SMOOTH = (_REPEATABLE - _DECIDING) | frozenset(

@@ -30,9 +30,10 @@ from jaxpp.stages.program import Backward, Pack, Program, Ref, Role, packed, pac
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.types import Aval, Tree
 
-BACKWARD = "backward"
-"""The colour of the equations of B."""
+BACKWARD = "backward"  # The colour of the equations of B
 _T = TypeVar("_T")
+_Run = Callable[..., list[jax.Array]]
+_Added = Mapping[int, jax.ShapeDtypeStruct]  # The number of each result that is added to what was there before, and its shape
 _STATICS, _FORWARD, _INPUT, _WEIGHT = "statics", "forward", "input", "weight"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
 _OF_MICROBATCH = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
@@ -66,7 +67,7 @@ class _Slice:
     piece: Piece
     inputs: list[Ref]
     outputs: list[tuple[Ref, Atom]]
-    constants: list[Var]
+    num_constants: int
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class StageBuilder:
 
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
-        loss, body = self.loss, self._slice(stage, piece)
-        programs, keepable = self._programs(body, remat)
+        loss, constants = self.loss, self.loss.graph.constants
+        programs, keepable = self.colored(stage, piece, remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -115,16 +116,12 @@ class StageBuilder:
             residuals=shapes_of(programs.residuals),
             kept=programs.kept_bytes,
             keepable=keepable,
-            constants=(*(loss.graph.constants[var] for var in body.constants), *programs.traced.graph.constants.values()),
-            params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
+            constants=(*(constants[v] for v in piece.inputs if v in constants), *programs.traced.graph.constants.values()),
+            params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
-
-    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> "StagePrograms":
-        """The equations of a stage as its programs run them, of which ``build`` makes the programs themselves."""
-        return self._programs(self._slice(stage, piece), remat)[0]
 
     def _slice(self, stage: int, piece: Piece) -> _Slice:
         loss = self.loss
@@ -142,16 +139,16 @@ class StageBuilder:
         named += [(Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux)]
         named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
-        return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], constants)
+        return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], len(constants))
 
-    def _programs(self, body: _Slice, remat: RematPolicy) -> tuple["StagePrograms", int]:
-        """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
-        graphs = [self.loss.graph]
+    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> tuple["StagePrograms", int]:
+        """A stage's equations as its programs run them, loops checkpointed where that keeps less; the bytes that it could keep."""
+        body, graphs = self._slice(stage, piece), [self.loss.graph]
         if self.train and self.loss.remat is None:
-            graphs += remat.loops(self.loss.graph, body.piece.eqns)
+            graphs += remat.loops(self.loss.graph, piece.eqns)
         traces = [self._trace(body, graph) for graph in graphs]
         traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
-        candidates = [StagePrograms(self, traced, body.stage, len(body.constants), remat) for traced in traces]
+        candidates = [StagePrograms(self, traced, stage, body.num_constants, remat) for traced in traces]
         return min(candidates, key=lambda programs: programs.kept_bytes), candidates[0].keepable_bytes
 
     def _trace(self, body: _Slice, whole: Graph) -> TracedStage:
@@ -327,10 +324,10 @@ class StagePrograms:
         run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
         held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
-        added = [k for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        avals = [_average_like(aval_of(self._forward_atoms[k])) for k in added]
+        atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
+        added = {k: _average_like(aval_of(atom)) for k, atom in atoms}
         outputs += [self.refs[var] for var in self.residuals]
-        program = self._accumulating(run, piece.inputs, outputs, added, avals)
+        program = self._accumulating(run, piece.inputs, outputs, added)
         return self._called("forward", packed(program, (), packs) if packs else program, packs)
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
@@ -369,20 +366,18 @@ class StagePrograms:
 
         returned = [traced.returned[k] for k in chosen]
         outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
-        added = [k for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
-        avals = shapes_of(self._backward_atoms[chosen[k]] for k in added)
+        shapes = shapes_of(self._backward_atoms[k] for k in chosen)
+        added = {k: shape for k, (ref, shape) in enumerate(zip(outputs, shapes, strict=True)) if ref.role == Role.GRAD}
         outputs += [self.refs[var] for var in kept]
-        return self._accumulating(seeded, inputs, outputs, added, avals, scaled, first=first)
+        return self._accumulating(seeded, inputs, outputs, added, scaled, first)
 
     def _accumulating(
         self,
-        run: Callable[..., list[jax.Array]],
+        run: _Run,
         inputs: Sequence[Var],
         outputs: Sequence[Ref],
-        added: Sequence[int],
-        avals: Sequence[jax.ShapeDtypeStruct],
+        added: _Added,
         scaled: Sequence[Ref] = (),
-        *,
         first: bool = False,
     ) -> Program:
         """A program that adds the weighted results ``added`` to what was there before, if any; ``run`` takes the scale last."""
@@ -395,15 +390,14 @@ class StagePrograms:
         def function(*args: jax.Array) -> list[jax.Array]:
             results = list(run(*args[:split]))
             scale, totals = args[split], args[split + 1 :]
-            for number, k in enumerate(added):
-                dtype = avals[number].dtype
-                share = scale.astype(dtype) * jnp.asarray(results[k], dtype)
+            for number, (k, aval) in enumerate(added.items()):
+                share = scale.astype(aval.dtype) * jnp.asarray(results[k], aval.dtype)
                 results[k] = share if first else totals[number] + share
             return results
 
         names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
         if not first:
-            names, shapes = (*names, *(outputs[k] for k in added)), (*shapes, *avals)
+            names, shapes = (*names, *(outputs[k] for k in added)), (*shapes, *added.values())
         return Program(function, names, tuple(outputs), shapes)
 
 

@@ -8,7 +8,7 @@ hand.
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,41 +48,23 @@ class Pullback:
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table.
-
-    Attributes:
-        index: which stage.
-        device: where it lives: a device, or several.
-        home: where ``forward`` runs: the device, or the first of them.
-        modules: the modules it runs, shortened.
-        params: paths of the parameters it owns.
-        borrowed: paths of the parameters it reads but does not own.
-        num_params: parameters it owns.
-        num_bytes: their bytes.
-        flops: of the forward of one microbatch.
-        kept: bytes that a microbatch holds from the stage's forward to its backward.
-        keepable: what they would be with ``remat="keep"``.
-        sends: shape of each value it sends on, and to which stage; of the last stage of a function that has no loss, the outputs.
-        function: ``(params, x, *inputs) -> x``; what ``forward`` runs.
-        trains: whether it has a backward.
-        offloads: whether residuals of some of its microbatches wait in host memory.
-    """
+    """One row of the table."""
 
     index: int
-    device: object
-    home: Device
-    modules: str
-    params: tuple[str, ...]
-    borrowed: tuple[str, ...]
-    num_params: int
-    num_bytes: int
-    flops: float
-    kept: int
-    keepable: int
-    sends: tuple[str, ...]
-    function: Callable[..., Activation]
-    trains: bool = True
-    offloads: bool = False
+    device: object  # where it lives: a device, or several
+    home: Device  # where ``forward`` runs: the device, or the first of them
+    modules: str  # the modules it runs, shortened
+    params: tuple[str, ...]  # paths of the parameters it owns
+    borrowed: tuple[str, ...]  # paths of the parameters it reads but does not own
+    num_params: int  # parameters it owns
+    num_bytes: int  # their bytes
+    flops: float  # of the forward of one microbatch
+    kept: int  # bytes that a microbatch holds from the stage's forward to its backward
+    keepable: int  # what they would be with ``remat="keep"``
+    sends: tuple[str, ...]  # shape of each value it sends, and to which stage; of a last stage without a loss, the outputs
+    function: Callable[..., Activation]  # ``(params, x, *inputs) -> x``; what ``forward`` runs
+    trains: bool = True  # whether it has a backward
+    offloads: bool = False  # whether residuals of some of its microbatches wait in host memory
 
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback] | Activation:
         """Run the stage by hand, on its device (of several, the first).
@@ -112,12 +94,7 @@ class Stage:
 
 
 class Stages(Sequence[Stage]):
-    """The stages of a pipeline, in order; prints as a table.
-
-    Args:
-        stages: its rows.
-        remarks: what was chosen for them; printed below.
-    """
+    """The stages of a pipeline, in order; prints as a table, with ``remarks`` on what was chosen below."""
 
     def __init__(self, stages: Sequence[Stage], remarks: Sequence[str] = ()):
         self._stages, self.remarks = tuple(stages), tuple(remarks)
@@ -127,9 +104,6 @@ class Stages(Sequence[Stage]):
 
     def __len__(self) -> int:
         return len(self._stages)
-
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self._stages)
 
     def _cells(self) -> list[list[str]]:
         total, keeps = sum(stage.flops for stage in self) or 1.0, any(stage.trains for stage in self)
@@ -230,9 +204,8 @@ def _labels(stages: Sequence[Sequence[str]]) -> list[str]:
     longest = max((len(path) for found in paths for path in found), default=1)
     shared = posixpath.commonpath(["/".join(path) for found in paths for path in found] or [""])
     top = len(list(filter(None, shared.split("/"))))
-    levels = [
-        [_span(found, min(top, longest - 1), depth) for found in paths] for depth in range(min(top + 1, longest), longest + 1)
-    ]
+    depths = range(min(top + 1, longest), longest + 1)
+    levels = [[_span(found, min(top, longest - 1), depth) for found in paths] for depth in depths]
     return max(levels, key=lambda labels: len(set(labels)))
 
 

@@ -23,14 +23,11 @@ from jaxtyping import Float, Int
 from jaxpp.errors import CutError, warn
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
-from jaxpp.stages.layers import same_layer
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
-Cuts = tuple[int, ...]
-"""``cuts[k]`` is the spine position at which stage k + 1 begins."""
+Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
 
-SLACK = 0.05
-"""How much more than the least possible the largest stage may cost, for fewer bytes."""
+SLACK = 0.05  # How much more than the least possible the largest stage may cost, for fewer bytes
 REAL_WORK = 0.01
 """The part of the mean cost below which a stage counts as empty; where that cannot be avoided, a hundredth of it is worse."""
 
@@ -50,7 +47,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
     """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
-    return _cheapest(loss, len(first), first, np.zeros(first.shape), _Faults(loss, len(first)))
+    return _cheapest(loss, len(first), first, np.zeros(first.shape), _faults(loss, len(first)))
 
 
 def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
@@ -61,15 +58,15 @@ def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], 
     """
     num_stages, total = len(hops), prefix_sums(loss)
     price = hops * (max(loss.boundary_bytes) / max(hops.max(), 1e-300))
-    before = np.concatenate([np.zeros((1, hops.shape[1])), hops[:-1]])
+    before, faults = np.concatenate([np.zeros((1, hops.shape[1])), hops[:-1]]), _faults(loss, num_stages)
 
-    def barred(stage: int, starts: slice, end: int) -> np.ndarray:
+    def charges(stage: int, starts: slice, end: int) -> np.ndarray:
         cost = total[end] - total[starts] + share * (before[stage, starts] + hops[stage, end])
-        return np.where(cost <= most, 0.0, np.inf)
+        return np.where(cost <= most, faults(stage, starts, end), np.inf)
 
     first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
     try:
-        return _cheapest(loss, num_stages, first, np.zeros(hops.shape), _Faults(loss, num_stages), price, barred)
+        return _cheapest(loss, num_stages, first, np.zeros(hops.shape), charges, price)
     except CutError:
         return None
 
@@ -105,24 +102,23 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-class _Faults:
-    """Says which stages have no real work, by how many hundreds too little, no matrix product, or no parameter."""
+def _faults(loss: TracedLoss, num_stages: int) -> Callable[[int, slice, int], np.ndarray]:
+    """Charges stages from some starts to an end that have no real work (by how many hundreds too little), product, or parameter."""
+    total = prefix_sums(loss)
+    floor = REAL_WORK * float(total[-1]) / num_stages
+    price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)  # bytes: more than all that could cross
+    reading = [k for k, uses in enumerate(loss.param_uses) if uses]
+    products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
+    ends = np.arange(len(total))
+    last = [np.asarray([-1, *at])[np.searchsorted(np.asarray(at, int), ends)] for at in (reading, products)]
 
-    def __init__(self, loss: TracedLoss, num_stages: int):
-        self._total = prefix_sums(loss)
-        self._floor = REAL_WORK * float(self._total[-1]) / num_stages
-        self._price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)  # bytes: more than all that could cross
-        reading = [k for k, uses in enumerate(loss.param_uses) if uses]
-        products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
-        ends = np.arange(len(self._total))
-        self._last = [np.asarray([-1, *at])[np.searchsorted(np.asarray(at, int), ends)] for at in (reading, products)]
-
-    def scores(self, starts: slice, end: int) -> np.ndarray:
-        """What the stages from each of ``starts`` to ``end`` are to be charged."""
-        work = np.maximum(self._total[end] - self._total[starts], 1e-9)
-        idle = np.ceil(np.log(np.maximum(self._floor / work, 1.0)) / np.log(100.0))
+    def charges(_: int, starts: slice, end: int) -> np.ndarray:
+        work = np.maximum(total[end] - total[starts], 1e-9)
+        idle = np.ceil(np.log(np.maximum(floor / work, 1.0)) / np.log(100.0))
         first = np.arange(starts.start, starts.stop)
-        return self._price * (idle + sum(first > last[end] for last in self._last))
+        return price * (idle + sum(first > before[end] for before in last))
+
+    return charges
 
 
 def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
@@ -181,15 +177,14 @@ def _cheapest(
     num_stages: int,
     first: np.ndarray,
     misplaced: np.ndarray,
-    poor: _Faults | None = None,
+    charges: Callable[[int, slice, int], np.ndarray] | None = None,
     price: np.ndarray | None = None,
-    barred: Callable[[int, slice, int], np.ndarray] | None = None,
 ) -> Cuts:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
     Equal bytes are decided by neatness (between modules rather than inside one), then by an even spread of cost. A stage that ends
     at e starts at ``first[stage, e]`` or later; ``misplaced[stage, e]`` bytes move if positions 0 to e are all on it (prefix sums);
-    ``price[stage, e]`` stands instead of the bytes that cross there; ``barred`` is infinite where a stage may not be so.
+    ``price[stage, e]`` stands instead of the bytes that cross there; ``charges`` are infinite where a stage may not be so.
     """
     size = len(loss.spine)
     price = np.tile(np.asarray(loss.boundary_bytes, dtype=float), (num_stages, 1)) if price is None else price
@@ -211,10 +206,8 @@ def _cheapest(
                 continue
             starts = slice(low, end)
             scores = best[starts] + evenness * (total[end] - total[starts]) ** 2 + misplaced[stage, end] - misplaced[stage, starts]
-            if poor is not None:
-                scores = scores + poor.scores(starts, end)
-            if barred is not None:
-                scores = scores + barred(stage, starts, end)
+            if charges is not None:
+                scores = scores + charges(stage, starts, end)
             choice = int(np.argmin(scores))
             following[end] = scores[choice] + price[stage, end]
             origin[end] = low + choice
@@ -269,7 +262,7 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
 
 
 def _components(name: str) -> str:
-    return f"/{same_layer(name).strip('/')}/"
+    return "/" + re.sub(r"\[(\d+):\d+\]", r"[\1]", name).strip("/") + "/"  # layers[3:6] is found as layers[3]
 
 
 def _place(loss: TracedLoss, name: str) -> int | None:
@@ -315,8 +308,7 @@ def _known_names(loss: TracedLoss) -> list[str]:
     return [name for name in dict.fromkeys([*depth_two, *tops]) if name]
 
 
-UNEVEN = 1.5
-"""How many times the mean the largest stage may cost before a warning says so."""
+UNEVEN = 1.5  # How many times the mean the largest stage may cost before a warning says so
 
 
 class UnevenStagesWarning(UserWarning):

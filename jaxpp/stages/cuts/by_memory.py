@@ -34,14 +34,10 @@ from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stage import BACKWARD, StageCode
 
 _POSITION = re.compile(r"jaxpp_spine_(\d+)")
-MEMORY_SLACK = 0.02
-"""How much more than the least possible the fullest device may hold, for fewer bytes across boundaries."""
-_MOST_PLACES = 512
-"""How many positions are looked at; of a longer spine only some, those at which the fewest bytes cross."""
-_BEGINNINGS = 32
-"""From how many cuts the search begins where stages share devices."""
-_POWER = 16
-"""Loads of devices are compared by the sum of so high a power that the largest decides, then the next."""
+MEMORY_SLACK = 0.02  # How much more than the least possible the fullest device may hold, for fewer bytes across boundaries
+_MOST_PLACES = 512  # How many positions are looked at; of a longer spine only some, those at which the fewest bytes cross
+_BEGINNINGS = 32  # From how many cuts the search begins where stages share devices
+_POWER = 16  # Loads of devices are compared by the sum of so high a power that the largest decides, then the next
 
 
 class Use(NamedTuple):

@@ -18,8 +18,7 @@ import numpy as np
 from jaxpp.stages.cuts.balance import SLACK, Cuts, balance, balance_for_sends, least_largest, prefix_sums
 from jaxpp.stages.loss.traced_loss import TracedLoss
 
-_EXACT = 2048
-"""Up to how many positions times stages every size is tried; above, sizes that are ``SLACK`` apart."""
+_EXACT = 2048  # Up to how many positions times stages every size is tried; above, sizes that are ``SLACK`` apart
 
 
 @dataclass(frozen=True)

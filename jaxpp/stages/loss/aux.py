@@ -37,8 +37,7 @@ REDUCERS: Mapping[str, Reducer | None] = {
     "min": lambda values, weights: functools.reduce(jnp.minimum, values),  # noqa: ARG005
     "last": lambda values, weights: values[-1],  # noqa: ARG005
     "stack": lambda values, weights: jnp.stack(values),  # noqa: ARG005
-}
-"""The reducers with names; None for the mean, which is summed as the microbatches run."""
+}  # The reducers with names; None for the mean, which is summed as the microbatches run
 
 
 def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.Array]]:

@@ -23,10 +23,11 @@ from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.loss.traced_loss import path_name, wrong_leaves
 from jaxpp.types import Batch, DType, Leaf
 
 _SHOWN = 8
+_NUMBER = (bool, int, float, complex)
 
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
@@ -135,11 +136,9 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
-    wrong = [
-        f"batch{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
-        for path, leaf in leaves
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
-    ]
+    wrong = wrong_leaves(
+        "batch", leaves, lambda leaf: (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, _NUMBER)
+    )
     if wrong:
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
         raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
@@ -174,11 +173,10 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
 
 
 def _is_list(node: object) -> bool:
-    return isinstance(node, list) and bool(node) and all(isinstance(item, (bool, int, float, complex)) for item in node)
+    return isinstance(node, list) and bool(node) and all(isinstance(item, _NUMBER) for item in node)
 
 
-_BATCHED = frozenset({"threefry2x32", "rbg"})
-"""Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``."""
+_BATCHED = frozenset({"threefry2x32", "rbg"})  # Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``
 
 
 def fold_keys(

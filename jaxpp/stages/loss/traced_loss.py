@@ -17,7 +17,7 @@ import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -317,9 +317,8 @@ class TracedLoss:
                     if leaf in first:
                         first[other] = min(first.get(other, first[leaf]), first[leaf])
         ends = [first.get(leaf) if end is None else end for leaf, end in enumerate(made)]
-        ends = [
-            end if end is not None else max((ends[k] or 0 for k in floating[leaf]), default=None) for leaf, end in enumerate(ends)
-        ]
+        others = [max((ends[k] or 0 for k in floating.get(leaf, ())), default=None) for leaf in range(len(ends))]
+        ends = [other if end is None else end for end, other in zip(ends, others, strict=True)]
         return tuple(None if end is None else (min(first.get(leaf, end), end), end) for leaf, end in enumerate(ends))
 
     @cached_property
@@ -471,13 +470,17 @@ def _check_order(graph: Graph, words: Words) -> None:
         raise words.error(words.where, rule, ordered, f"leave out ordered=True, or return the values as {words.aux}")
 
 
+def wrong_leaves(name: str, leaves: Sequence[tuple[KeyPath, Leaf]], allowed: Callable[[Leaf], bool]) -> list[str]:
+    """The path and the type of each leaf of a tree that is not allowed."""
+    return [f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}" for path, leaf in leaves if not allowed(leaf)]
+
+
+_VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
 def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
     name = name or words.aux
-    wrong = [
-        f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-    ]
+    wrong = wrong_leaves(name, jax.tree_util.tree_leaves_with_path(aux), lambda leaf: isinstance(leaf, _VALUES))
     if wrong:
         raise words.error(words.where, f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
 
@@ -533,11 +536,8 @@ def check_floating(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
 def check_arrays(model_state: Tree, name: str = "model state") -> None:
     """Refuse leaves of a model state, or of another tree called ``name``, that are no arrays, all of them at once."""
     where = name.replace(" ", "_")
-    wrong = [
-        f"{where}{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    ]
+    leaves = [(path[1:], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
+    wrong = wrong_leaves(where, leaves, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     if wrong:
         rule = f"every leaf of the {name} is an array"
         raise ParamsError(where, rule, wrong, "make scalars arrays with jnp.asarray, and close over what never changes")
@@ -552,15 +552,14 @@ def key_implementation(key: Aval | None) -> str | None:
     return names[0]
 
 
-def _check_result(result: object, has_aux: bool) -> tuple[Leaf, Tree]:
+def _check_result(result: Leaf, has_aux: bool) -> tuple[Leaf, Tree]:
     rule, loss, aux = "the loss is one float scalar", result, ()
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__
             got = f"a tuple of {len(result)}" if isinstance(result, tuple) else got
-            raise LossError(
-                "loss_fn", "a loss with aux returns a pair (loss, aux)", got, "return (loss, aux), or leave has_aux out"
-            )
+            rule = "a loss with aux returns a pair (loss, aux)"
+            raise LossError("loss_fn", rule, got, "return (loss, aux), or leave has_aux out")
         loss, aux = result
     if isinstance(loss, tuple):
         raise LossError("loss_fn", rule, f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss")
