@@ -29,8 +29,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
-from jaxpp.stages.min_cut import SINK, SOURCE, Network
-from jaxpp.stages.repeatable import EXACT, EXTREMES, is_decision, is_smooth, may_repeat, price_of, repeatable, rounding
+from jaxpp.stages.repeatable import EXTREMES, SINK, SOURCE, Network, decided_on, may_repeat, price_of, repeatable, settled
 from jaxpp.types import Aval, Policy
 
 _TRANSCENDENTAL = {"cpu": 1.0}
@@ -137,7 +136,7 @@ class Least(RematPolicy):
         self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
     ) -> set[int]:
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
-        network, may = Network(), _settled(graph, {*forward, *free})
+        network, may = Network(), settled(graph, {*forward, *free})
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
         available, producers = set(held), graph.producers()
@@ -161,7 +160,7 @@ class Least(RematPolicy):
         chosen = network.sink_side()
         again = {i for i in forward if i in chosen}
         kept = {var for var in available if var in chosen and producers.get(var) not in again}
-        return again | _decided_on(graph, {*forward, *free} - again, kept)
+        return again | decided_on(graph, {*forward, *free} - again, kept)
 
     def between(
         self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
@@ -186,36 +185,6 @@ class Least(RematPolicy):
         chosen = network.sink_side()
         again = {i for i in of_input if i in chosen and i not in free}
         return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
-
-
-def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
-    """The decisions on one value that is kept which the forward itself does not use: the backward decides, on the same bytes.
-
-    Not a comparison of two values, such as a maximum and what it is of: one of them may be rounded otherwise where it is written.
-    """
-    used = {var for i in forward for var in variables(graph.eqns[i].invars)}.union(variables(graph.outputs))
-    return {
-        i
-        for i in forward
-        if is_decision(graph.eqns[i])
-        and used.isdisjoint(graph.eqns[i].outvars)
-        and len(operands := variables(graph.eqns[i].invars)) == 1
-        and operands[0] in kept
-    }
-
-
-def _settled(graph: Graph, before: Collection[int]) -> list[bool]:
-    """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
-
-    The equations ``before`` are not of the backward.
-    """
-    may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
-    for i, eqn in enumerate(graph.eqns):
-        if i not in before and not is_smooth(eqn):
-            for var in variables(eqn.invars):
-                if var in producers and levels.get(var, EXACT) != EXACT:
-                    may[producers[var]] = False
-    return may
 
 
 _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})

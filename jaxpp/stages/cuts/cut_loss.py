@@ -25,10 +25,9 @@ from jaxpp.stages.graph import Graph, Piece, Rewriter, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, new_variable, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.program import SMALL, Pack
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.repeatable import price_of, repeatable
+from jaxpp.stages.repeatable import SINK, SOURCE, Network, price_of, repeatable
 from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
 
 
