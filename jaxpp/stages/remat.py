@@ -32,6 +32,7 @@ from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_o
 from jaxpp.stages.repeatable import EXTREMES, SINK, SOURCE, Network, decided_on, may_repeat, price_of, repeatable, settled
 from jaxpp.types import Aval, Policy
 
+_Eqns = Collection[int]  # the numbers of equations
 _TRANSCENDENTAL = {"cpu": 1.0}
 """The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
 
@@ -53,9 +54,7 @@ class RematPolicy:
         """A stage's forward and pullback, rewritten so that less need be kept."""
         return graph
 
-    def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
-    ) -> set[int]:
+    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
         """The equations of a ``forward`` that its backward runs again.
 
         In the ``graph``, a forward and its pullback, the backward needs ``reads``. Every program repeats the equations ``free``
@@ -64,7 +63,7 @@ class RematPolicy:
         return set()
 
     def between(
-        self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
+        self, graph: Graph, of_input: _Eqns, of_weight: _Eqns, free: _Eqns, held: Collection[Var]
     ) -> tuple[set[int], set[int]] | None:
         """The equations of I that W runs as well, and those of W that I runs in its place; None: I runs all that is run again.
 
@@ -81,9 +80,7 @@ class ByPolicy(RematPolicy):
     policy: Policy
     recomputes = True
 
-    def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
-    ) -> set[int]:
+    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
         """The equations whose results the policy does not keep."""
         return {i for i in forward if not graph.eqns[i].effects and not self._keeps(graph.eqns[i])}
 
@@ -132,9 +129,7 @@ class Least(RematPolicy):
                 eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
         return replace(graph, eqns=tuple(eqns))
 
-    def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
-    ) -> set[int]:
+    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
         network, may = Network(), settled(graph, {*forward, *free})
         for var in held:
@@ -163,7 +158,7 @@ class Least(RematPolicy):
         return again | decided_on(graph, {*forward, *free} - again, kept)
 
     def between(
-        self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
+        self, graph: Graph, of_input: _Eqns, of_weight: _Eqns, free: _Eqns, held: Collection[Var]
     ) -> tuple[set[int], set[int]]:
         """The cheapest of what I has from which W can do the rest."""
         network, may = Network(), repeatable(graph)

@@ -111,9 +111,11 @@ class Stages(Sequence[Stage]):
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
+            everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
+            kept = f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
             row = [str(stage.index), str(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
             row += [bytes_in_words(stage.num_bytes), _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))]
-            rows.append([*row, f"{stage.flops / total:.1%}", *[_kept(stage)] * keeps, sends])
+            rows.append([*row, f"{stage.flops / total:.1%}", *[kept] * keeps, sends])
         return rows
 
     def _summary(self) -> str:
@@ -135,12 +137,6 @@ class Stages(Sequence[Stage]):
 
     def _repr_html_(self) -> str:
         return html_table(self._cells(), left=True) + html_remarks([self._summary(), *self.remarks])
-
-
-def _kept(stage: Stage) -> str:
-    """``1.5 MiB of 6 MiB``: what is kept, of all that could be; and whether it waits in host memory."""
-    everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
-    return f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
 
 
 def bytes_in_words(num_bytes: float) -> str:

@@ -25,6 +25,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
+_Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged from each of some starts to an end
 Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
 
 SLACK = 0.05  # How much more than the least possible the largest stage may cost, for fewer bytes
@@ -47,7 +48,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
     """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
-    return _cheapest(loss, len(first), first, np.zeros(first.shape), _faults(loss, len(first)))
+    return _cheapest(loss, first, np.zeros(first.shape), _faults(loss, len(first)))
 
 
 def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
@@ -66,7 +67,7 @@ def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], 
 
     first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
     try:
-        return _cheapest(loss, num_stages, first, np.zeros(hops.shape), charges, price)
+        return _cheapest(loss, first, np.zeros(hops.shape), charges, price)
     except CutError:
         return None
 
@@ -102,7 +103,7 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-def _faults(loss: TracedLoss, num_stages: int) -> Callable[[int, slice, int], np.ndarray]:
+def _faults(loss: TracedLoss, num_stages: int) -> _Charges:
     """Charges stages from some starts to an end that have no real work (by how many hundreds too little), product, or parameter."""
     total = prefix_sums(loss)
     floor = REAL_WORK * float(total[-1]) / num_stages
@@ -134,7 +135,7 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
         for k, uses in enumerate(all_uses):
             for stage in range(num_stages):
                 moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
-    return _cheapest(loss, num_stages, np.zeros((num_stages, size + 1), dtype=int), 8.0 * np.cumsum(moved, axis=1))
+    return _cheapest(loss, np.zeros((num_stages, size + 1), dtype=int), 8.0 * np.cumsum(moved, axis=1))
 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
@@ -173,12 +174,7 @@ def _divided(loss: TracedLoss, num_stages: int) -> CutError:
 
 
 def _cheapest(
-    loss: TracedLoss,
-    num_stages: int,
-    first: np.ndarray,
-    misplaced: np.ndarray,
-    charges: Callable[[int, slice, int], np.ndarray] | None = None,
-    price: np.ndarray | None = None,
+    loss: TracedLoss, first: np.ndarray, misplaced: np.ndarray, charges: _Charges | None = None, price: np.ndarray | None = None
 ) -> Cuts:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
@@ -186,7 +182,7 @@ def _cheapest(
     at e starts at ``first[stage, e]`` or later; ``misplaced[stage, e]`` bytes move if positions 0 to e are all on it (prefix sums);
     ``price[stage, e]`` stands instead of the bytes that cross there; ``charges`` are infinite where a stage may not be so.
     """
-    size = len(loss.spine)
+    num_stages, size = len(first), len(loss.spine)
     price = np.tile(np.asarray(loss.boundary_bytes, dtype=float), (num_stages, 1)) if price is None else price
     price = price + 1e-3 * np.asarray(_untidiness(loss))
     price[:, list(loss.barred)] = np.inf

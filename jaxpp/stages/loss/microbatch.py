@@ -136,9 +136,8 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
-    wrong = wrong_leaves(
-        "batch", leaves, lambda leaf: (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, _NUMBER)
-    )
+    arrays = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _NUMBER)]
+    wrong = wrong_leaves("batch", arrays, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     if wrong:
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
         raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
