@@ -556,8 +556,9 @@ def _check_result(result: Leaf, has_aux: bool) -> tuple[Leaf, Tree]:
     rule, loss, aux = "the loss is one float scalar", result, ()
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
-            got = f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__
-            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else got
+            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            if not isinstance(result, tuple) and hasattr(result, "dtype"):
+                got = f"one array, {describe(result)}"
             rule = "a loss with aux returns a pair (loss, aux)"
             raise LossError("loss_fn", rule, got, "return (loss, aux), or leave has_aux out")
         loss, aux = result
