@@ -22,32 +22,12 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
-
-class Role(enum.StrEnum):
-    """What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there."""
-
-    PARAM = "param"
-    CONSTANT = "constant"
-    STATIC = "static"
-    BATCH = "batch"
-    KEY = "key"
-    SCALE = "scale"
-    ACTIVATION = "activation"
-    RESIDUAL = "residual"
-    OFFLOADED = "offloaded"
-    FETCHED = "fetched"
-    COTANGENT = "cotangent"
-    GRAD = "grad"
-    LOSS = "loss"
-    AUX = "aux"
-    ROWS = "rows"
-    OPT = "opt"
-    STATE = "state"
-    LOSS_SCALE = "loss_scale"
-    REPLICA = "replica"
-    VALUE = "value"
-
-
+# What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there.
+Role = enum.StrEnum(
+    "Role",
+    "PARAM CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL OFFLOADED FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
+    "LOSS_SCALE REPLICA VALUE",
+)
 PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual offloaded fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})
