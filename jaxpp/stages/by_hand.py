@@ -17,8 +17,6 @@ from jaxpp.stages.program import ACCUMULATED, Ref, Role
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Array, Batch, Key, Params, Tree
 
-__all__ = ["by_hand", "check_stages", "compose", "scope"]
-
 
 def scope(stage: int) -> str:
     """The name under which a hand-written stage is traced."""
@@ -26,17 +24,12 @@ def scope(stage: int) -> str:
 
 
 def check_stages(stages: Any, loss: Any) -> tuple[Callable[[Any, Any], Any], ...]:
-    """The stage functions, if that is what they are.
-
-    Raises:
-        ArgumentError: they are no list of functions, or the loss is none.
-    """
+    """The stage functions, if that is what they are."""
     where, rule = "Pipeline.from_stages(stages, loss=...)", "the stages are a list of functions (params, x) -> x, one a stage"
     fix = "pass a list such as [lambda params, x: jnp.tanh(x @ params), ...]"
     if callable(stages):
-        raise ArgumentError(
-            where, rule, f"one function instead of a list: {shown(stages)}", "pass a list, such as [stage_0, stage_1]"
-        )
+        got = f"one function instead of a list: {shown(stages)}"
+        raise ArgumentError(where, rule, got, "pass a list, such as [stage_0, stage_1]")
     if isinstance(stages, (str, Mapping)) or not isinstance(stages, Iterable):
         raise ArgumentError(where, rule, shown(stages), fix)
     functions = tuple(stages)
@@ -52,17 +45,13 @@ def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, An
 
     def loss_fn(params: Any, batch: Any) -> Any:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise BatchError(
-                "batch", "a pipeline from_stages takes a pair (inputs, targets)", type(batch).__name__, "pass (inputs, targets)"
-            )
+            rule = "a pipeline from_stages takes a pair (inputs, targets)"
+            raise BatchError("batch", rule, type(batch).__name__, "pass (inputs, targets)")
         if isinstance(params, Mapping) or not isinstance(params, Sequence) or len(params) != len(stages):
-            counted = isinstance(params, Sequence)
-            raise ParamsError(
-                "params",
-                "a pipeline from_stages takes a list of parameters, one tree a stage",
-                f"{len(params)} trees for {len(stages)} stages" if counted else f"{type(params).__name__} for {len(stages)} stages",
-                "pass [params_0, params_1, ...]; a stage without parameters has {}",
-            )
+            got = f"{len(params)} trees" if isinstance(params, Sequence) else type(params).__name__
+            rule = "a pipeline from_stages takes a list of parameters, one tree a stage"
+            fix = "pass [params_0, params_1, ...]; a stage without parameters has {}"
+            raise ParamsError("params", rule, f"{got} for {len(stages)} stages", fix)
         x, targets = batch
         for k, (stage, own) in enumerate(zip(stages, params, strict=True)):
             with jax.named_scope(scope(k)):
@@ -75,10 +64,9 @@ def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, An
 def by_hand(
     num_stages: int, cut_at: Callable[[Batch, Key | None], CutLoss], slicing: Slicing, *, has_state: bool
 ) -> tuple[Callable[..., Tree], ...]:
-    """The stages of a cut loss as functions ``(params, x, batch, key) -> x``.
+    """The stages of a cut loss as functions ``(params, x, batch, key) -> x``, where ``x`` holds what crosses, by number.
 
-    ``x`` holds the values that cross the boundary, by number: ``{}`` before the first stage. The last stage returns the loss, or
-    the outputs of a function that has no loss.
+    It is ``{}`` before the first stage. The last stage returns the loss, or the outputs of a function that has no loss.
     """
 
     def function(stage: int) -> Callable[..., Tree]:
@@ -105,12 +93,10 @@ def _run(cut: CutLoss, stage: int, params: Sequence[Array], x: dict[int, Array],
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         values[Ref(Role.KEY)] = jax.random.key_data(key) if typed else key
     for program in (code.statics, code.forward):
-        totals = {
-            ref: jnp.zeros(aval.shape, aval.dtype)
-            for ref, aval in zip(program.inputs, program.avals, strict=True)
-            if ref.role in ACCUMULATED
-        }
-        results = program.function(*((totals | values)[ref] for ref in program.inputs))
+        for ref, aval in zip(program.inputs, program.avals, strict=True):
+            if ref.role in ACCUMULATED:
+                values[ref] = jnp.zeros(aval.shape, aval.dtype)
+        results = program.function(*(values[ref] for ref in program.inputs))
         values.update(zip(program.outputs, results, strict=True))
     if Ref(Role.LOSS) in code.forward.outputs:
         return values[Ref(Role.LOSS)]

@@ -13,8 +13,6 @@ from jax.extend.core import JaxprEqn
 from jaxpp.stages.jaxpr import FREE, inner_jaxprs, kind_of, length_of, terms
 from jaxpp.types import DType
 
-__all__ = ["coarsest_dtype", "count_bytes", "count_flops"]
-
 
 def count_bytes(aval: object) -> int:
     """Bytes of one value; a key counts as its two 32-bit words."""

@@ -1,11 +1,10 @@
 """What equations do, as a value: equal fingerprints, equal programs.
 
-Problem: to see that a program was compiled before, one can trace and lower it and compare the text, which takes most of the time
-that is left when nothing is compiled. Idea: the equations of a graph are traced already, and they decide what is compiled.
-Mechanism: ``fingerprint`` numbers the variables in order and digests each equation with its parameters. A parameter that is no
-plain value stands for itself, as it does in JAX's own caches (a mesh, a kind of key). What cannot be compared has no fingerprint,
-and is lowered and compared as text: Python functions, effects, large arrays. The rules of custom derivatives are left out, because
-what is compiled has been differentiated already.
+To see that a program was compiled before, one could lower it and compare the text, which takes most of the time that is left when
+nothing is compiled. But the equations are traced already, and they decide what is compiled: ``fingerprint`` numbers the variables
+and digests each equation with its parameters. A parameter that is no plain value stands for itself, as in JAX's own caches (a
+mesh, a kind of key). What cannot be compared has no fingerprint: Python functions, effects, large arrays. The rules of custom
+derivatives are left out, because what is compiled has been differentiated already.
 """
 
 import enum
@@ -21,25 +20,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.jaxpr import CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
 
-__all__ = ["ComparableFunction", "fingerprint"]
-
-_LARGE = 1 << 16
-"""Bytes of a constant above which it is not read back from its device for a digest."""
+_LARGE = 1 << 16  # Bytes of a constant above which it is not read back from its device for a digest
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class ComparableFunction:
-    """A function that can be compared: with a value that says all it does.
-
-    Attributes:
-        run: the function.
-        does: equal for functions that do the same; None if that cannot be said.
-    """
+    """A function that can be compared: with a value that says all it does."""
 
     run: Any
-    does: Hashable
+    does: Hashable  # equal for functions that do the same; None if that cannot be said
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run the function."""
@@ -53,14 +44,7 @@ class _UnknownError(Exception):
 def fingerprint(
     eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], constants: Mapping[Var, Any] | None = None
 ) -> Hashable:
-    """A value that two functions have in common only if they do the same; None if that cannot be said.
-
-    Args:
-        eqns: what runs.
-        inputs: the arguments.
-        outputs: the results.
-        constants: arrays that the equations read besides, by variable.
-    """
+    """A value that two functions have in common only if they do the same; None if that cannot be said."""
     digest = _Digest()
     try:
         for var, value in (constants or {}).items():
@@ -69,19 +53,16 @@ def fingerprint(
         digest.body(eqns, inputs, outputs)
     except _UnknownError:
         return None
-    return digest.finish()
+    return hashlib.sha256("\0".join(digest.words).encode()).digest(), tuple(digest.others)
 
 
 class _Digest:
     """Writes words of everything it is shown; values that are compared as they are become numbers of a list."""
 
     def __init__(self) -> None:
-        self._words: list[str] = []
+        self.words: list[str] = []
         self._numbers: dict[Var, int] = {}
-        self._others: dict[Any, int] = {}
-
-    def finish(self) -> Hashable:
-        return hashlib.sha256("\0".join(self._words).encode()).digest(), tuple(self._others)
+        self.others: dict[Any, int] = {}
 
     def define(self, var: Var) -> None:
         self._numbers[var] = len(self._numbers)
@@ -92,7 +73,7 @@ class _Digest:
             self.define(var)
         for eqn in eqns:
             self._equation(eqn)
-        self._words.append("out")
+        self.words.append("out")
         for atom in outputs:
             self._atom(atom)
 
@@ -103,7 +84,7 @@ class _Digest:
         self._other(context_of(eqn))
         for atom in eqn.invars:
             self._atom(atom)
-        self._words.append("to")
+        self.words.append("to")
         for var in eqn.outvars:
             self.define(var)
         rule = called(eqn, CUSTOM_RULES)
@@ -116,37 +97,34 @@ class _Digest:
 
     def _atom(self, atom: Atom) -> None:
         if isinstance(atom, Literal):
-            self._words.append("literal")
+            self.words.append("literal")
             self._other(aval_of(atom))
             self.value(atom.val)
         elif atom in self._numbers:
-            self._words.append(str(self._numbers[atom]))
+            self.words.append(str(self._numbers[atom]))
         else:
             raise _UnknownError
 
     def value(self, value: Any) -> None:
         """A parameter, a literal or a constant."""
-        self._words.append(type(value).__qualname__)
-        if isinstance(value, Jaxpr):  # since JAX 0.11 a closed one is its own ``jaxpr``
+        self.words.append(type(value).__qualname__)
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):  # since JAX 0.11 a closed one is its own ``jaxpr``
             for constant in getattr(value, "consts", ()):
                 self.value(constant)
-            for var in value.constvars:
-                self.define(var)
-            self.body(value.eqns, value.invars, value.outvars)
-        elif isinstance(value, ClosedJaxpr):
-            for constant in value.consts:
-                self.value(constant)
-            self.value(value.jaxpr)
+            if isinstance(value, Jaxpr):
+                self.body(value.eqns, [*value.constvars, *value.invars], value.outvars)
+            else:
+                self.value(value.jaxpr)
         elif isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
-            self._words.append(repr(value))
+            self.words.append(repr(value))
         elif isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            self._words.append(str(len(value)))
+            self.words.append(str(len(value)))
             for item in value:
                 self.value(item)
         elif isinstance(value, dict):
-            self._words.append(str(len(value)))
+            self.words.append(str(len(value)))
             for name in sorted(value, key=repr):
-                self._words.append(repr(name))
+                self.words.append(repr(name))
                 self.value(value[name])
         elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
             self._array(value)
@@ -154,16 +132,15 @@ class _Digest:
             self._other(value)
 
     def _array(self, value: Any) -> None:
-        if jnp.issubdtype(value.dtype, jax.dtypes.extended) or value.nbytes > _LARGE:
+        far = isinstance(value, jax.Array) and not value.is_fully_addressable
+        if far or jnp.issubdtype(value.dtype, jax.dtypes.extended) or value.nbytes > _LARGE:
             raise _UnknownError
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise _UnknownError
-        self._words += [str(value.dtype), str(value.shape), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
+        self.words += [str(value.dtype), str(value.shape), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
 
     def _other(self, value: Any) -> None:
         if callable(value) and not isinstance(value, enum.Enum):
             raise _UnknownError
         try:
-            self._words.append(f"#{self._others.setdefault(value, len(self._others))}")
+            self.words.append(f"#{self.others.setdefault(value, len(self.others))}")
         except TypeError:  # it cannot be hashed
             raise _UnknownError from None

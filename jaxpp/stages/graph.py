@@ -1,7 +1,7 @@
 """A traced function as a flat list of equations, and ``partition``, which takes it apart.
 
-Problem: stages, the two halves of a pullback, and the parts of an optimizer update are all "some of the equations of a traced
-function, run there, then". Idea: colour the equations; what crosses between colours follows. Mechanism: ``trace`` inlines every
+Stages, the two halves of a pullback, and the parts of an optimizer update are all "some of the equations of a traced
+function, run there, then". So colour the equations; what crosses between colours follows. ``trace`` inlines every
 ``jit`` (each equation keeps the module path that Flax left in its name stack) and drops what nobody needs; ``partition`` takes one
 colour for each equation and returns one ``Piece`` for each colour, with the values that enter and leave it. An equation whose
 colour is ``None`` belongs to nobody and is repeated in every piece that needs it (a mask, a position, a reshaped bias).
@@ -31,29 +31,18 @@ from jaxpp.stages.jaxpr import (
 )
 from jaxpp.types import Tree
 
-__all__ = ["Graph", "Piece", "Rewriter", "ancestors", "descendants", "inline_remat", "live", "marked", "partition", "trace"]
-
-_Color = TypeVar("_Color", bound=Hashable)
-"""What marks the equations of one piece."""
+_Color = TypeVar("_Color", bound=Hashable)  # What marks the equations of one piece
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced function, flat.
+    """A traced function, flat."""
 
-    Attributes:
-        eqns: the equations, in an order in which they can run.
-        names: the module path of each, such as ``GPT/h_2/attn``; empty where the model gave none.
-        inputs: one variable for each argument leaf.
-        outputs: one variable or literal for each result leaf.
-        constants: arrays the function closed over, by variable.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    names: tuple[str, ...]
-    inputs: tuple[Var, ...]
-    outputs: tuple[Atom, ...]
-    constants: Mapping[Var, jax.Array]
+    eqns: tuple[JaxprEqn, ...]  # in an order in which they can run
+    names: tuple[str, ...]  # the module path of each, such as ``GPT/h_2/attn``; empty where the model gave none
+    inputs: tuple[Var, ...]  # one variable for each argument leaf
+    outputs: tuple[Atom, ...]  # one variable or literal for each result leaf
+    constants: Mapping[Var, jax.Array]  # arrays the function closed over, by variable
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
         """The function of ``inputs`` that runs the equations numbered ``eqns`` and returns ``outputs``."""
@@ -116,11 +105,7 @@ class Rewriter:
 
 
 def trace(function: Callable[..., Tree], *args: Tree, opened: bool = False) -> tuple[Graph, Tree]:
-    """Trace ``function`` at the shapes of ``args`` (arrays or ``jax.ShapeDtypeStruct``).
-
-    Returns:
-        the flat graph, and the tree of result shapes.
-    """
+    """The flat graph of ``function`` at the shapes of ``args`` (arrays or shapes), and the tree of result shapes."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants)
@@ -130,11 +115,7 @@ def trace(function: Callable[..., Tree], *args: Tree, opened: bool = False) -> t
 
 
 def inline_remat(graph: Graph) -> tuple[Graph, Checkpoint | None]:
-    """Open up a function that is one ``jax.checkpoint``, so that it can be cut; the pieces should then be checkpointed instead.
-
-    Returns:
-        the graph, opened if it was one checkpoint; and the wrapper that checkpoints a piece in the same way, or None.
-    """
+    """The graph, opened if it was one ``jax.checkpoint``, so that it can be cut; and what checkpoints a piece in the same way."""
     remat = [eqn for eqn in graph.eqns if kind_of(eqn) in CHECKPOINTS]
     others = {kind_of(eqn) for eqn in graph.eqns} - CHECKPOINTS - {"copy", "random_wrap", "concatenate"}
     if len(remat) != 1 or others:
@@ -212,9 +193,8 @@ def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
     marks_of = dict(marks)
     for eqn in graph.eqns:
         union = 0
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                union |= marks_of.get(atom, 0)
+        for var in variables(eqn.invars):
+            union |= marks_of.get(var, 0)
         if union:
             marks_of.update(dict.fromkeys(eqn.outvars, union))
     return marks_of
@@ -223,15 +203,10 @@ def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
 def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var, _Color] | None = None) -> dict[_Color, Piece]:
     """Split a graph into one piece for each colour.
 
-    Args:
-        graph: the function.
-        colors: one for each equation; None is repeated in every piece that needs it.
-        homes: the colour that must be able to return a variable, where no other piece asks for it (the graph's results).
-
-    Returns:
-        a piece for each colour. ``inputs`` are in order of first use; ``outputs`` are what other pieces read, in order made.
+    An equation of colour None is repeated in every piece that needs it. ``homes`` is the colour that must be able to return a
+    variable, where no other piece asks for it (the graph's results). The ``inputs`` of a piece are in order of first use; its
+    ``outputs`` are what other pieces read, in order made.
     """
-    producers = graph.producers()
     wanted: dict[_Color, list[Var]] = {color: [] for color in colors if color is not None}
     for var, color in (homes or {}).items():
         wanted.setdefault(color, []).append(var)
@@ -239,7 +214,8 @@ def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var,
     for i, color in enumerate(colors):
         if color is not None:
             own[color].append(i)
-    members = {color: _members(graph, colors, own[color], producers, vars_) for color, vars_ in wanted.items()}
+    shared = {var: i for var, i in graph.producers().items() if colors[i] is None}
+    members = {color: _members(graph, own[color], shared, vars_) for color, vars_ in wanted.items()}
     inputs = {color: _inputs(graph, eqns, wanted[color]) for color, eqns in members.items()}
     read = {var for needs in inputs.values() for var in needs}  # a piece never reads what it makes itself
     return {
@@ -248,14 +224,12 @@ def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var,
     }
 
 
-def _members(
-    graph: Graph, colors: Sequence[_Color | None], own: Iterable[int], producers: Mapping[Var, int], wanted: list[Var]
-) -> list[int]:
+def _members(graph: Graph, own: Iterable[int], shared: Mapping[Var, int], wanted: list[Var]) -> list[int]:
     members = set(own)
     pending = [var for i in members for var in variables(graph.eqns[i].invars)] + wanted
     while pending:
-        i = producers.get(pending.pop())
-        if i is not None and colors[i] is None and i not in members:
+        i = shared.get(pending.pop())
+        if i is not None and i not in members:
             members.add(i)
             pending += variables(graph.eqns[i].invars)
     return sorted(members)

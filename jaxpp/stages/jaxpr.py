@@ -1,12 +1,9 @@
 """What jaxpp knows of the insides of a jaxpr: the one file to edit when JAX changes them.
 
-JAX documents how a function is traced and how a jaxpr prints. It promises nothing about the names of primitives, the parameters of
-an equation, the kinds of effects, or the name stack. Everything that jaxpp relies on is behind the functions of this file, and
-``tests/stages/test_jaxpr.py`` checks each fact by itself. What other files use freely is the frame that has not changed for years:
-``jaxpr.eqns``, and ``eqn.invars``, ``outvars``, ``effects`` and ``primitive``.
-
-``kind_of`` names what an equation does. It is the name of its primitive, except where JAX has had several names for one primitive.
-Tables of kinds that belong to one decision stand where that decision is made (``repeatable.py``).
+JAX promises nothing about the names of primitives, the parameters of an equation, the kinds of effects, or the name stack.
+Everything that jaxpp relies on is behind the functions of this file, and ``tests/stages/test_jaxpr.py`` checks each fact by itself.
+What other files use freely is the frame that has not changed for years: ``jaxpr.eqns``, and ``eqn.invars``, ``outvars``,
+``effects`` and ``primitive``. Tables of kinds that belong to one decision stand where it is made (``repeatable.py``).
 """
 
 import math
@@ -19,42 +16,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxpp.types import Aval, Leaf, Tree
 
-__all__ = [
-    "CALLS", "CHEAP", "CHECKPOINTS", "CUSTOM_RULES", "ELEMENTWISE", "FREE", "LAYOUT", "Atom", "Checkpoint", "Scan", "Window",
-    "Write", "aval_of", "branches_of", "called", "calls_host", "checkpoint_like", "columns_of", "concatenated_rows", "context_of",
-    "describe", "equations_of", "function_of", "inner_jaxprs", "is_cast", "is_ordered", "kind_of", "length_of", "module_path",
-    "multiplies", "new_variable", "number_in", "scan_of", "shapes_of", "sliced_like", "source_frames", "split_rows", "terms",
-    "variables", "window_of", "with_body", "writes_of",
-]  # fmt: skip
+Atom = Var | Literal  # What an equation reads: a variable or a number
 
-Atom = Var | Literal
-"""What an equation reads: a variable or a number."""
+Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]  # Puts a function under ``jax.checkpoint``
 
-Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]
-"""Puts a function under ``jax.checkpoint``."""
-
-_RENAMED = {
-    "pjit": "jit",
-    "remat": "checkpoint",
-    "remat2": "checkpoint",
-    "copy_p": "copy",
-    "custom_vjp_call": "custom_vjp",
-    "custom_jvp_call": "custom_jvp",
-}
-_BODIES = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp": "call_jaxpr",
-    "custom_vjp": "call_jaxpr",
-    "checkpoint": "jaxpr",
-}
-CALLS = frozenset({"jit", "closed_call", "core_call"})
-"""Kinds of equations that only call a function."""
-CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})
-"""Kinds of equations that call a function with a derivative of its own."""
-CHECKPOINTS = frozenset({"checkpoint"})
-"""Kinds of equations that call a function under ``jax.checkpoint``."""
+_RENAMED = {"pjit": "jit", "remat": "checkpoint", "remat2": "checkpoint", "copy_p": "copy"}
+_RENAMED |= {"custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
+CALLS = frozenset({"jit", "closed_call", "core_call"})  # Kinds of equations that only call a function
+CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})  # Kinds of equations that call a function with a derivative of its own
+CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a function under ``jax.checkpoint``
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
 """Kinds that only say how a value is laid out; the compiler folds them away."""
@@ -63,19 +33,16 @@ CHEAP = LAYOUT | frozenset(
     "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
     "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
     "random_clone square".split()
-)
-"""Kinds that cost less to run again than their result costs to send."""
+)  # Kinds that cost less to run again than their result costs to send
 FREE = LAYOUT | frozenset(
     "transpose slice dynamic_slice concatenate convert_element_type pad rev gather random_wrap random_unwrap split "
     "bitcast_convert_type".split()
-)
-"""Kinds that compute nothing: they move, lay out or convert."""
+)  # Kinds that compute nothing: they move, lay out or convert
 ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
     "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
     "sqrt square stop_gradient sub tanh xor".split()
-)
-"""Kinds that compute each element of the result from the elements at its own place alone."""
+)  # Kinds that compute each element of the result from the elements at its own place alone
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
@@ -139,7 +106,7 @@ def equations_of(function: Callable[..., Tree], atoms: Sequence[Atom]) -> tuple[
 def called(eqn: JaxprEqn, opened: Collection[str]) -> ClosedJaxpr | None:
     """The function that an equation calls, if the equation is of one of the kinds ``opened``."""
     kind = kind_of(eqn)
-    inner = eqn.params.get(_BODIES[kind]) if kind in opened else None
+    inner = eqn.params.get("jaxpr" if kind in ("jit", "checkpoint") else "call_jaxpr") if kind in opened else None
     return ClosedJaxpr(inner, []) if isinstance(inner, Jaxpr) else inner
 
 
@@ -162,28 +129,15 @@ def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
 
 
 class Scan(NamedTuple):
-    """A ``lax.scan``.
-
-    Attributes:
-        body: what runs at each iteration.
-        num_before: operands that have no rows: constants, then what is carried.
-        num_carry: how many are carried.
-        length: iterations.
-        reverse: whether the last iteration runs first.
-        unroll: as ``lax.scan`` takes it.
-    """
+    """A ``lax.scan``."""
 
     body: ClosedJaxpr
-    num_before: int
+    num_before: int  # operands that have no rows: constants, then what is carried
+    num_fixed: int  # how many of them are constants
     num_carry: int
     length: int
-    reverse: bool
-    unroll: int | bool
-
-    @property
-    def num_fixed(self) -> int:
-        """How many operands are constants."""
-        return self.num_before - self.num_carry
+    reverse: bool  # whether the last iteration runs first
+    unroll: int | bool  # as ``lax.scan`` takes it
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:
@@ -200,7 +154,8 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     pairs = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True)]
     results = [(aval_of(a).shape, aval_of(b).shape) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True)]
     before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
-    return Scan(body, before, carry, eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
+    params = eqn.params
+    return Scan(body, before, before - carry, carry, params["length"], params["reverse"], params["unroll"])
 
 
 def length_of(eqn: JaxprEqn) -> int | None:
@@ -266,19 +221,12 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 
 
 class Window(NamedTuple):
-    """The part of its first operand that an equation takes.
+    """The part of its first operand that an equation takes."""
 
-    Attributes:
-        start: where it begins, along each axis.
-        stop: where it ends.
-        strides: every how many elements it takes.
-        squeezed: whether the first axis, of which it takes one row, is not in the result.
-    """
-
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # along each axis
     stop: tuple[int, ...]
     strides: tuple[int, ...]
-    squeezed: bool = False
+    squeezed: bool = False  # whether the first axis, of which it takes one row, is not in the result
 
 
 def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:

@@ -2,21 +2,18 @@
 
 *Loops*: one ``lax.scan`` becomes several shorter ones. First every layer becomes a loop of its own, and the loss is cut as any
 other. The cuts say which layers each stage runs, and so which rows of the stacked parameters it owns (``slices_between``). From
-then on the parameters come as slices (``stacked.py``), and a loop over them is split where the slices end (``split_scans``). A cast
-of a layer's weights inside a loop would be computed by every microbatch and kept for its backward: a copy of the weights. So a loop
-that is rebuilt casts the weights of all its layers before it begins, once a step.
+then on the parameters come as slices (``stacked.py``), and a loop over them is split where the slices end (``split_scans``). A loop
+that is rebuilt casts the weights of all its layers before it begins, once a step; inside, every microbatch would keep the casts.
 
-*Rows*: a model that runs its layers in a Python loop may keep their parameters in one array all the same, and read static rows of
-it: ``w[3]``, ``w[2:4]``, ``for row in w``, ``jax.tree.map(lambda a: a[i], params)``. The stage that runs the layer owns these rows,
-as it would if the loop were a ``scan``. First it is found out which rows are read where (``first_reads``), and the cuts say which
-stage that is (``rows_between``). From then on what is read of the whole is read of the slice that has it (``place_rows``).
+*Rows*: a Python loop over layers may read static rows of one array: ``w[3]``, ``w[2:4]``, ``for row in w``. The stage that runs the
+layer owns these rows. First it is found out which rows are read where (``first_reads``), and the cuts say which stage that is
+(``rows_between``). From then on what is read of the whole is read of the slice that has it (``place_rows``).
 """
 
 import bisect
 import itertools
 import operator
 import posixpath
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,24 +46,14 @@ from jaxpp.stages.jaxpr import (
 )
 from jaxpp.types import Tree
 
-__all__ = ["Layers", "Read", "first_reads", "place_rows", "rows_between", "same_layer", "slices_between", "split_scans"]
-
 
 @dataclass(frozen=True)
 class Layers:
-    """Some layers of a loop, as an equation of their own.
+    """Some layers of a loop, as an equation of their own."""
 
-    Attributes:
-        result: what the equation makes first.
-        loop: which of the loops it is from.
-        stacked: the parameters whose rows it reads.
-        start: the first of the layers.
-        stop: the layer after the last.
-    """
-
-    result: Var
-    loop: int
-    stacked: tuple[Atom, ...]
+    result: Var  # what the equation makes first
+    loop: int  # the number of the loop
+    stacked: tuple[Atom, ...]  # the parameters whose rows it reads
     start: int
     stop: int
 
@@ -74,11 +61,7 @@ class Layers:
 def split_scans(
     graph: Graph, params: Sequence[Var], state: Sequence[Var] = (), *, per_layer: bool = False
 ) -> tuple[Graph, tuple[Layers, ...]]:
-    """Split the loops over stacked parameters, and over stacked leaves of a model state.
-
-    Returns:
-        the graph, and what the loops were split into; casts of stacked parameters are taken out of their loops.
-    """
+    """The graph with the loops over stacked parameters, or stacked model state leaves, split; and what they were split into."""
     splitter = _Splitter(frozenset(params), frozenset(state), per_layer)
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
         splitter.add(splitter.resolved(eqn), name)
@@ -134,11 +117,6 @@ class _Splitter(Rewriter):
         shape = aval_of(eqn.invars[0]).shape
         return window is not None and window[:2] == ((window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]))
 
-    def _bounds(self, stacked: Sequence[Var], loop: Scan) -> list[int]:
-        """The layers before which the loop is split, with its ends."""
-        ends = {start for var in stacked for start, _ in self._parts.get(self._origin(var), [])}
-        return sorted((set(range(loop.length)) if self._per_layer else ends) | {0, loop.length})
-
     def _stacked(self, eqn: JaxprEqn, loop: Scan) -> tuple[Var, ...]:
         return tuple(var for var in variables(eqn.invars[loop.num_before :]) if self._is_stacked(var))
 
@@ -157,11 +135,14 @@ class _Splitter(Rewriter):
 
     def _split(self, eqn: JaxprEqn, name: str, loop: Scan) -> None:
         stacked = self._stacked(eqn, loop)
-        spans = list(itertools.pairwise(self._bounds(stacked, loop)))
+        ends = {start for var in stacked for start, _ in self._parts.get(self._origin(var), [])}
+        ends = set(range(loop.length)) if self._per_layer else ends
+        spans = list(itertools.pairwise(sorted(ends | {0, loop.length})))
         consts, carry = list(eqn.invars[: loop.num_fixed]), list(eqn.invars[loop.num_fixed : loop.num_before])
         whole = eqn.invars[loop.num_before :]
         pieces: dict[int, list[Atom]] = {}
-        label, *inside = (_inner_name(loop) or "scan").split("/")
+        inner = list(filter(None, map(module_path, loop.body.jaxpr.eqns)))  # what they share names the loop
+        label, *inside = (posixpath.commonpath(inner or [""]) or "scan").split("/")
         for start, stop in reversed(spans) if loop.reverse else spans:
             rows = f"{label}[{start}:{stop}]" if stop - start > 1 else f"{label}[{start}]"
             path = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
@@ -177,7 +158,7 @@ class _Splitter(Rewriter):
         self._loops += 1
         self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
         for k, var in enumerate(eqn.outvars[loop.num_carry :]):
-            self.replaced[var] = joined = self._joined([pieces[start][k] for start, _ in spans], name)
+            self.replaced[var] = joined = _joined(self, [pieces[start][k] for start, _ in spans], name)
             self._made[joined] = [(start, pieces[start][k]) for start, _ in spans]
 
     def _rows(self, atom: Atom, start: int, stop: int, name: str) -> Atom:
@@ -192,18 +173,15 @@ class _Splitter(Rewriter):
         inside = [part for first, part in parts if start <= first and first + aval_of(part).shape[0] <= stop]
         if sum(aval_of(part).shape[0] for part in inside) < stop - start:
             return self.call(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom], name)[0]
-        return self._joined(inside, name)
+        return _joined(self, inside, name)
 
-    def _joined(self, parts: Sequence[Atom], name: str) -> Atom:
-        return parts[0] if len(parts) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), parts, name)[0]
+
+def _joined(rewriter: Rewriter, parts: Sequence[Atom], name: str) -> Atom:
+    return parts[0] if len(parts) == 1 else rewriter.call(lambda *parts: jax.lax.concatenate(parts, 0), parts, name)[0]
 
 
 def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: int) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Equations that run a loop over other rows.
-
-    Returns:
-        the equations, casts of parameters before the loop; and what they return: what is carried, then the outputs.
-    """
+    """Equations that run a loop over other rows, casts of parameters before it; and what they return: the carry, the outputs."""
     moved, rest = _hoisted(loop, is_param)
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -243,30 +221,13 @@ def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] 
     return function_of(moved, rows, needed), function_of(rest, [*inner.invars, *needed], inner.outvars)
 
 
-def _inner_name(loop: Scan) -> str:
-    """The module path that all equations inside a loop share."""
-    return posixpath.commonpath(list(filter(None, map(module_path, loop.body.jaxpr.eqns))) or [""])
-
-
-def same_layer(name: str) -> str:
-    """A module path with the first layer instead of all: ``layers[3:6]`` as ``layers[3]``, to find it by that name."""
-    return re.sub(r"\[(\d+):\d+\]", r"[\1]", name)
-
-
 class Read(NamedTuple):
-    """Rows of a parameter, and the first use of them.
-
-    Attributes:
-        leaf: the number of the parameter.
-        start: the first row.
-        stop: the row after the last.
-        position: where on the spine they are first needed.
-    """
+    """Rows of a parameter, and the first use of them."""
 
     leaf: int
     start: int
     stop: int
-    position: int
+    position: int  # where on the spine they are first needed
 
 
 class _RowSlice(NamedTuple):
@@ -381,7 +342,7 @@ class _Placer(Rewriter):
         else:
             for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
                 rows = self._rows(self.stacks[operand], start, stop, eqn, name)
-                result = rows[0] if len(rows) == 1 else self.call(lambda *parts: jax.lax.concatenate(parts, 0), rows, name)[0]
+                result = _joined(self, rows, name)
                 if finish is None:
                     self.stacks[result] = tuple(rows)
                 self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
@@ -399,17 +360,13 @@ class _Placer(Rewriter):
             low, high = max(start - first, 0), min(stop - first, size)
             if (low, high) == (0, size):
                 rows.append(part)
+            elif low < high and (sliced := sliced_like(like, part, low, high)) is not None:
+                self.emit(sliced, name)
+                rows.append(sliced.outvars[0])
             elif low < high:
-                rows.append(self._slice(part, low, high, like, name))
+                rows += self.call(lambda part, low=low, high=high: jax.lax.slice_in_dim(part, low, high), [part], name)
             first += size
         return rows
-
-    def _slice(self, part: Atom, low: int, high: int, like: JaxprEqn, name: str) -> Atom:
-        sliced = sliced_like(like, part, low, high)
-        if sliced is None:
-            return self.call(lambda part: jax.lax.slice_in_dim(part, low, high), [part], name)[0]
-        self.emit(sliced, name)
-        return sliced.outvars[0]
 
 
 def _follow(eqn: JaxprEqn, numbers: "_Integers") -> list[_RowSlice] | None:

@@ -1,8 +1,7 @@
 """Parameters in two parts: those that all replicas share, and those of which each replica has its own (a task's).
 
 The loss and the optimizer of the two parts are made into a loss and an optimizer of one tree, so that everything else in jaxpp sees
-one loss of one tree. Each part keeps its own optimizer: the step count of one part is not that of the other, and a clipped norm is
-the norm of one part.
+one loss of one tree. Each part keeps its own optimizer, with a step count and a clipped norm of its own.
 """
 
 import inspect
@@ -14,19 +13,12 @@ import optax
 
 from jaxpp.types import LossFn, Params, Tree
 
-__all__ = ["Joint", "join_losses", "join_optimizers", "num_own", "num_shared", "without_joint"]
-
 _KEYS = (jax.tree_util.GetAttrKey("shared"), jax.tree_util.GetAttrKey("task"))
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Joint:
-    """Two parameter trees.
-
-    Attributes:
-        shared: what all replicas share: Theta.
-        own: what each replica has of its own: theta[t].
-    """
+    """Two parameter trees: what all replicas share (Theta), and what each has of its own (theta[t])."""
 
     def __init__(self, shared: Params, own: Params):
         self.shared, self.own = shared, own
@@ -90,10 +82,8 @@ def join_optimizers(shared: optax.GradientTransformation, own: optax.GradientTra
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Tree) -> tuple[Tree, Tree]:
         both = (None, None) if params is None else (params.shared, params.own)
-        made = [
-            part.update(grad, old, mine, **extra)
-            for part, grad, old, mine in zip(parts, (updates.shared, updates.own), state, both, strict=True)
-        ]
-        return Joint(made[0][0], made[1][0]), (made[0][1], made[1][1])
+        shared, shared_state = parts[0].update(updates.shared, state[0], both[0], **extra)
+        own, own_state = parts[1].update(updates.own, state[1], both[1], **extra)
+        return Joint(shared, own), (shared_state, own_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

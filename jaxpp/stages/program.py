@@ -4,10 +4,8 @@ A name (``Ref``) says what a value is for the stage that holds it; the plan turn
 ``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
 ``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
 
-What a program pays for each array it is given or gives costs more than a small array's work: biases, norm scales and their
-gradients, masks and statistics are often a few kilobytes each. Where a program would return many of them at every microbatch, it
-returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same. Sets of parameters that wait on
-the host travel as such vectors too.
+What a program pays for each array it is given or gives costs more than a small array's work. Where it would return many small ones
+at every microbatch, it returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same.
 """
 
 import enum
@@ -24,40 +22,13 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
-__all__ = ["ACCUMULATED", "PER_MICROBATCH", "SHARED", "SMALL", "Backward", "Pack", "Program", "Ref", "Role", "packed", "packs_of"]
-
-
-class Role(enum.StrEnum):
-    """What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there."""
-
-    PARAM = "param"
-    CONSTANT = "constant"
-    STATIC = "static"
-    BATCH = "batch"
-    KEY = "key"
-    SCALE = "scale"
-    ACTIVATION = "activation"
-    RESIDUAL = "residual"
-    OFFLOADED = "offloaded"
-    FETCHED = "fetched"
-    COTANGENT = "cotangent"
-    GRAD = "grad"
-    LOSS = "loss"
-    AUX = "aux"
-    ROWS = "rows"
-    OPT = "opt"
-    STATE = "state"
-    LOSS_SCALE = "loss_scale"
-    REPLICA = "replica"
-    VALUE = "value"
-
-
-PER_MICROBATCH = frozenset(
-    {
-        *(Role.BATCH, Role.KEY, Role.SCALE, Role.ACTIVATION, Role.RESIDUAL, Role.OFFLOADED, Role.FETCHED, Role.COTANGENT),
-        *(Role.ROWS, Role.STATE),
-    }
+# What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there.
+Role = enum.StrEnum(
+    "Role",
+    "PARAM CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL OFFLOADED FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
+    "LOSS_SCALE REPLICA VALUE",
 )
+PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual offloaded fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})
 """Roles whose values are the same on all replicas of a stage."""
@@ -84,25 +55,15 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A flat function and the names of its arguments and results; the same as itself alone.
+    """A flat function and the names of its arguments and results; the same as itself alone."""
 
-    Attributes:
-        function: takes one array for each input and returns one for each output.
-        inputs: what each argument is.
-        outputs: what each result is.
-        avals: shape and dtype of each argument, as one replica has it.
-        spans: whether the function sees all replicas at once: what each has of its own comes with one more axis, the first.
-        name: what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``.
-        lean: whether it is compiled to hold little at once, rather than to run independent operations side by side.
-    """
-
-    function: Callable[..., list[jax.Array]]
+    function: Callable[..., list[jax.Array]]  # takes one array for each input and returns one for each output
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    spans: bool = False
-    name: str = "program"
-    lean: bool = False
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # of each input, as one replica has it
+    spans: bool = False  # it sees all replicas at once: what each has of its own comes with one more axis, the first
+    name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
+    lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
 
     @cached_property
     def results(self) -> list[jax.ShapeDtypeStruct]:
@@ -123,15 +84,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Backward:
-    """A program of the backward, twice.
+    """A program of the backward, twice."""
 
-    Attributes:
-        first: for the first microbatch that comes back: it makes the gradients.
-        then: for all others: it adds to them.
-    """
-
-    first: Program
-    then: Program
+    first: Program  # for the first microbatch that comes back: it makes the gradients
+    then: Program  # for all others: it adds to them
 
     @property
     def made(self) -> frozenset[Ref]:
@@ -139,24 +95,16 @@ class Backward:
         return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
 
 
-SMALL = 1 << 12
-"""Bytes up to which an array is packed."""
+SMALL = 1 << 12  # Bytes up to which an array is packed
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A vector that holds several arrays of one dtype, end to end.
+    """A vector that holds several arrays of one dtype, end to end."""
 
-    Attributes:
-        ref: the name of the vector.
-        members: the names of the arrays in it.
-        shapes: their shapes.
-        dtype: their dtype.
-    """
-
-    ref: Ref
-    members: tuple[Ref, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    ref: Ref  # the name of the vector
+    members: tuple[Ref, ...]  # the names of the arrays in it
+    shapes: tuple[tuple[int, ...], ...]  # their shapes
     dtype: DType
 
     @cached_property
@@ -181,20 +129,13 @@ class Pack:
 
 
 def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
-    """Group the small arrays by dtype.
-
-    Returns:
-        one pack a dtype that has at least two small arrays.
-    """
-    by_dtype: dict[DType, list[tuple[Ref, tuple[int, ...]]]] = {}
+    """One pack for each dtype of which at least two arrays are small."""
+    by_dtype: dict[DType, dict[Ref, tuple[int, ...]]] = {}
     for ref, aval in zip(refs, avals, strict=True):
         if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            by_dtype.setdefault(aval.dtype, []).append((ref, aval.shape))
-    groups = [(dtype, group) for dtype, group in by_dtype.items() if len(group) > 1]
-    return tuple(
-        Pack(replace(name, index=-1 - k), tuple(ref for ref, _ in group), tuple(shape for _, shape in group), dtype)
-        for k, (dtype, group) in enumerate(groups)
-    )
+            by_dtype.setdefault(aval.dtype, {})[ref] = aval.shape
+    groups = enumerate((dtype, group) for dtype, group in by_dtype.items() if len(group) > 1)
+    return tuple(Pack(replace(name, index=-1 - k), tuple(group), tuple(group.values()), dtype) for k, (dtype, group) in groups)
 
 
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:

@@ -1,20 +1,16 @@
 """What a stage keeps for its backward: the policies of ``remat``.
 
-A policy is an object with four answers: which equations of a forward its backward runs again, what I keeps for W where the backward
-is split, whether loops keep less under a checkpoint, and whether the stage holds its inputs to run the forward again. What the user
-wrote is made into policies once (``policies_of``); a new way to keep residuals is a new class here. Whether what is kept waits in
-host memory (``Offload``) changes no program, and so it stands beside the policy (``offload_of``).
+A policy says which equations of a forward its backward runs again, what I keeps for W where the backward is split, whether loops
+keep less under a checkpoint, and whether the stage holds its inputs to run the forward again. What the user wrote is made into
+policies once (``policies_of``). Whether what is kept waits in host memory (``Offload``) changes no program (``offload_of``).
 
-``Least`` is a minimum cut. A backward can read a value that its forward kept, or compute it again from others. Each value has a
-price, its bytes; so has each equation that is run again (``repeatable.py``). The network: a value on the sink's side is needed in
-the backward, an equation on the sink's side is run there again and needs its operands. A value that is needed, of an equation that
-is not run again, is kept and paid for. The cheapest cut says which equations to run again; keeping everything is one of the cuts,
-so that no choice is worse. Where the backward is split, a second cut says what I keeps for W: of all that I has (residuals,
-cotangents, what it computes), the cheapest from which W can do the rest. What of W is cheap itself and makes less than it reads,
-such as the gradient of a bias, is done in I where that keeps less.
+``Least`` is a minimum cut. Each value has a price, its bytes, and so has each equation that is run again. A value on
+the sink's side is needed in the backward, an equation on the sink's side is run there again and needs its operands. A value that is
+needed, of an equation that is not run again, is kept and paid for. Keeping everything is one of the cuts, so that no choice is
+worse. Where the backward is split, a second cut says what I keeps for W: of all that I has, the cheapest from which W can do the
+rest. What of W is cheap and makes less than it reads, such as the gradient of a bias, is done in I where that keeps less.
 
-References: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174. The choice by a minimum cut is known from
-PyTorch's compiler.
+Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; the minimum cut is known from PyTorch.
 """
 # ruff: noqa: ARG002  (a policy need not look at all that it is told)
 
@@ -33,12 +29,10 @@ from jaxpp.errors import ArgumentError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
-from jaxpp.stages.min_cut import SINK, SOURCE, Network
-from jaxpp.stages.repeatable import EXACT, EXTREMES, is_decision, is_smooth, may_repeat, price_of, repeatable, rounding
+from jaxpp.stages.repeatable import EXTREMES, SINK, SOURCE, Network, decided_on, may_repeat, price_of, repeatable, settled
 from jaxpp.types import Aval, Policy
 
-__all__ = ["RECOMPUTE", "ByPolicy", "Least", "Offload", "Remat", "RematPolicy", "offload_of", "policies_of"]
-
+_Eqns = Collection[int]  # the numbers of equations
 _TRANSCENDENTAL = {"cpu": 1.0}
 """The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
 
@@ -50,8 +44,7 @@ _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what 
 class RematPolicy:
     """What a stage's forward keeps: by itself, everything that its backward reads. Equal policies make the same programs."""
 
-    recomputes = False
-    """Whether the backward runs the forward again, and the stage holds its inputs for that."""
+    recomputes = False  # Whether the backward runs the forward again, and the stage holds its inputs for that
 
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with fewer residuals in those of the equations that are loops, to be taken if it keeps less; or nothing."""
@@ -61,57 +54,34 @@ class RematPolicy:
         """A stage's forward and pullback, rewritten so that less need be kept."""
         return graph
 
-    def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
-    ) -> set[int]:
-        """The equations of a forward that its backward runs again.
+    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+        """The equations of a ``forward`` that its backward runs again.
 
-        Args:
-            graph: the stage's forward and pullback.
-            forward: the equations of the forward.
-            free: the equations that every program repeats anyway.
-            held: inputs that are let go after the forward unless the backward needs them.
-            reads: what the backward needs.
+        In the ``graph``, a forward and its pullback, the backward needs ``reads``. Every program repeats the equations ``free``
+        anyway. The inputs ``held`` are let go after the forward unless the backward needs them.
         """
         return set()
 
     def between(
-        self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
+        self, graph: Graph, of_input: _Eqns, of_weight: _Eqns, free: _Eqns, held: Collection[Var]
     ) -> tuple[set[int], set[int]] | None:
-        """What W computes again, and what I computes in its place; None: W repeats nothing, I runs all that is run again.
+        """The equations of I that W runs as well, and those of W that I runs in its place; None: I runs all that is run again.
 
-        Args:
-            graph: the stage's forward and pullback.
-            of_input: the equations that I runs.
-            of_weight: the equations that W would run if I kept nothing for it; some are in both.
-            free: the equations that every program repeats anyway.
-            held: what I is given: residuals, activations, cotangents.
-
-        Returns:
-            the equations of I that W runs as well, and the equations of W that I runs in its place.
+        I runs the equations ``of_input``, W would run those ``of_weight`` if I kept nothing for it; some are in both. I is given
+        the values ``held``: residuals, activations, cotangents.
         """
         return None
 
 
 @dataclass(frozen=True)
 class ByPolicy(RematPolicy):
-    """Keep what a policy of ``jax.checkpoint_policies`` says.
-
-    Attributes:
-        policy: asked once for each equation of the forward.
-    """
+    """Keep what a policy of ``jax.checkpoint_policies`` says, asked once for each equation of the forward."""
 
     policy: Policy
     recomputes = True
 
-    def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
-    ) -> set[int]:
-        """The equations whose results the policy does not keep.
-
-        Raises:
-            ArgumentError: a policy that answers anything but True or False.
-        """
+    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+        """The equations whose results the policy does not keep."""
         return {i for i in forward if not graph.eqns[i].effects and not self._keeps(graph.eqns[i])}
 
     def _keeps(self, eqn: JaxprEqn) -> bool:
@@ -129,13 +99,9 @@ class ByPolicy(RematPolicy):
 
 @dataclass(frozen=True)
 class Least(RematPolicy):
-    """Keep what costs least.
+    """Keep what costs least."""
 
-    Attributes:
-        transcendental: the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again.
-    """
-
-    transcendental: float = 0.0
+    transcendental: float = 0.0  # the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again
 
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
@@ -163,11 +129,9 @@ class Least(RematPolicy):
                 eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
         return replace(graph, eqns=tuple(eqns))
 
-    def again(
-        self, graph: Graph, forward: Collection[int], free: Collection[int], held: Collection[Var], reads: Iterable[Var]
-    ) -> set[int]:
+    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
-        network, may = Network(), _settled(graph, {*forward, *free})
+        network, may = Network(), settled(graph, {*forward, *free})
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
         available, producers = set(held), graph.producers()
@@ -191,10 +155,10 @@ class Least(RematPolicy):
         chosen = network.sink_side()
         again = {i for i in forward if i in chosen}
         kept = {var for var in available if var in chosen and producers.get(var) not in again}
-        return again | _decided_on(graph, {*forward, *free} - again, kept)
+        return again | decided_on(graph, {*forward, *free} - again, kept)
 
     def between(
-        self, graph: Graph, of_input: Collection[int], of_weight: Collection[int], free: Collection[int], held: Collection[Var]
+        self, graph: Graph, of_input: _Eqns, of_weight: _Eqns, free: _Eqns, held: Collection[Var]
     ) -> tuple[set[int], set[int]]:
         """The cheapest of what I has from which W can do the rest."""
         network, may = Network(), repeatable(graph)
@@ -216,38 +180,6 @@ class Least(RematPolicy):
         chosen = network.sink_side()
         again = {i for i in of_input if i in chosen and i not in free}
         return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
-
-
-def _decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
-    """The decisions on one value that is kept which the forward itself does not use: the backward decides, on the same bytes.
-
-    Not a comparison of two values, such as a maximum and what it is of: one of them may be rounded otherwise where it is written.
-    """
-    used = {var for i in forward for var in variables(graph.eqns[i].invars)}.union(variables(graph.outputs))
-    return {
-        i
-        for i in forward
-        if is_decision(graph.eqns[i])
-        and used.isdisjoint(graph.eqns[i].outvars)
-        and len(operands := variables(graph.eqns[i].invars)) == 1
-        and operands[0] in kept
-    }
-
-
-def _settled(graph: Graph, before: Collection[int]) -> list[bool]:
-    """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
-
-    Args:
-        graph: the stage's forward and pullback.
-        before: the equations that are not of the backward.
-    """
-    may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
-    for i, eqn in enumerate(graph.eqns):
-        if i not in before and not is_smooth(eqn):
-            for var in variables(eqn.invars):
-                if var in producers and levels.get(var, EXACT) != EXACT:
-                    may[producers[var]] = False
-    return may
 
 
 _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
@@ -313,16 +245,11 @@ Remat = str | Policy | Offload | None
 (``"offload"``, an ``Offload``) the least, in host memory.
 """
 
-RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)
-"""Keep a stage's inputs only."""
+RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)  # Keep a stage's inputs only
 
 
 def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[RematPolicy, ...] | None:
-    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything.
-
-    Raises:
-        ArgumentError: it says of no stage what to keep, or the list has another length.
-    """
+    """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything."""
     least, everything = Least(_TRANSCENDENTAL.get(platform, 0.0)), RematPolicy()
     words = {None: everything, "keep": everything, "recompute": RECOMPUTE, "least": least, "offload": least}
     values = _each_stage(remat, num_stages)
@@ -333,13 +260,9 @@ def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) 
     ]
     wrong += [f"{len(values)} for {num_stages} stages"] if len(values) != num_stages else []
     if wrong:
-        raise ArgumentError(
-            "remat",
-            'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
-            "or what a policy says",
-            wrong,
-            'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage',
-        )
+        rule = 'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
+        fix = 'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage'
+        raise ArgumentError("remat", rule + "or what a policy says", wrong, fix)
     policies: tuple[RematPolicy, ...] = tuple(
         least if isinstance(value, Offload) else ByPolicy(value) if callable(value) else words[value] for value in values
     )

@@ -1,4 +1,4 @@
-"""Which equations a backward may run again, and at what price.
+"""Which equations a backward may run again, at what price, and the minimum cut that chooses.
 
 Never again: matrix products, convolutions, loops, calls, random bits, sorts, gathers, and what has an effect.
 
@@ -10,12 +10,16 @@ every program, may be compared again.
 
 Prices are in bytes: what one would rather keep than compute again. Elementwise arithmetic is done while a value is read, for nearly
 nothing. The functions of ``TRANSCENDENTAL`` have a price where they cost more than reading their result from memory.
+
+What to keep and what to compute again is a choice with two sides for every value, in which each choice has a price and some choices
+force others: a minimum cut, by SciPy's maximum flow (Picard, Management Science 22(11), 1976).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.cost import count_bytes
@@ -23,13 +27,10 @@ from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables
 from jaxpp.types import Aval, DType
 
-__all__ = ["EXACT", "EXTREMES", "TRANSCENDENTAL", "is_decision", "is_smooth", "may_repeat", "price_of", "repeatable", "rounding"]
-
 TRANSCENDENTAL = frozenset(
     "tanh exp exp2 expm1 log log1p logistic erf erfc erf_inv sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow "
     "cbrt lgamma digamma".split()
-)
-"""Functions that take many operations an element."""
+)  # Functions that take many operations an element
 _CHOOSING = LAYOUT | frozenset(
     "transpose rev pad concatenate slice dynamic_slice split select_n neg abs max min clamp real imag conj complex name "
     "bitcast_convert_type reduce_max reduce_min random_wrap random_unwrap sharding_constraint".split()
@@ -45,14 +46,15 @@ _DECIDING = frozenset("eq ne lt le gt ge sign floor ceil round is_finite rem nex
 _REPEATABLE = _CHOOSING | _ADDING | _ARITHMETIC | _DECIDING | TRANSCENDENTAL
 _MOVING = frozenset(
     "gather optimization_barrier reduce_window_max reduce_window_min cummax cummin scatter dynamic_update_slice".split()
-)
-"""Never repeated, and yet their results are as their operands are."""
+)  # Never repeated, and yet their results are as their operands are
 _WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft".split())
 """Never repeated, and their results are written to memory before anybody reads them."""
 _SMOOTH = (_REPEATABLE - _DECIDING) | frozenset(
     "dot_general conv_general_dilated gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split()
 )
 _ELEMENT, _REDUCED = 1 / 64, 1 / 4
+SOURCE, SINK = "source", "sink"
+_FINITE = 1 << 29  # SciPy counts flow in 32 bits; all prices together take this much, and an edge of no price twice as much
 
 EXACT, _ADDED, _ROUNDED = range(3)
 """How far a value is the same in every program: in all bits; in whether it is above another; not at all."""
@@ -93,12 +95,8 @@ def _level(eqn: JaxprEqn, result: Var, operands: int) -> int:
         return _ROUNDED
     if name in _ADDING:
         return _ADDED if operands == EXACT else _ROUNDED
-    return EXACT if name in _WRITTEN and not _is_single(eqn) else _ROUNDED
-
-
-def _is_single(eqn: JaxprEqn) -> bool:
-    """Whether a product or a loop has one term only, so that XLA makes elementwise arithmetic of it."""
-    return 1 in (terms(eqn), length_of(eqn))
+    single = 1 in (terms(eqn), length_of(eqn))  # XLA makes elementwise arithmetic of a product or a loop with one term
+    return EXACT if name in _WRITTEN and not single else _ROUNDED
 
 
 def is_smooth(eqn: JaxprEqn) -> bool:
@@ -131,6 +129,36 @@ def is_decision(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) in _DECIDING and _is_float(eqn.invars)
 
 
+def decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
+    """The decisions on one value that is kept which the forward itself does not use: the backward decides, on the same bytes.
+
+    Not a comparison of two values, such as a maximum and what it is of: one of them may be rounded otherwise where it is written.
+    """
+    used = {var for i in forward for var in variables(graph.eqns[i].invars)}.union(variables(graph.outputs))
+    return {
+        i
+        for i in forward
+        if is_decision(graph.eqns[i])
+        and used.isdisjoint(graph.eqns[i].outvars)
+        and len(operands := variables(graph.eqns[i].invars)) == 1
+        and operands[0] in kept
+    }
+
+
+def settled(graph: Graph, before: Collection[int]) -> list[bool]:
+    """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
+
+    The equations ``before`` are not of the backward.
+    """
+    may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
+    for i, eqn in enumerate(graph.eqns):
+        if i not in before and not is_smooth(eqn):
+            for var in variables(eqn.invars):
+                if var in producers and levels.get(var, EXACT) != EXACT:
+                    may[producers[var]] = False
+    return may
+
+
 def _is_float(atoms: Iterable[Atom]) -> bool:
     return any(_is_inexact(aval_of(atom).dtype) for atom in atoms)
 
@@ -142,3 +170,36 @@ def _is_inexact(dtype: DType) -> bool:
 def _digits(atom: Atom) -> float:
     dtype = aval_of(atom).dtype
     return jnp.finfo(dtype).nmant if _is_inexact(dtype) else math.inf
+
+
+class Network:
+    """A directed network whose edges have prices; a node is on the source's side or on the sink's."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {SOURCE: 0, SINK: 1}
+        self._prices: dict[tuple[int, int], float] = {}
+
+    def edge(self, tail: Hashable, head: Hashable, price: float = math.inf) -> None:
+        """Demand ``price`` where ``tail`` is on the source's side and ``head`` on the sink's; infinite unless given."""
+        ends = self._numbers.setdefault(tail, len(self._numbers)), self._numbers.setdefault(head, len(self._numbers))
+        if price > 0:
+            self._prices[ends] = self._prices.get(ends, 0.0) + price
+
+    def sink_side(self) -> set[Hashable]:
+        """The nodes on the sink's side of a cheapest cut: if several cuts are cheapest, of the cut with the fewest such nodes."""
+        if not self._prices:
+            return {SINK}
+        from scipy.sparse import csgraph, csr_array  # noqa: PLC0415  (takes a quarter of a second)
+
+        ends = np.array(list(self._prices), dtype=np.int32)
+        prices = np.array(list(self._prices.values()))
+        finite = np.isfinite(prices)
+        scale = _FINITE / max(prices[finite].sum() + finite.sum(), 1.0)
+        whole = np.where(finite, np.ceil(np.where(finite, prices, 0.0) * scale), 2 * _FINITE).astype(np.int32)
+        size = len(self._numbers)
+        capacity = csr_array((whole, (ends[:, 0], ends[:, 1])), shape=(size, size))
+        left = capacity - csgraph.maximum_flow(capacity, 0, 1).flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        reaching = set(csgraph.breadth_first_order(csr_array(left.T), 1, return_predecessors=False).tolist())
+        return {node for node, number in self._numbers.items() if number in reaching}

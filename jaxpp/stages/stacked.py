@@ -16,11 +16,6 @@ from jax.core import Tracer
 from jaxpp.errors import StateError
 from jaxpp.types import Leaf, Params, Tree
 
-__all__ = [
-    "Slices", "Slicing", "assembled", "assembled_shapes", "concatenated", "first_rows", "is_slices", "joined", "rows", "slicing_of",
-    "split_like", "whole_shape",
-]  # fmt: skip
-
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices:
@@ -100,13 +95,9 @@ def is_slices(node: object) -> bool:
 
 
 class Slicing(NamedTuple):
-    """Which leaves of the parameters are held as slices.
+    """Which leaves of the parameters are held as slices."""
 
-    Attributes:
-        sizes: for each leaf of the user's tree the rows of each slice; empty for a leaf that is not sliced.
-    """
-
-    sizes: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()  # for each leaf of the user's tree the rows of each slice; empty: not sliced
 
     @property
     def any(self) -> bool:

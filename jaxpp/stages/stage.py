@@ -1,16 +1,9 @@
 """One stage of a cut loss: its slice traced, coloured, and made into the programs of its forward and its backward.
 
-The slice is run under ``jax.vjp`` and traced once, forward and pullback together. Every equation has its place by what it depends
-on:
-
-* on the cotangent: the *backward*, whose halves are I and W;
-* on data: the *forward*; what the backward reads of it is the residuals;
-* on parameters alone (a bf16 cast, a transposed kernel): the *statics*, computed once per step, so that no residual is ever a
-  weight, or a copy, cast or transpose of one;
-* on nothing that costs anything to redo: wherever it is needed.
-
-What the forward computes and the stage's policy (``remat.py``) does not keep is done again wherever the backward needs it. Nothing
-else changes, for forward and backward are programs of their own.
+The slice is run under ``jax.vjp`` and traced once, forward and pullback together. What depends on the cotangent is the *backward*;
+what depends on data is the *forward*; what depends on parameters alone (a bf16 cast, a transposed kernel) is the *statics*, run
+once per step, so that no residual is ever a weight, or a copy, cast or transpose of one; and what costs nothing to redo is done
+wherever it is needed. What the forward computes and the stage's policy (``remat.py``) does not keep is done again by the backward.
 
 I takes what the input's cotangent needs, W takes the rest, and the values that cross from I to W are kept as I's residuals, so that
 I and W together are exactly B. (Asking XLA for the gradients and dropping what is not used makes W repeat the chain of cotangents:
@@ -37,11 +30,10 @@ from jaxpp.stages.program import Backward, Pack, Program, Ref, Role, packed, pac
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.types import Aval, Tree
 
-__all__ = ["BACKWARD", "StageBuilder", "StageCode", "StagePrograms"]
-
-BACKWARD = "backward"
-"""The colour of the equations of B."""
+BACKWARD = "backward"  # The colour of the equations of B
 _T = TypeVar("_T")
+_Run = Callable[..., list[jax.Array]]
+_Added = Mapping[int, jax.ShapeDtypeStruct]  # The number of each result that is added to what was there before, and its shape
 _STATICS, _FORWARD, _INPUT, _WEIGHT = "statics", "forward", "input", "weight"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
 _OF_MICROBATCH = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
@@ -50,38 +42,21 @@ _NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
 
 @dataclass(frozen=True)
 class StageCode:
-    """The programs of one stage at one microbatch shape.
-
-    Attributes:
-        index: which stage.
-        statics: computes, once per step, what depends on parameters alone.
-        forward: one microbatch's forward; returns what is sent on, and the residuals.
-        backward: one microbatch's backward by kind, B, I and W; sums gradients, returns cotangents. A kind with nothing to do is
-            not there, and none is when only forwards are run.
-        packs: the small gradients that are summed as one vector.
-        residuals: shape of each value the forward keeps for the backward, besides the stage's own inputs and outputs.
-        kept: bytes that one microbatch holds from its forward to its backward, inputs and outputs included.
-        keepable: what they would be if all were kept that the pullback reads.
-        constants: arrays the loss closed over that this stage reads.
-        params: the parameter leaves this stage reads.
-        flops: of one forward.
-        modules: module paths, in order.
-        calls_host: whether any of its programs calls a Python function on the host.
-    """
+    """The programs of one stage at one microbatch shape."""
 
     index: int
-    statics: Program
-    forward: Program
-    backward: Mapping[str, Backward]
-    packs: tuple[Pack, ...]
-    residuals: tuple[jax.ShapeDtypeStruct, ...]
-    kept: int
-    keepable: int
-    constants: tuple[jax.Array, ...]
-    params: tuple[int, ...]
-    flops: float
+    statics: Program  # computes, once per step, what depends on parameters alone
+    forward: Program  # of one microbatch; returns what is sent on, and the residuals
+    backward: Mapping[str, Backward]  # of one microbatch, by kind: B, I and W, those that have anything to do
+    packs: tuple[Pack, ...]  # the small gradients that are summed as one vector
+    residuals: tuple[jax.ShapeDtypeStruct, ...]  # what is kept besides the stage's own inputs and outputs
+    kept: int  # bytes that one microbatch holds from its forward to its backward, inputs and outputs included
+    keepable: int  # what they would be if all were kept that the pullback reads
+    constants: tuple[jax.Array, ...]  # arrays the loss closed over that this stage reads
+    params: tuple[int, ...]  # the parameter leaves this stage reads
+    flops: float  # of one forward
     modules: tuple[str, ...]
-    calls_host: bool
+    calls_host: bool  # whether any of its programs calls a Python function on the host
 
 
 @dataclass(frozen=True)
@@ -92,64 +67,41 @@ class _Slice:
     piece: Piece
     inputs: list[Ref]
     outputs: list[tuple[Ref, Atom]]
-    constants: list[Var]
+    num_constants: int
 
 
 @dataclass(frozen=True)
 class TracedStage:
-    """A stage's forward and pullback as one graph.
+    """A stage's forward and pullback as one graph."""
 
-    Attributes:
-        graph: of the inputs and cotangents, to the results and what the pullback returns.
-        inputs: the name of each input.
-        results: the name of each result of the forward.
-        returned: the inputs whose gradients or cotangents the pullback returns.
-        seeds: the inputs that are the cotangent of the loss.
-    """
-
-    graph: Graph
+    graph: Graph  # of the inputs and cotangents, to the results and what the pullback returns
     inputs: tuple[Ref, ...]
-    results: tuple[Ref, ...]
-    returned: tuple[Ref, ...]
-    seeds: tuple[int, ...]
+    results: tuple[Ref, ...]  # of the forward
+    returned: tuple[Ref, ...]  # the inputs whose gradients or cotangents the pullback returns
+    seeds: tuple[int, ...]  # the inputs that are the cotangent of the loss
 
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """What is the same for every stage of a cut; ``build`` makes one stage's programs.
-
-    Attributes:
-        loss: what was cut.
-        last: the last stage.
-        owner: the stage of each parameter leaf.
-        homes: the stage that returns each result of the loss.
-        crossing: the values that cross between stages.
-        carried: for each of them the stages that send its cotangent back.
-        made: the stage that makes each of them.
-        rows: the aux leaves that are held, not averaged.
-        packs: the gradients that each stage packs, if that is decided.
-        train: whether there are backwards.
-        scaled_by: the number of the loss scale's leaf that the backward starts from, if it does not start from 1.
-        pack_below: bytes up to which values are packed.
-    """
+    """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
 
     loss: TracedLoss
-    last: int
-    owner: tuple[int, ...]
-    homes: Mapping[Var, int]
-    crossing: Sequence[Var] = ()
-    carried: tuple[tuple[int, ...], ...] = ()
-    made: Mapping[Var, int] = field(default_factory=dict)
-    rows: frozenset[int] = frozenset()
-    packs: Sequence[tuple[Pack, ...]] | None = None
-    train: bool = True
-    scaled_by: int | None = None
-    pack_below: int = 0
+    last: int  # the last stage
+    owner: tuple[int, ...]  # the stage of each parameter leaf
+    homes: Mapping[Var, int]  # the stage that returns each result of the loss
+    crossing: Sequence[Var] = ()  # the values that cross between stages
+    carried: tuple[tuple[int, ...], ...] = ()  # for each of them the stages that send its cotangent back
+    made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
+    rows: frozenset[int] = frozenset()  # the aux leaves that are held, not averaged
+    packs: Sequence[tuple[Pack, ...]] | None = None  # the gradients that each stage packs, if that is decided
+    train: bool = True  # whether there are backwards
+    scaled_by: int | None = None  # the number of the loss scale's leaf that the backward starts from, if it does not start from 1
+    pack_below: int = 0  # bytes up to which values are packed
 
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
-        loss, body = self.loss, self._slice(stage, piece)
-        programs, keepable = self._programs(body, remat)
+        loss, constants = self.loss, self.loss.graph.constants
+        programs, keepable = self.colored(stage, piece, remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -164,16 +116,12 @@ class StageBuilder:
             residuals=shapes_of(programs.residuals),
             kept=programs.kept_bytes,
             keepable=keepable,
-            constants=(*(loss.graph.constants[var] for var in body.constants), *programs.traced.graph.constants.values()),
-            params=tuple(sorted(ref.index for ref in body.inputs if ref.role == Role.PARAM)),
+            constants=(*(constants[v] for v in piece.inputs if v in constants), *programs.traced.graph.constants.values()),
+            params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
-
-    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> "StagePrograms":
-        """The equations of a stage as its programs run them, of which ``build`` makes the programs themselves."""
-        return self._programs(self._slice(stage, piece), remat)[0]
 
     def _slice(self, stage: int, piece: Piece) -> _Slice:
         loss = self.loss
@@ -191,16 +139,16 @@ class StageBuilder:
         named += [(Ref(Role.AUX, k), atom) for k, atom in enumerate(loss.aux)]
         named += [(Ref(Role.STATE, k), atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged]
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
-        return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], constants)
+        return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], len(constants))
 
-    def _programs(self, body: _Slice, remat: RematPolicy) -> tuple["StagePrograms", int]:
-        """The programs of a stage, with checkpoints in its loops where that keeps less, and the bytes that it could keep."""
-        graphs = [self.loss.graph]
+    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> tuple["StagePrograms", int]:
+        """A stage's equations as its programs run them, loops checkpointed where that keeps less; the bytes that it could keep."""
+        body, graphs = self._slice(stage, piece), [self.loss.graph]
         if self.train and self.loss.remat is None:
-            graphs += remat.loops(self.loss.graph, body.piece.eqns)
+            graphs += remat.loops(self.loss.graph, piece.eqns)
         traces = [self._trace(body, graph) for graph in graphs]
         traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
-        candidates = [StagePrograms(self, traced, body.stage, len(body.constants), remat) for traced in traces]
+        candidates = [StagePrograms(self, traced, stage, body.num_constants, remat) for traced in traces]
         return min(candidates, key=lambda programs: programs.kept_bytes), candidates[0].keepable_bytes
 
     def _trace(self, body: _Slice, whole: Graph) -> TracedStage:
@@ -215,13 +163,12 @@ class StageBuilder:
             self._differentiable(ref, var) and (ref.role == Role.PARAM or body.stage in self.carried[ref.index])
             for ref, var in zip(inputs, body.piece.inputs, strict=True)
         ]
-        gives = [
-            self._differentiable(ref, atom) and (ref.role == Role.LOSS or bool(self.carried[ref.index])) for ref, atom in outputs
-        ]
+        gives: list[bool] = []
         cotangents: list[Ref] = []
         shapes: list[jax.ShapeDtypeStruct] = []
-        for (ref, atom), give in zip(outputs, gives, strict=True):
-            peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if give else ()
+        for ref, atom in outputs:
+            peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if self._differentiable(ref, atom) else ()
+            gives.append(bool(peers))
             cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 
@@ -285,8 +232,8 @@ class StagePrograms:
         self.residuals = [var for var in needed if var not in sent]
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
         self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), below)
-        everything = partition(graph, before, homes).get(BACKWARD, Piece())
-        self.kept_bytes, self.keepable_bytes = self._held(self._piece(BACKWARD)), self._held(everything)
+        self.kept_bytes = self._held(self._piece(BACKWARD))
+        self.keepable_bytes = self._held(partition(graph, before, homes).get(BACKWARD, Piece()))
         self._returned_by = self._split(colors, remat)
         self._kept = [var for var in self._piece(_WEIGHT).inputs if var not in self.refs]
         names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self._kept))]
@@ -368,23 +315,19 @@ class StagePrograms:
         piece, graph = self._piece(_STATICS), self.traced.graph
         does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
         function = ComparableFunction(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
-        program = self._program(function, piece.inputs, [self.refs[var] for var in piece.outputs])
-        return replace(program, name=f"stage_{self.stage}_statics")
+        inputs, outputs = (tuple(self.refs[var] for var in values) for values in (piece.inputs, piece.outputs))
+        return Program(function, inputs, outputs, shapes_of(piece.inputs), name=f"stage_{self.stage}_statics")
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
         piece = self._piece(_FORWARD)
         run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
-        held = {
-            ref: Ref(Role.ROWS, ref.index)
-            for ref in self.traced.results
-            if ref.role == Role.AUX and ref.index in self._builder.rows
-        }
+        held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
-        added = [k for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        avals = [_average_like(aval_of(self._forward_atoms[k])) for k in added]
+        atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
+        added = {k: _average_like(aval_of(atom)) for k, atom in atoms}
         outputs += [self.refs[var] for var in self.residuals]
-        program = self._accumulating(run, piece.inputs, outputs, added, avals)
+        program = self._accumulating(run, piece.inputs, outputs, added)
         return self._called("forward", packed(program, (), packs) if packs else program, packs)
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
@@ -423,54 +366,39 @@ class StagePrograms:
 
         returned = [traced.returned[k] for k in chosen]
         outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
-        added = [k for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
-        avals = shapes_of(self._backward_atoms[chosen[k]] for k in added)
+        shapes = shapes_of(self._backward_atoms[k] for k in chosen)
+        added = {k: shape for k, (ref, shape) in enumerate(zip(outputs, shapes, strict=True)) if ref.role == Role.GRAD}
         outputs += [self.refs[var] for var in kept]
-        return self._accumulating(seeded, inputs, outputs, added, avals, scaled, first=first)
+        return self._accumulating(seeded, inputs, outputs, added, scaled, first)
 
     def _accumulating(
         self,
-        run: Callable[..., list[jax.Array]],
+        run: _Run,
         inputs: Sequence[Var],
         outputs: Sequence[Ref],
-        added: Sequence[int],
-        avals: Sequence[jax.ShapeDtypeStruct],
+        added: _Added,
         scaled: Sequence[Ref] = (),
-        *,
         first: bool = False,
     ) -> Program:
-        """A program whose results ``added`` are weighted, and added to what was there before unless they are the ``first``.
-
-        ``scaled`` is the loss scale, where the program starts from one; ``run`` takes it last.
-        """
-        seed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled]
+        """A program that adds the weighted results ``added`` to what was there before, if any; ``run`` takes the scale last."""
+        names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
+        shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
-            return self._program(run, inputs, outputs, scaled, seed)
+            return Program(run, names, tuple(outputs), shapes)
         split = len(inputs) + len(scaled)
 
         def function(*args: jax.Array) -> list[jax.Array]:
             results = list(run(*args[:split]))
             scale, totals = args[split], args[split + 1 :]
-            for number, k in enumerate(added):
-                dtype = avals[number].dtype
-                share = scale.astype(dtype) * jnp.asarray(results[k], dtype)
+            for number, (k, aval) in enumerate(added.items()):
+                share = scale.astype(aval.dtype) * jnp.asarray(results[k], aval.dtype)
                 results[k] = share if first else totals[number] + share
             return results
 
-        totals = [] if first else [outputs[k] for k in added]
-        extra = [jax.ShapeDtypeStruct((), scale_dtype()), *([] if first else avals)]
-        return self._program(function, inputs, outputs, [*scaled, Ref(Role.SCALE), *totals], [*seed, *extra])
-
-    def _program(
-        self,
-        function: Callable[..., list[jax.Array]],
-        inputs: Sequence[Var],
-        outputs: Sequence[Ref],
-        more: Sequence[Ref] = (),
-        more_avals: Sequence[jax.ShapeDtypeStruct] = (),
-    ) -> Program:
-        names = (*(self.refs[var] for var in inputs), *more)
-        return Program(function, names, tuple(outputs), (*shapes_of(inputs), *more_avals))
+        names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
+        if not first:
+            names, shapes = (*names, *(outputs[k] for k in added)), (*shapes, *added.values())
+        return Program(function, names, tuple(outputs), shapes)
 
 
 def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:
@@ -492,6 +420,5 @@ def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom])
 
 
 def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:
-    """The aval of a mean of values like ``aval``: floats stay, counts become floats."""
     inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

@@ -8,7 +8,7 @@ hand.
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
-
-__all__ = ["Pullback", "Stage", "Stages", "bytes_in_words", "tabulate"]
 
 
 class Pullback:
@@ -50,41 +48,23 @@ class Pullback:
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table.
-
-    Attributes:
-        index: which stage.
-        device: where it lives: a device, or several.
-        home: where ``forward`` runs: the device, or the first of them.
-        modules: the modules it runs, shortened.
-        params: paths of the parameters it owns.
-        borrowed: paths of the parameters it reads but does not own.
-        num_params: parameters it owns.
-        num_bytes: their bytes.
-        flops: of the forward of one microbatch.
-        kept: bytes that a microbatch holds from the stage's forward to its backward.
-        keepable: what they would be with ``remat="keep"``.
-        sends: shape of each value it sends on, and to which stage; of the last stage of a function that has no loss, the outputs.
-        function: ``(params, x, *inputs) -> x``; what ``forward`` runs.
-        trains: whether it has a backward.
-        offloads: whether residuals of some of its microbatches wait in host memory.
-    """
+    """One row of the table."""
 
     index: int
-    device: object
-    home: Device
-    modules: str
-    params: tuple[str, ...]
-    borrowed: tuple[str, ...]
-    num_params: int
-    num_bytes: int
-    flops: float
-    kept: int
-    keepable: int
-    sends: tuple[str, ...]
-    function: Callable[..., Activation]
-    trains: bool = True
-    offloads: bool = False
+    device: object  # where it lives: a device, or several
+    home: Device  # where ``forward`` runs: the device, or the first of them
+    modules: str  # the modules it runs, shortened
+    params: tuple[str, ...]  # paths of the parameters it owns
+    borrowed: tuple[str, ...]  # paths of the parameters it reads but does not own
+    num_params: int  # parameters it owns
+    num_bytes: int  # their bytes
+    flops: float  # of the forward of one microbatch
+    kept: int  # bytes that a microbatch holds from the stage's forward to its backward
+    keepable: int  # what they would be with ``remat="keep"``
+    sends: tuple[str, ...]  # shape of each value it sends, and to which stage; of a last stage without a loss, the outputs
+    function: Callable[..., Activation]  # ``(params, x, *inputs) -> x``; what ``forward`` runs
+    trains: bool = True  # whether it has a backward
+    offloads: bool = False  # whether residuals of some of its microbatches wait in host memory
 
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback] | Activation:
         """Run the stage by hand, on its device (of several, the first).
@@ -100,8 +80,11 @@ class Stage:
             of a ``jaxpp.Forward`` has no backward: it returns the activation alone (the outputs, from the last stage).
         """
 
+        def own(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
+            return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
         def here(tree: Tree) -> Tree:
-            return jax.device_put(jax.tree.map(_own, tree), self.home)
+            return jax.device_put(jax.tree.map(own, tree), self.home)
 
         params, x, inputs = here((params, x, inputs))
         if not self.trains:
@@ -111,12 +94,7 @@ class Stage:
 
 
 class Stages(Sequence[Stage]):
-    """The stages of a pipeline, in order; prints as a table.
-
-    Args:
-        stages: its rows.
-        remarks: what was chosen for them; printed below.
-    """
+    """The stages of a pipeline, in order; prints as a table, with ``remarks`` on what was chosen below."""
 
     def __init__(self, stages: Sequence[Stage], remarks: Sequence[str] = ()):
         self._stages, self.remarks = tuple(stages), tuple(remarks)
@@ -127,20 +105,17 @@ class Stages(Sequence[Stage]):
     def __len__(self) -> int:
         return len(self._stages)
 
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self._stages)
-
     def _cells(self) -> list[list[str]]:
         total, keeps = sum(stage.flops for stage in self) or 1.0, any(stage.trains for stage in self)
         rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", *["kept"] * keeps, "sends"]]
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
-            count, size = f"{stage.num_params:,}{tied}", bytes_in_words(stage.num_bytes)
-            flops = _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))
-            work = [flops, f"{stage.flops / total:.1%}"]
-            kept = [_kept(stage)] * keeps
-            rows.append([str(stage.index), str(stage.device), stage.modules, count, size, *work, *kept, sends])
+            everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
+            kept = f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
+            row = [str(stage.index), str(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
+            row += [bytes_in_words(stage.num_bytes), _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))]
+            rows.append([*row, f"{stage.flops / total:.1%}", *[kept] * keeps, sends])
         return rows
 
     def _summary(self) -> str:
@@ -162,12 +137,6 @@ class Stages(Sequence[Stage]):
 
     def _repr_html_(self) -> str:
         return html_table(self._cells(), left=True) + html_remarks([self._summary(), *self.remarks])
-
-
-def _kept(stage: Stage) -> str:
-    """``1.5 MiB of 6 MiB``: what is kept, of all that could be; and whether it waits in host memory."""
-    everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
-    return f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
 
 
 def bytes_in_words(num_bytes: float) -> str:
@@ -225,20 +194,14 @@ def tabulate(
     return Stages(stages)
 
 
-def _own(leaf: Leaf) -> Leaf:
-    """A leaf, copied if it is a NumPy array: the pullback reads it later, and the caller may change it before."""
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
 def _labels(stages: Sequence[Sequence[str]]) -> list[str]:
     """The first and last module of each stage, at the shallowest level that tells the stages apart, if any does."""
     paths = [[tuple(path.split("/")) for path in modules if path] for modules in stages]
     longest = max((len(path) for found in paths for path in found), default=1)
     shared = posixpath.commonpath(["/".join(path) for found in paths for path in found] or [""])
     top = len(list(filter(None, shared.split("/"))))
-    levels = [
-        [_span(found, min(top, longest - 1), depth) for found in paths] for depth in range(min(top + 1, longest), longest + 1)
-    ]
+    depths = range(min(top + 1, longest), longest + 1)
+    levels = [[_span(found, min(top, longest - 1), depth) for found in paths] for depth in depths]
     return max(levels, key=lambda labels: len(set(labels)))
 
 

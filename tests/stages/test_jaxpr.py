@@ -65,7 +65,7 @@ def test_a_call_is_known_by_its_kind_and_gives_its_body(kind, function):
     (eqn,) = jax.make_jaxpr(function)(X).jaxpr.eqns
     assert inside.kind_of(eqn) == kind, f"the primitive is called {eqn.primitive.name}: add it to _RENAMED"
     body = inside.called(eqn, {kind})
-    assert isinstance(body, ClosedJaxpr), f"the body of {kind} is under another parameter, of {sorted(eqn.params)}: see _BODIES"
+    assert isinstance(body, ClosedJaxpr), f"the body of {kind} is under another parameter, of {sorted(eqn.params)}: see called"
     assert body.jaxpr.eqns
     assert inside.called(eqn, set()) is None
     assert [inner.eqns for inner in inside.inner_jaxprs(eqn)] == [body.jaxpr.eqns], "inner_jaxprs finds another body"

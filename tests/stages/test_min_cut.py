@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxpp.stages.min_cut import SINK, SOURCE, Network
+from jaxpp.stages.repeatable import SINK, SOURCE, Network
 
 ROUNDING = 1e-6
 """Prices are counted in parts of their sum; by so much a cut may cost more than the cheapest."""

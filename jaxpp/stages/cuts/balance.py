@@ -11,6 +11,7 @@ where it fits the owners best (``align``); what does not fit is copied. ``resolv
 divided evenly is refused where a pipeline would be pointless (``check_giant``), otherwise told with what would help (``uneven``).
 """
 
+import bisect
 import difflib
 import re
 from collections.abc import Callable, Sequence
@@ -22,29 +23,18 @@ from jaxtyping import Float, Int
 from jaxpp.errors import CutError, warn
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
-from jaxpp.stages.layers import same_layer
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
-__all__ = [
-    "SLACK", "UNEVEN", "Cuts", "UnevenStagesWarning", "align", "balance", "balance_for_sends", "balance_within", "check_giant",
-    "least_largest", "owners", "prefix_sums", "resolve", "uneven", "warn_of",
-]  # fmt: skip
+_Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged from each of some starts to an end
+Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
 
-Cuts = tuple[int, ...]
-"""``cuts[k]`` is the spine position at which stage k + 1 begins."""
-
-SLACK = 0.05
-"""How much more than the least possible the largest stage may cost, for fewer bytes."""
+SLACK = 0.05  # How much more than the least possible the largest stage may cost, for fewer bytes
 REAL_WORK = 0.01
 """The part of the mean cost below which a stage counts as empty; where that cannot be avoided, a hundredth of it is worse."""
 
 
 def balance(loss: TracedLoss, num_stages: int) -> Cuts:
-    """Cut for the smallest largest stage, then for stages that all have something to do, then for the fewest bytes.
-
-    Raises:
-        CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
-    """
+    """Cut for the smallest largest stage, then for stages that all have something to do, then for the fewest bytes."""
     _check_size(loss, num_stages)
     if num_stages == 1:
         return ()
@@ -57,40 +47,27 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
 
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
-    """Cut for stages that all have something to do, then for the fewest bytes.
-
-    Args:
-        loss: what to cut.
-        first: ``first[stage, end]``, where the stage may begin at the earliest if it ends at a spine position.
-
-    Raises:
-        CutError: there are no such cuts.
-    """
-    num_stages = len(first)
-    return _cheapest(loss, num_stages, first, np.zeros(first.shape), poor=_Faults.of(loss, prefix_sums(loss), num_stages))
+    """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
+    return _cheapest(loss, first, np.zeros(first.shape), _faults(loss, len(first)))
 
 
 def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
     """Cut for stages that all have something to do, then for the cheapest sends; None if no cut has stages as small as ``most``.
 
-    Args:
-        loss: what to cut.
-        hops: ``hops[stage, end]``, what a send across the boundary at ``end`` costs that follows the stage; 0 after the last stage.
-        share: how much of the sends across its boundaries counts as a stage's own cost.
-        most: the largest cost of a stage.
+    ``hops[stage, end]`` is what a send costs that follows a stage that ends there, 0 after the last stage. The ``share`` of the
+    sends across its boundaries counts as a stage's own cost.
     """
     num_stages, total = len(hops), prefix_sums(loss)
     price = hops * (max(loss.boundary_bytes) / max(hops.max(), 1e-300))
-    before = np.concatenate([np.zeros((1, hops.shape[1])), hops[:-1]])
+    before, faults = np.concatenate([np.zeros((1, hops.shape[1])), hops[:-1]]), _faults(loss, num_stages)
 
-    def barred(stage: int, starts: slice, end: int) -> np.ndarray:
+    def charges(stage: int, starts: slice, end: int) -> np.ndarray:
         cost = total[end] - total[starts] + share * (before[stage, starts] + hops[stage, end])
-        return np.where(cost <= most, 0.0, np.inf)
+        return np.where(cost <= most, faults(stage, starts, end), np.inf)
 
     first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
-    poor = _Faults.of(loss, total, num_stages)
     try:
-        return _cheapest(loss, num_stages, first, np.zeros(hops.shape), poor=poor, price=price, barred=barred)
+        return _cheapest(loss, first, np.zeros(hops.shape), charges, price)
     except CutError:
         return None
 
@@ -126,43 +103,27 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-class _Faults:
-    """Says which stages have no real work, by how many hundreds too little, no matrix product, or no parameter.
+def _faults(loss: TracedLoss, num_stages: int) -> _Charges:
+    """Charges stages from some starts to an end that have no real work (by how many hundreds too little), product, or parameter."""
+    total = prefix_sums(loss)
+    floor = REAL_WORK * float(total[-1]) / num_stages
+    price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)  # bytes: more than all that could cross
+    reading = [k for k, uses in enumerate(loss.param_uses) if uses]
+    products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
+    ends = np.arange(len(total))
+    last = [np.asarray([-1, *at])[np.searchsorted(np.asarray(at, int), ends)] for at in (reading, products)]
 
-    Args:
-        total: prefix sums of the cost.
-        floor: the cost below which a stage counts as empty.
-        wanted: the spine positions that read a parameter, and the positions that multiply matrices.
-        price: what each fault counts, in bytes: more than all that could cross.
-    """
-
-    def __init__(self, total: np.ndarray, floor: float, wanted: Sequence[Sequence[int]], price: float):
-        self._total, self._floor, self._price = total, floor, price
-        ends = np.arange(len(total))
-        self._last = [np.asarray([-1, *positions])[np.searchsorted(np.asarray(positions, int), ends)] for positions in wanted]
-
-    @classmethod
-    def of(cls, loss: TracedLoss, total: np.ndarray, num_stages: int) -> "_Faults":
-        """What is poor of a loss cut into so many stages."""
-        reading = [k for k, uses in enumerate(loss.param_uses) if uses]
-        products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
-        price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)
-        return cls(total, REAL_WORK * float(total[-1]) / num_stages, (reading, products), price)
-
-    def scores(self, starts: slice, end: int) -> np.ndarray:
-        """What the stages from each of ``starts`` to ``end`` are to be charged."""
-        work = np.maximum(self._total[end] - self._total[starts], 1e-9)
-        idle = np.ceil(np.log(np.maximum(self._floor / work, 1.0)) / np.log(100.0))
+    def charges(_: int, starts: slice, end: int) -> np.ndarray:
+        work = np.maximum(total[end] - total[starts], 1e-9)
+        idle = np.ceil(np.log(np.maximum(floor / work, 1.0)) / np.log(100.0))
         first = np.arange(starts.start, starts.stop)
-        return self._price * (idle + sum(first > last[end] for last in self._last))
+        return price * (idle + sum(first > before[end] for before in last))
+
+    return charges
 
 
 def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
-    """Cut another trace of a model so that parameters and model state stay with their owners, as far as possible.
-
-    Raises:
-        CutError: there are fewer spine equations than stages, in training.
-    """
+    """Cut another trace of a model so that parameters and model state stay with their owners, as far as possible."""
     size = len(loss.spine)
     if size < num_stages and not train:
         return tuple(min(stage, size) for stage in range(1, num_stages))
@@ -174,16 +135,15 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
         for k, uses in enumerate(all_uses):
             for stage in range(num_stages):
                 moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
-    return _cheapest(loss, num_stages, np.zeros((num_stages, size + 1), dtype=int), 8.0 * np.cumsum(moved, axis=1))
+    return _cheapest(loss, np.zeros((num_stages, size + 1), dtype=int), 8.0 * np.cumsum(moved, axis=1))
 
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     """The stage that owns each parameter leaf: the first that uses it; an unused leaf stays with the leaf before it."""
     owner: dict[int, int] = {}
     for k, uses in enumerate(loss.param_uses):
-        stage = int(np.searchsorted(cuts, k, side="right"))
         for leaf in uses:
-            owner.setdefault(leaf, stage)
+            owner.setdefault(leaf, bisect.bisect_right(cuts, k))
     result: list[int] = []
     for leaf in range(len(loss.params)):
         result.append(owner.get(leaf, result[-1] if result else 0))
@@ -209,41 +169,20 @@ def _divided(loss: TracedLoss, num_stages: int) -> CutError:
     """The error for model state that leaves too few places for a stage to begin."""
     paths = list(loss.barred.values())
     lengths = sorted(((paths.count(path), path) for path in set(paths)), reverse=True)
-    return CutError(
-        f"num_stages={num_stages}",
-        STATE_RULE,
-        [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths],
-        "update the state where it is read, or pass fewer stages",
-    )
+    got = [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths]
+    return CutError(f"num_stages={num_stages}", STATE_RULE, got, "update the state where it is read, or pass fewer stages")
 
 
 def _cheapest(
-    loss: TracedLoss,
-    num_stages: int,
-    first: np.ndarray,
-    misplaced: np.ndarray,
-    *,
-    poor: _Faults | None = None,
-    price: np.ndarray | None = None,
-    barred: Callable[[int, slice, int], np.ndarray] | None = None,
+    loss: TracedLoss, first: np.ndarray, misplaced: np.ndarray, charges: _Charges | None = None, price: np.ndarray | None = None
 ) -> Cuts:
     """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
 
-    Equal bytes are decided by neatness (between modules rather than inside one), then by an even spread of cost.
-
-    Args:
-        loss: what to cut.
-        num_stages: stages.
-        first: a stage that ends at position e may start from ``first[stage, e]``.
-        misplaced: ``misplaced[stage, e]``, bytes moved if positions 0 to e were all on that stage (prefix sums).
-        poor: charges for stages without real work, a matrix product or a parameter.
-        price: ``price[stage, e]``, instead of the bytes that cross where the stage ends at e.
-        barred: of a stage, its starts and its end: infinite where it may not be so.
-
-    Raises:
-        CutError: there are none, because model state leaves too few places for a stage to begin.
+    Equal bytes are decided by neatness (between modules rather than inside one), then by an even spread of cost. A stage that ends
+    at e starts at ``first[stage, e]`` or later; ``misplaced[stage, e]`` bytes move if positions 0 to e are all on it (prefix sums);
+    ``price[stage, e]`` stands instead of the bytes that cross there; ``charges`` are infinite where a stage may not be so.
     """
-    size = len(loss.spine)
+    num_stages, size = len(first), len(loss.spine)
     price = np.tile(np.asarray(loss.boundary_bytes, dtype=float), (num_stages, 1)) if price is None else price
     price = price + 1e-3 * np.asarray(_untidiness(loss))
     price[:, list(loss.barred)] = np.inf
@@ -263,10 +202,8 @@ def _cheapest(
                 continue
             starts = slice(low, end)
             scores = best[starts] + evenness * (total[end] - total[starts]) ** 2 + misplaced[stage, end] - misplaced[stage, starts]
-            if poor is not None:
-                scores = scores + poor.scores(starts, end)
-            if barred is not None:
-                scores = scores + barred(stage, starts, end)
+            if charges is not None:
+                scores = scores + charges(stage, starts, end)
             choice = int(np.argmin(scores))
             following[end] = scores[choice] + price[stage, end]
             origin[end] = low + choice
@@ -296,9 +233,6 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     """Cut where the user says: stage k + 1 begins at the module, or the first use of the parameters, called ``names[k]``.
 
     ``w[3]`` is a layer of a loop, or the first use of row 3 of the parameter ``w`` (or of all parameters under that path).
-
-    Raises:
-        CutError: a name that is neither, or names out of order.
     """
     where = f"cuts={list(names)!r}"
     places = [_place(loss, name) for name in names]
@@ -306,13 +240,9 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     if unknown:
         names_there = _known_names(loss)
         near = [match for name in unknown for match in difflib.get_close_matches(str(name), names_there, n=1)]
-        error = CutError(
-            where,
-            "a cut names a module path or a parameter prefix of the model",
-            [repr(name) for name in unknown],
-            f"write {near[0]!r}" if near else "use one of the names below",
-            "names: " + ", ".join(names_there),
-        )
+        rule, got = "a cut names a module path or a parameter prefix of the model", [repr(name) for name in unknown]
+        fix = f"write {near[0]!r}" if near else "use one of the names below"
+        error = CutError(where, rule, got, fix, "names: " + ", ".join(names_there))
         error.unknown = tuple(unknown)
         raise error
     cuts = tuple(place for place in places if place is not None)
@@ -328,7 +258,7 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
 
 
 def _components(name: str) -> str:
-    return f"/{same_layer(name).strip('/')}/"
+    return "/" + re.sub(r"\[(\d+):\d+\]", r"[\1]", name).strip("/") + "/"  # layers[3:6] is found as layers[3]
 
 
 def _place(loss: TracedLoss, name: str) -> int | None:
@@ -362,7 +292,7 @@ def _first_use_of_row(loss: TracedLoss, wanted: str, row: int) -> int | None:
 def _retreat(loss: TracedLoss, position: int) -> int:
     """From the first use of a parameter back to where least crosses, not before the last use of an earlier one."""
     low = max((k + 1 for k in range(position) if loss.param_uses[k]), default=0)
-    return min(range(position, low - 1, -1), key=lambda k: loss.boundary_bytes[k])
+    return min(range(position, low - 1, -1), key=loss.boundary_bytes.__getitem__)
 
 
 def _known_names(loss: TracedLoss) -> list[str]:
@@ -374,8 +304,7 @@ def _known_names(loss: TracedLoss) -> list[str]:
     return [name for name in dict.fromkeys([*depth_two, *tops]) if name]
 
 
-UNEVEN = 1.5
-"""How many times the mean the largest stage may cost before a warning says so."""
+UNEVEN = 1.5  # How many times the mean the largest stage may cost before a warning says so
 
 
 class UnevenStagesWarning(UserWarning):
@@ -383,11 +312,7 @@ class UnevenStagesWarning(UserWarning):
 
 
 def check_giant(loss: TracedLoss, num_stages: int) -> None:
-    """Refuse a loss in which one loop, branch or call does more than two stages' work.
-
-    Raises:
-        CutError: naming the equation, with advice for its kind and the largest number of stages that works.
-    """
+    """Refuse a loss in which one loop, branch or call does more than two stages' work."""
     giant = max(range(len(loss.spine)), key=loss.costs.__getitem__, default=None)
     if giant is None or not _too_large(loss, giant, num_stages):
         return
@@ -397,12 +322,10 @@ def check_giant(loss: TracedLoss, num_stages: int) -> None:
     reads = sorted(loss.param_uses[giant])
     shown = ", ".join(loss.param_paths[leaf] for leaf in reads[:3]) + (", ..." if len(reads) > 3 else "")
     fewer = max((n for n in range(1, num_stages) if not _too_large(loss, giant, n)), default=1)
-    raise CutError(
-        f"num_stages={num_stages}",
-        f"stages of equal work need a {loss.noun} that can be cut, and one equation of it cannot",
-        [f"{where}: {_share(loss, giant):.0%} of the work", f"it reads {shown or 'no parameter'}"],
-        f"{advice}; say where stages begin with cuts=[...]; or pass num_stages={fewer}",
-    )
+    rule = f"stages of equal work need a {loss.noun} that can be cut, and one equation of it cannot"
+    got = [f"{where}: {_share(loss, giant):.0%} of the work", f"it reads {shown or 'no parameter'}"]
+    fix = f"{advice}; say where stages begin with cuts=[...]; or pass num_stages={fewer}"
+    raise CutError(f"num_stages={num_stages}", rule, got, fix)
 
 
 def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
@@ -434,11 +357,7 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
 
 
 def warn_of(unevenness: str | None) -> None:
-    """Warn, at the user's own line, of what ``uneven`` found.
-
-    Warns:
-        UnevenStagesWarning: it found something.
-    """
+    """Warn, at the user's own line, of what ``uneven`` found."""
     if unevenness is not None:
         warn(unevenness, UnevenStagesWarning)
 

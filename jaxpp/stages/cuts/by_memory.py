@@ -1,28 +1,25 @@
 """Where to cut for equal memory: the device that holds most should hold as little as possible.
 
 A stage holds its parameters, their gradients and the state of the optimizer once, and what its forward keeps as often as there are
-microbatches between forward and backward; under 1F1B that is more on earlier stages. Devices with several stages hold the sum. The
-yardstick is the least that the fullest device can hold. Of the cuts that are within ``MEMORY_SLACK`` of it, the rest is decided
-as for equal FLOPs: stages that all have something to do, then the fewest bytes across boundaries.
+microbatches between forward and backward; devices with several stages hold the sum. The yardstick is the least that the fullest
+device can hold: by a dynamic program over all cuts where every stage has a device of its own, else by moving one cut at a time from
+several beginnings. Of the cuts within ``MEMORY_SLACK`` of it, the rest is decided as for equal FLOPs.
 
-Where every stage has a device of its own, the yardstick is found by a dynamic program over all cuts. Where stages share devices,
-one cut is moved at a time, from several beginnings, until no move lowers what the fullest devices hold.
-
-What a stage keeps is known only once it has been traced under ``jax.vjp``, and there are many stretches of the spine that could
-become a stage. So the whole loss is traced once as a single stage, every spine equation under a name scope with its position, which
-its pullback carries too. That tells at which positions the backward reads each value that the forward keeps. A stage that runs one
-of these positions holds the value: as a residual if the stage made it, as an activation that arrived if not. This is an estimate:
-each stage's own minimum cut may keep other values near a boundary.
+What a stage keeps is known only once it has been traced, and many stretches of the spine could become a stage. So the whole loss is
+traced once as a single stage, every spine equation under a name scope with its position, which its pullback carries too. That tells
+at which positions the backward reads each value that the forward keeps. A stage that runs one of these positions holds the value.
+This is an estimate: each stage's own minimum cut may keep other values near a boundary.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 from jaxtyping import Float
 
 from jaxpp.stages.cost import count_bytes
@@ -36,48 +33,29 @@ from jaxpp.stages.program import Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stage import BACKWARD, StageCode
 
-__all__ = ["MEMORY_SLACK", "StageBytes", "Use", "balance_memory", "kept_uses"]
-
-_SCOPE, _POSITION = "jaxpp_spine_", re.compile(r"jaxpp_spine_(\d+)")
-MEMORY_SLACK = 0.02
-"""How much more than the least possible the fullest device may hold, for fewer bytes across boundaries."""
-_MOST_PLACES = 512
-"""How many positions are looked at; of a longer spine only some, those at which the fewest bytes cross."""
-_BEGINNINGS = 32
-"""From how many cuts the search begins where stages share devices."""
-_POWER = 16
-"""Loads of devices are compared by the sum of so high a power that the largest decides, and the next counts where it is equal."""
+_POSITION = re.compile(r"jaxpp_spine_(\d+)")
+MEMORY_SLACK = 0.02  # How much more than the least possible the fullest device may hold, for fewer bytes across boundaries
+_MOST_PLACES = 512  # How many positions are looked at; of a longer spine only some, those at which the fewest bytes cross
+_BEGINNINGS = 32  # From how many cuts the search begins where stages share devices
+_POWER = 16  # Loads of devices are compared by the sum of so high a power that the largest decides, then the next
 
 
 class Use(NamedTuple):
-    """Bytes that a stage holds once if it runs at least one of some spine positions.
-
-    Attributes:
-        num_bytes: how many.
-        positions: where they are needed, in order.
-    """
+    """Bytes that a stage holds once if it runs at least one of some spine positions."""
 
     num_bytes: float
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # where they are needed, in order
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What stages hold, besides what the loss says.
+    """What stages hold, besides what the loss says."""
 
-    Attributes:
-        of_user: bytes of each parameter leaf on every stage that uses it, its gradient included.
-        of_owner: bytes of each parameter leaf on its owner alone: the state of the optimizer.
-        num_kept: for each stage, of how many microbatches it holds what is kept when its device holds most.
-        policies: what the forward of each stage keeps.
-        devices: the number of each stage's device.
-    """
-
-    of_user: tuple[float, ...]
-    of_owner: tuple[float, ...]
-    num_kept: tuple[int, ...]
-    policies: tuple[RematPolicy, ...]
-    devices: tuple[int, ...]
+    of_user: tuple[float, ...]  # bytes of each parameter leaf on every stage that uses it, its gradient included
+    of_owner: tuple[float, ...]  # bytes of each parameter leaf on its owner alone: the state of the optimizer
+    num_kept: tuple[int, ...]  # for each stage, of how many microbatches it holds what is kept when its device holds most
+    policies: tuple[RematPolicy, ...]  # what the forward of each stage keeps
+    devices: tuple[int, ...]  # the number of each stage's device
 
     def fullest(self, stages: Sequence[StageCode], owner: Sequence[int]) -> float:
         """The bytes of the fullest device, from what the stages of a cut keep."""
@@ -93,11 +71,7 @@ class StageBytes:
 
 
 def balance_memory(loss: TracedLoss, held: StageBytes) -> Cuts:
-    """Cut for the least memory on the device that holds most, then as ``balance`` does.
-
-    Raises:
-        CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
-    """
+    """Cut for the least memory on the device that holds most, then as ``balance`` does."""
     num_stages = len(held.devices)
     flops = balance(loss, num_stages)
     if num_stages == 1:
@@ -243,10 +217,7 @@ def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
 def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[float]) -> list[Use]:
     """What parameters take on the stages that use them, and besides on the first of these.
 
-    Args:
-        loss: with every layer of a loop over stacked parameters as an equation of its own, or with slices of its own.
-        of_user: bytes of each leaf on every stage that uses it: the leaf, and the sum of its gradients.
-        of_owner: bytes of each leaf on its owner alone: the state of the optimizer.
+    In the loss every layer of a loop over stacked parameters is an equation of its own, or the parameters are slices.
     """
     position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
     number: dict[Atom, int] = {var: leaf for leaf, var in enumerate(loss.params)}
@@ -285,15 +256,9 @@ class _Numbered(Graph):
             for i in numbers:
                 eqn, position = self.eqns[i], self.positions[i]
                 needs = variables(eqn.invars)
-                call = function_of([eqn], needs, eqn.outvars)
-                if position < 0:
-                    results = call(*(values[var] for var in needs))
-                else:
-                    with jax.named_scope(f"{_SCOPE}{position}"):
-                        results = call(*(values[var] for var in needs))
+                with jax.named_scope(f"jaxpp_spine_{position}") if position >= 0 else nullcontext():
+                    results = function_of([eqn], needs, eqn.outvars)(*(values[var] for var in needs))
                 values.update(zip(eqn.outvars, results, strict=True))
-            return [
-                jax.numpy.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else values[atom] for atom in outputs
-            ]
+            return function_of([], variables(outputs), outputs)(*(values[var] for var in variables(outputs)))
 
         return run

@@ -1,17 +1,14 @@
 """Where to cut for the shortest step, where it was measured what sends cost.
 
-Problem: the most even cut may lie where much crosses. With a slow link, a narrow place a little further on makes a shorter step,
-though one stage is larger there. Idea: predict the step,
+With a slow link, a narrow place a little further on makes a shorter step than the most even cut. The step is predicted as
 
     (num_turns - 1) * L + T + 2 * (h_1 + h_2 + ...),
 
 where L is the largest stage, T the sum of all stages, and h_b the time of a send across boundary b: an activation and a cotangent
 cross it while the pipeline fills and drains. A schedule may also wait for sends in between (1F1B does, GPipe does not), so a part
-of the sends across its boundaries counts as a stage's own time (``Links.waiting``).
-
-Mechanism: the cheapest sends for stages of at most some size, by the dynamic program of ``balance``, for smaller and smaller sizes;
-of these cuts the one with the shortest predicted step. Stages within ``SLACK`` of the least possible count as equal, so with free
-links the cut is that of ``balance``.
+of the sends across its boundaries counts as a stage's own time (``Links.waiting``). The cheapest sends for stages of at most some
+size are found by the dynamic program of ``balance``, for smaller and smaller sizes. Stages within ``SLACK`` of the least possible
+count as equal, so with free links the cut is that of ``balance``.
 """
 
 from dataclasses import dataclass, replace
@@ -21,27 +18,17 @@ import numpy as np
 from jaxpp.stages.cuts.balance import SLACK, Cuts, balance, balance_for_sends, least_largest, prefix_sums
 from jaxpp.stages.loss.traced_loss import TracedLoss
 
-__all__ = ["Links", "balance_time", "predicted"]
-
-_EXACT = 2048
-"""Up to how many positions times stages every size is tried; above, sizes that are ``SLACK`` apart."""
+_EXACT = 2048  # Up to how many positions times stages every size is tried; above, sizes that are ``SLACK`` apart
 
 
 @dataclass(frozen=True)
 class Links:
-    """What sends between neighbouring stages cost, and how the schedule waits for them.
+    """What sends between neighbouring stages cost, and how the schedule waits for them."""
 
-    Attributes:
-        per_send: seconds of a send without its bytes, for each boundary.
-        per_byte: seconds of a byte, for each boundary.
-        waiting: which part of a send across its boundaries a stage waits for at every microbatch.
-        num_turns: how many forwards a rank runs in a step, and as many backwards.
-    """
-
-    per_send: tuple[float, ...]
-    per_byte: tuple[float, ...]
-    waiting: float
-    num_turns: int
+    per_send: tuple[float, ...]  # seconds of a send without its bytes, for each boundary
+    per_byte: tuple[float, ...]  # seconds of a byte, for each boundary
+    waiting: float  # which part of a send across its boundaries a stage waits for at every microbatch
+    num_turns: int  # how many forwards a rank runs in a step, and as many backwards
 
     def scaled(self, factor: float) -> "Links":
         """The same in another unit of time."""
@@ -56,11 +43,7 @@ class Links:
 
 
 def balance_time(loss: TracedLoss, links: Links) -> Cuts:
-    """Cut for the shortest predicted step; ``links`` are in the unit of the loss's costs.
-
-    Raises:
-        CutError: there are fewer spine equations than stages, or model state that cannot be divided leaves too few.
-    """
+    """Cut for the shortest predicted step; ``links`` are in the unit of the loss's costs."""
     num_stages = len(links.per_send) + 1
     best = balance(loss, num_stages)
     if num_stages == 1 or not any((*links.per_send, *links.per_byte)):

@@ -25,38 +25,24 @@ from jaxpp.stages.graph import Graph, Piece, Rewriter, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, new_variable, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.min_cut import SINK, SOURCE, Network
 from jaxpp.stages.program import SMALL, Pack
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.repeatable import price_of, repeatable
+from jaxpp.stages.repeatable import SINK, SOURCE, Network, price_of, repeatable
 from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
-
-__all__ = ["CutLoss", "StateCopy", "copies_of", "cut", "partition_stages", "uncut", "with_copies"]
 
 
 @dataclass(frozen=True)
 class CutLoss:
-    """A loss cut into stages.
+    """A loss cut into stages."""
 
-    Attributes:
-        loss: what was cut.
-        cuts: where.
-        stages: the programs of each stage.
-        activations: shape of each value that crosses between stages.
-        producer: the stage that makes each.
-        consumers: the stages that read each.
-        state_home: the stage that makes the new value of each model state leaf.
-        reducers: of the aux leaves that are not averaged.
-    """
-
-    loss: TracedLoss
-    cuts: Cuts
-    stages: tuple[StageCode, ...]
-    activations: tuple[jax.ShapeDtypeStruct, ...]
-    producer: tuple[int, ...]
-    consumers: tuple[tuple[int, ...], ...]
-    state_home: tuple[int, ...]
-    reducers: Mapping[int, Reducer]
+    loss: TracedLoss  # what was cut
+    cuts: Cuts  # where
+    stages: tuple[StageCode, ...]  # the programs of each stage
+    activations: tuple[jax.ShapeDtypeStruct, ...]  # shape of each value that crosses between stages
+    producer: tuple[int, ...]  # the stage that makes each
+    consumers: tuple[tuple[int, ...], ...]  # the stages that read each
+    state_home: tuple[int, ...]  # the stage that makes the new value of each model state leaf
+    reducers: Mapping[int, Reducer]  # of the aux leaves that are not averaged
 
 
 def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
@@ -75,18 +61,9 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
-    Args:
-        loss: the traced loss.
-        cuts: the spine positions at which stages 1, 2, ... begin.
-        owner: the stage that owns each parameter leaf.
-        reducers: of the aux leaves that are held and reduced at the end of a step, rather than averaged.
-        packs: the gradients each stage packs, if another trace has decided that; decided here otherwise.
-        train: whether to build backwards.
-        remat: what the forward of each stage keeps; everything unless given.
-        cut_gradient: the boundaries that carry no gradient; boundary s lies between stages s and s + 1.
-        state_owner: the stage of each model state leaf that nothing on the spine makes, if another trace has decided that.
-        scaled_by: the number of the loss scale's leaf that the backward starts from; it starts from 1 unless given.
-        pack: whether small arrays become one; not where they are sharded in different ways.
+    ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if one has.
+    Boundary s of ``cut_gradient`` lies between stages s and s + 1. ``scaled_by`` is the number of the loss scale's leaf that the
+    backward starts from, rather than from 1. Small arrays are not packed where they are sharded in different ways.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -105,25 +82,21 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
         for var, readers in zip(crossing, consumers, strict=True)
     )
     rows = frozenset(reducers or ())
-    builder = StageBuilder(
-        loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, SMALL * pack
-    )
+    below = SMALL * pack
+    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, below)
     policies = remat or (RematPolicy(),) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))
-    return CutLoss(
-        loss, cuts, stages, shapes_of(crossing), tuple(made[var] for var in crossing), consumers, state_home, reducers or {}
-    )
+    producer = tuple(made[var] for var in crossing)
+    return CutLoss(loss, cuts, stages, shapes_of(crossing), producer, consumers, state_home, reducers or {})
 
 
 def uncut(loss: TracedLoss, kept: RematPolicy) -> StagePrograms:
     """The whole loss as one stage whose forward keeps what ``kept`` says: its equations, not yet made into programs."""
-    colors: list[int | None] = [None] * len(loss.graph.eqns)
-    for i in loss.spine:
-        colors[i] = 0
-    homes = _homes(loss, 0, (0,) * len(loss.state))
+    spine, homes = set(loss.spine), _homes(loss, 0, (0,) * len(loss.state))
+    colors = [0 if i in spine else None for i in range(len(loss.graph.eqns))]
     piece = partition_stages(loss.graph, colors, homes).get(0, Piece())
     builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes)
-    return builder.colored(0, piece, kept)
+    return builder.colored(0, piece, kept)[0]
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:
@@ -139,18 +112,13 @@ def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tu
 
 def _homes(loss: TracedLoss, last: int, state_home: Sequence[int]) -> dict[Var, int]:
     """The stage that returns the loss and aux: the last, at every batch shape; and new model state: its home."""
+    changed = ((k, atom) for k, atom in enumerate(loss.new_state) if k not in loss.unchanged)
     homes = dict.fromkeys(variables((*loss.graph.outputs[:1], *loss.aux)), last)
-    return homes | {
-        atom: state_home[k] for k, atom in enumerate(loss.new_state) if isinstance(atom, Var) and k not in loss.unchanged
-    }
+    return homes | {atom: state_home[k] for k, atom in changed if isinstance(atom, Var)}
 
 
 def partition_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[Var, int]) -> dict[int, Piece]:
-    """Split a loss into stages so that the fewest bytes cross.
-
-    Returns:
-        a piece for each stage.
-    """
+    """The piece of each stage, split so that the fewest bytes cross."""
     plain = partition(graph, colors, homes)
     again = _again(graph, colors, plain)
     if not again:
@@ -210,8 +178,7 @@ def copies_of(loss: TracedLoss, cuts: Cuts) -> tuple[StateCopy, ...]:
         for leaf in uses:
             readers[leaf].add(bisect.bisect_right(cuts, k))
     made = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
-    alone = [isinstance(source, Var) and source in made for source in loss.sources]
-    copied = [leaf for leaf in range(len(loss.state)) if not alone[leaf]]
+    copied = [leaf for leaf, source in enumerate(loss.sources) if not (isinstance(source, Var) and source in made)]
     return tuple(StateCopy(leaf, stage) for leaf in copied for stage in sorted(readers[leaf])[1:])
 
 

@@ -20,8 +20,6 @@ from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
 
-__all__ = ["REDUCERS", "Reducer", "check_aux", "check_reducers", "join", "reducers_of"]
-
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]
 """Takes the values of the microbatches, and their weights, which sum to 1."""
 
@@ -31,28 +29,19 @@ def join(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]
     return jnp.concatenate(values)
 
 
-def _folded(combine: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
-    return lambda values, weights: functools.reduce(combine, values)  # noqa: ARG005
-
-
 REDUCERS: Mapping[str, Reducer | None] = {
     "mean": None,
     "join": join,
     "sum": lambda values, weights: jnp.stack(values).sum(0),  # noqa: ARG005
-    "max": _folded(jnp.maximum),
-    "min": _folded(jnp.minimum),
+    "max": lambda values, weights: functools.reduce(jnp.maximum, values),  # noqa: ARG005
+    "min": lambda values, weights: functools.reduce(jnp.minimum, values),  # noqa: ARG005
     "last": lambda values, weights: values[-1],  # noqa: ARG005
     "stack": lambda values, weights: jnp.stack(values),  # noqa: ARG005
-}
-"""The reducers with names; None for the mean, which is summed as the microbatches run."""
+}  # The reducers with names; None for the mean, which is summed as the microbatches run
 
 
 def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.Array]]:
-    """What the user passed as ``reduce_aux``, as reducers by path; under the path ``""`` the one for everything.
-
-    Raises:
-        ArgumentError: it is no reducer, and no dictionary of them.
-    """
+    """What the user passed as ``reduce_aux``, as reducers by path; under the path ``""`` the one for everything."""
     if reduce_aux is None:
         return {}
     named = reduce_aux if isinstance(reduce_aux, Mapping) else {"": reduce_aux}
@@ -62,21 +51,16 @@ def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.A
         if not (callable(reducer) or (isinstance(reducer, str) and reducer in REDUCERS))
     ]
     if wrong:
-        where = "reduce_aux"
         rule = f"an aux leaf is reduced by {', '.join(map(repr, REDUCERS))}, or a function of (values, weights)"
-        raise ArgumentError(where, rule, wrong, 'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}')
+        fix = 'pass one of these for all, or a dictionary by path such as {"num_correct": "sum"}'
+        raise ArgumentError("reduce_aux", rule, wrong, fix)
     return {str(path).strip("/"): reducer for path, reducer in named.items()}
 
 
 def reducers_of(
     loss: TracedLoss, named: Mapping[str, str | Callable[..., jax.Array]], rows: Callable[[], frozenset[int]], *, strict: bool
 ) -> dict[int, Reducer]:
-    """The reducer of each aux leaf that is not averaged.
-
-    Raises:
-        ArgumentError: a path that is not there.
-        LossError: a leaf that cannot be averaged.
-    """
+    """The reducer of each aux leaf that is not averaged."""
     paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
@@ -93,7 +77,7 @@ def reducers_of(
     if len(reducers) < len(paths):
         reducers |= {k: join for k in rows() if k not in reducers}
     _try(loss, paths, reducers)
-    where, name, error = loss.words.where, loss.words.aux, loss.words.error
+    name = loss.words.aux
     wrong = [
         f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
@@ -101,7 +85,7 @@ def reducers_of(
     ]
     if wrong:
         rule = f"an {name} leaf without an average needs another reducer"
-        raise error(where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
+        raise loss.words.error(loss.words.where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
     return {k: reducer for k, reducer in reducers.items() if reducer is not None}
 
 
@@ -114,7 +98,6 @@ def _same_everywhere(loss: TracedLoss) -> frozenset[int]:
 
 
 def _try(loss: TracedLoss, paths: Sequence[str], reducers: Mapping[int, Reducer | None]) -> None:
-    """Refuse a reducer that cannot reduce its leaf."""
     for k, reducer in reducers.items():
         aval = jax.ShapeDtypeStruct(aval_of(loss.aux[k]).shape, aval_of(loss.aux[k]).dtype)
         if reducer is not None:
@@ -132,11 +115,7 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
 
 
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
-    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined.
-
-    Raises:
-        LossError: naming them all.
-    """
+    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined."""
     paths = losses[0].aux_paths
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
     where, name, error = losses[0].words.where, losses[0].words.aux, losses[0].words.error

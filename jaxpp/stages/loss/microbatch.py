@@ -1,9 +1,8 @@
 """Splitting a batch into microbatches, weighing them, and merging what they return.
 
-The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, the larger ones first. The
-loss and the gradient of the step are the means over microbatches, weighted by size or by the user's ``weight(microbatch)``.
-Numbers (a coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the
-user calls *shared* (a graph that all examples live on).
+The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, the larger ones first. Numbers (a
+coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the user calls
+*shared* (a graph that all examples live on).
 
 An evaluation takes any number of examples. If there are fewer examples than microbatches, there are fewer microbatches. Examples
 that cannot be divided evenly among the replicas form a last microbatch of one example each; a replica that has none left repeats
@@ -24,38 +23,24 @@ from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.loss.traced_loss import path_name, wrong_leaves
 from jaxpp.types import Batch, DType, Leaf
 
-__all__ = [
-    "Split", "batch_avals", "check_batch", "check_shared", "fold_keys", "num_examples", "resized", "scale_dtype", "shared_leaves",
-    "sizes", "slice_batch", "split_any",
-]  # fmt: skip
-
 _SHOWN = 8
+_NUMBER = (bool, int, float, complex)
 
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes of the microbatches.
-
-    Example:
-        >>> sizes(10, 4)
-        (3, 3, 2, 2)
-    """
+    """Sizes of the microbatches: ``sizes(10, 4)`` is ``(3, 3, 2, 2)``."""
     size, rest = divmod(batch_size, num_microbatches)
     return tuple(size + (i < rest) for i in range(num_microbatches))
 
 
 class Split(NamedTuple):
-    """How the examples of a batch are divided.
+    """How the examples of a batch are divided."""
 
-    Attributes:
-        sizes: examples of each microbatch of a replica, the same for all replicas.
-        num_idle: replicas, the last ones, whose last microbatch is a copy of another's example, and counts nothing.
-    """
-
-    sizes: tuple[int, ...]
-    num_idle: int = 0
+    sizes: tuple[int, ...]  # examples of each microbatch of a replica, the same for all replicas
+    num_idle: int = 0  # replicas, the last ones, whose last microbatch is a copy of another's example, and counts nothing
 
     def num_examples(self, num_replicas: int) -> int:
         """How many examples count."""
@@ -66,8 +51,6 @@ def split_any(num_examples: int, num_microbatches: int, num_replicas: int = 1) -
     """How any number of examples is divided, at least one.
 
     Example:
-        >>> split_any(3, 4)
-        Split(sizes=(1, 1, 1), num_idle=0)
         >>> split_any(11, 3, num_replicas=4)
         Split(sizes=(1, 1, 1), num_idle=1)
     """
@@ -80,11 +63,8 @@ def split_any(num_examples: int, num_microbatches: int, num_replicas: int = 1) -
 
 def slice_batch(leaves: Sequence[Leaf], parts: Sequence[int], shared: Collection[int] = ()) -> list[list[Leaf]]:
     """The batch leaves of each microbatch: ``result[i][k]`` is microbatch i of leaf k, those of ``shared`` whole."""
-    ends = list(itertools.accumulate(parts))
-    return [
-        [leaf if k in shared else leaf[end - part : end] for k, leaf in enumerate(leaves)]
-        for part, end in zip(parts, ends, strict=True)
-    ]
+    ends = zip(parts, itertools.accumulate(parts), strict=True)
+    return [[leaf if k in shared else leaf[end - part : end] for k, leaf in enumerate(leaves)] for part, end in ends]
 
 
 def batch_avals(batch: Batch) -> Batch:
@@ -103,10 +83,7 @@ def _aval(leaf: Leaf) -> jax.ShapeDtypeStruct:
 def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Batch:
     """The shapes of a batch of so many examples; the leaves numbered ``shared`` keep theirs."""
     leaves, tree = jax.tree.flatten(avals)
-    return tree.unflatten(
-        leaf if k in shared else jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
-        for k, leaf in enumerate(leaves)
-    )
+    return tree.unflatten(leaf if k in shared else leaf.update(shape=(size, *leaf.shape[1:])) for k, leaf in enumerate(leaves))
 
 
 def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
@@ -125,39 +102,19 @@ def _matches(path: KeyPath, name: str) -> bool:
 
 
 def check_shared(batch: Batch, names: Sequence[str]) -> None:
-    """Refuse names of shared leaves that the batch does not have.
-
-    Raises:
-        BatchError: with the names that come near.
-    """
+    """Refuse names of shared leaves that the batch does not have."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     unknown = [name for name in names if not any(_matches(path, name) for path in paths)]
     if unknown:
         known = [path_name(path) for path in paths]
         near = [f"{name!r}; near it: {', '.join(difflib.get_close_matches(name, known)) or 'none'}" for name in unknown]
         listed = "\n".join(known[:_SHOWN] + ["..."] * (len(known) > _SHOWN))
-        raise BatchError(
-            f"shared={tuple(names)!r}",
-            "a name is the path of a batch leaf, or a pattern of paths",
-            near,
-            "use paths like these",
-            listed,
-        )
+        where, rule = f"shared={tuple(names)!r}", "a name is the path of a batch leaf, or a pattern of paths"
+        raise BatchError(where, rule, near, "use paths like these", listed)
 
 
 def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = ()) -> int:
-    """The number of examples in a replica's part of a batch.
-
-    Args:
-        batch: arrays, or their shapes.
-        num_microbatches: parts that a replica's part is split into.
-        num_replicas: parts the batch is split into before that.
-        shared: names of the leaves that are not split.
-
-    Raises:
-        BatchError: no leaves, leaves that are neither arrays nor numbers, none that holds examples, leading axes that differ, fewer
-            examples than microbatches, or examples that cannot be divided evenly among the replicas.
-    """
+    """The number of examples in a replica's part of a batch, of arrays or shapes; the leaves named ``shared`` are not split."""
     size = _check_leaves(batch, shared)
     counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
     where = f"batch, num_microbatches={num_microbatches}"
@@ -179,11 +136,8 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
-    wrong = [
-        f"batch{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
-        for path, leaf in leaves
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
-    ]
+    arrays = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _NUMBER)]
+    wrong = wrong_leaves("batch", arrays, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     if wrong:
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
         raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
@@ -206,26 +160,22 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         raise BatchError("batch", rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
     if len(lengths) > 1:
-        raise BatchError(
-            "batch",
-            "all batch leaves have the same first axis, the number of examples",
-            described,
+        fix = (
             "give every leaf one row for each example; if examples differ in size (graphs), pad each to one size, stack them "
             "along a new first axis and jax.vmap the function over it; name what is the same for all examples: "
-            'shared=("beta", "graph/*")',
+            'shared=("beta", "graph/*")'
         )
+        raise BatchError("batch", "all batch leaves have the same first axis, the number of examples", described, fix)
     if lengths == {0}:
         raise BatchError("batch", "a batch has at least one example", "0 examples", "leave the empty batch out")
     return lengths.pop()
 
 
 def _is_list(node: object) -> bool:
-    """Whether it is a list that people take for an array; to JAX it is a tree of numbers."""
-    return isinstance(node, list) and bool(node) and all(isinstance(item, (bool, int, float, complex)) for item in node)
+    return isinstance(node, list) and bool(node) and all(isinstance(item, _NUMBER) for item in node)
 
 
-_BATCHED = frozenset({"threefry2x32", "rbg"})
-"""Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``."""
+_BATCHED = frozenset({"threefry2x32", "rbg"})  # Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``
 
 
 def fold_keys(
@@ -233,11 +183,7 @@ def fold_keys(
 ) -> list[UInt32[Array, " words"]]:
     """The raw keys of the microbatches from ``first`` on: each ``jax.random.fold_in(key, microbatch)``, folded by one operation.
 
-    Args:
-        key: raw, of the given implementation; of the default one if that is None.
-        implementation: of the keys.
-        first: the number of the first microbatch.
-        count: how many.
+    The key is raw, of the given implementation; of the default one if that is None.
     """
 
     def fold(microbatch: Int[Array, ""]) -> UInt32[Array, " words"]:

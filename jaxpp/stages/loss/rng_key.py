@@ -10,33 +10,23 @@ from typing import Any, NamedTuple
 from jaxpp.errors import ArgumentError
 from jaxpp.types import LossFn
 
-__all__ = ["KeyArgument", "key_argument", "name_of", "positional_key"]
-
 _WORDS = frozenset({"key", "keys", "rng", "rngs", "prng"})
 
 
 class KeyArgument(NamedTuple):
-    """The argument of a loss that its key is for.
+    """The argument of a loss that its key is for."""
 
-    Attributes:
-        name: what the loss calls it; None if it takes none, or does not say.
-        by_keyword: whether it can only be passed by name.
-        needed: whether the loss cannot be called without.
-        sure: whether the signature says so: one of ``*args`` does not, nor does a builtin without a signature.
-    """
-
-    name: str | None = None
-    by_keyword: bool = False
-    needed: bool = False
-    sure: bool = True
+    name: str | None = None  # what the loss calls it; None if it takes none, or does not say
+    by_keyword: bool = False  # it can only be passed by name
+    needed: bool = False  # the loss cannot be called without
+    sure: bool = True  # whether the signature says so: one of ``*args`` does not, nor does a builtin without a signature
 
 
 def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
     """How a loss takes its key, which ``before`` arguments come before.
 
-    Returns:
-        the positional argument after the others, unless it has a default of its own (a flag); else a keyword-only argument that is
-        called like a key (``key``, ``rngs``, ``dropout_rng``), unless it has a default of its own.
+    As the positional argument after the others, unless it has a default of its own (a flag); else as a keyword-only argument that
+    is called like a key (``key``, ``rngs``, ``dropout_rng``), unless it has a default of its own.
     """
     signature = _signature(loss_fn)
     if signature is None:
@@ -68,13 +58,7 @@ def _signature(loss_fn: LossFn) -> inspect.Signature | None:
 
 
 def positional_key(loss_fn: Any, before: int, called: str = "loss_fn") -> Any:
-    """A loss that takes its key as the argument after ``before`` others; the loss itself if it does, or takes none.
-
-    ``called`` is its name in messages: ``loss_fn``, or ``fn`` for a function that returns outputs.
-
-    Raises:
-        ArgumentError: it needs other arguments than the loss is called with.
-    """
+    """A loss that takes its key as the argument after ``before`` others; the loss itself if it does, or takes none."""
     if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         return loss_fn
     argument = key_argument(loss_fn, before)
@@ -94,13 +78,10 @@ def _check_call(loss_fn: LossFn, before: int, argument: KeyArgument, called: str
     except TypeError as error:
         names = {3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
         arguments = names.get(before, "params, batch")
-        raise ArgumentError(
-            called,
-            f"{'the loss' if called == 'loss_fn' else 'it'} is called as {called}({arguments}[, key])",
-            f"{name_of(loss_fn)}: {error}",
-            f"take these by position, def {called}({arguments}); put what changes from step to step into "
-            f"the batch, and bind the rest: functools.partial({called}, name=value)",
-        ) from error
+        rule = f"{'the loss' if called == 'loss_fn' else 'it'} is called as {called}({arguments}[, key])"
+        fix = f"take these by position, def {called}({arguments}); put what changes from step to step into the batch"
+        fix += f", and bind the rest: functools.partial({called}, name=value)"
+        raise ArgumentError(called, rule, f"{name_of(loss_fn)}: {error}", fix) from error
 
 
 def _hashable(value: object) -> bool:

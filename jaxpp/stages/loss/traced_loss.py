@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
@@ -37,29 +37,21 @@ from jaxpp.stages.own_params import without_joint
 from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
 from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
-__all__ = [
-    "STATE_RULE", "TracedLoss", "cheap_values", "check_arrays", "check_floating", "key_implementation", "path_name", "trace_loss",
-]  # fmt: skip
-
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
 """Why no stage may begin at some places (``TracedLoss.barred``)."""
 
 
 class Words(NamedTuple):
-    """What messages call a loss and the parts of its result.
-
-    That is who returns it, the function, the class of its errors, aux, the state, both of these, how to return both, and what the
-    function was called with, around the shapes.
-    """
+    """What messages call a loss and the parts of its result."""
 
     where: str
     noun: str
     error: type[JaxppError]
     aux: str
     state: str
-    pair: str
-    fix: str
-    traced: str
+    pair: str  # how both are returned
+    fix: str  # how to return both
+    traced: str  # what it was called with, around the shapes
 
 
 _LOSS = Words(
@@ -86,36 +78,20 @@ _FN = Words(
 
 @dataclass(frozen=True)
 class TracedLoss:
-    """The flat graph of a loss and the roles of its inputs and outputs.
+    """The flat graph of a loss and the roles of its inputs and outputs."""
 
-    Attributes:
-        graph: inputs are the parameter leaves, the model state leaves, the batch leaves, then the raw key if there is one; outputs
-            the loss, the aux leaves, then the new model state leaves.
-        param_paths: the tree path of each parameter leaf, as ``h_2/attn/kernel``.
-        state_paths: the tree path of each model state leaf.
-        num_batch_leaves: how many batch leaves there are.
-        aux_tree: the structure of aux.
-        remat: checkpoints a stage the way the user checkpointed the whole loss, or None.
-        frozen: the parameter leaves whose gradient nobody wants.
-        layers: what loops over layers were split into.
-        clock: where measured, after which part of the FLOPs which part of the time has passed.
-        shared: the batch leaves that every microbatch gets as they are.
-        stacks: for each parameter leaf the path of the user's leaf, and which row of that is its first (those of slices differ).
-        is_loss: False for a function that returns outputs; they are the aux leaves, and the loss is a literal that nobody reads.
-    """
-
-    graph: Graph
-    param_paths: tuple[str, ...]
+    graph: Graph  # of parameters, model state, batch and the raw key (if any), to the loss, aux and the new model state; all leaves
+    param_paths: tuple[str, ...]  # such as ``h_2/attn/kernel``
     state_paths: tuple[str, ...]
     num_batch_leaves: int
     aux_tree: Tree
-    remat: Checkpoint | None
-    frozen: frozenset[int] = frozenset()
-    layers: tuple[Layers, ...] = ()
-    clock: tuple[tuple[float, float], ...] = ()
-    shared: frozenset[int] = frozenset()
-    stacks: tuple[tuple[str, int], ...] = ()
-    is_loss: bool = True
+    remat: Checkpoint | None  # checkpoints a stage the way the user checkpointed the whole loss
+    frozen: frozenset[int] = frozenset()  # the parameter leaves whose gradient nobody wants
+    layers: tuple[Layers, ...] = ()  # what loops over layers were split into
+    clock: tuple[tuple[float, float], ...] = ()  # where measured, after which part of the FLOPs which part of the time has passed
+    shared: frozenset[int] = frozenset()  # the batch leaves that every microbatch gets as they are
+    stacks: tuple[tuple[str, int], ...] = ()  # of each parameter leaf the user's leaf, and which row of that is its first
+    is_loss: bool = True  # False for a function whose outputs are the aux leaves; its loss is a literal that nobody reads
 
     @property
     def noun(self) -> str:
@@ -185,11 +161,11 @@ class TracedLoss:
         """Everything on a way from a parameter that wants a gradient to the loss: what has a cotangent."""
         graph, wanted = self.graph, {var for k, var in enumerate(self.params) if k not in self.frozen}
         for eqn in graph.eqns:
-            if _passes(eqn) and not wanted.isdisjoint(variables(eqn.invars)):
+            if kind_of(eqn) != "stop_gradient" and not wanted.isdisjoint(variables(eqn.invars)):
                 wanted.update(filter(_is_inexact, eqn.outvars))
         reaching = set(variables(graph.outputs[:1]))
         for eqn in reversed(graph.eqns):
-            if _passes(eqn) and not reaching.isdisjoint(eqn.outvars):
+            if kind_of(eqn) != "stop_gradient" and not reaching.isdisjoint(eqn.outvars):
                 reaching.update(filter(_is_inexact, variables(eqn.invars)))
         return wanted & reaching
 
@@ -218,7 +194,7 @@ class TracedLoss:
         return tuple(self.graph.eqns[i].primitive.name for i in self.spine)
 
     def _due(self) -> list[float]:
-        """When each equation runs, as a number of one: its own, or its first reader's if it depends on data but on no parameter.
+        """The number at which each equation runs: its own, or its first reader's if it depends on data but on no parameter.
 
         What only model state needs runs as soon as it can, wherever the user wrote it: after what makes its operands, and not
         before the first other reader of a parameter or model state leaf that it reads.
@@ -270,11 +246,7 @@ class TracedLoss:
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """The module of each spine equation.
-
-        Linen leaves its modules' paths in the equations. Where most equations that read parameters are not called as any part of a
-        parameter's path (NNX, plain functions), the paths of the parameters say where an equation is.
-        """
+        """The module of each spine equation: as Linen names it, or of the parameters that it reads where few names are theirs."""
         parts = [[part for part in path.split("/") if part] for path in self.own_paths]
         path_parts = {part for path in parts for part in path}
         names = [self.graph.names[i] for i in self.spine]
@@ -329,7 +301,7 @@ class TracedLoss:
 
     @cached_property
     def state_spans(self) -> tuple[tuple[int, int] | None, ...]:
-        """For each model state leaf the spine position that makes its new value, and before it the first that reads the old one.
+        """For each model state leaf the first spine position that reads the old value, and the one that makes the new.
 
         No cut lies between the two. They are the same where only one is on the spine; None where neither is.
         """
@@ -345,9 +317,8 @@ class TracedLoss:
                     if leaf in first:
                         first[other] = min(first.get(other, first[leaf]), first[leaf])
         ends = [first.get(leaf) if end is None else end for leaf, end in enumerate(made)]
-        ends = [
-            end if end is not None else max((ends[k] or 0 for k in floating[leaf]), default=None) for leaf, end in enumerate(ends)
-        ]
+        others = [max((ends[k] or 0 for k in floating.get(leaf, ())), default=None) for leaf in range(len(ends))]
+        ends = [other if end is None else end for end, other in zip(ends, others, strict=True)]
         return tuple(None if end is None else (min(first.get(leaf, end), end), end) for leaf, end in enumerate(ends))
 
     @cached_property
@@ -373,11 +344,6 @@ class TracedLoss:
         return tuple(uses_of[i] for i in self.spine), needs
 
 
-def _passes(eqn: JaxprEqn) -> bool:
-    """Whether gradients go through an equation."""
-    return kind_of(eqn) != "stop_gradient"
-
-
 def _is_inexact(var: Var) -> bool:
     return jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
 
@@ -386,14 +352,10 @@ _WORTH = 8
 
 
 def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barred: set[Var]) -> set[Var]:
-    """The values made from ``leaves`` and ``free`` by cheap operations alone, and not much smaller than the leaves they need.
+    """The values made by cheap operations alone from ``leaves`` and ``free`` (inputs that are everywhere), of nothing ``barred``.
 
-    Args:
-        graph: where they are made.
-        leaves: inputs that would have to travel along, once a step; those together may take at most so many times the bytes of the
-            value, which would travel at every microbatch: a mask of tokens is an eighth of them.
-        free: inputs that are everywhere anyway (the key).
-        barred: values that are never made again (what depends on parameters).
+    The leaves would travel along once a step, and the value at every microbatch; so the leaves that it needs may take at most
+    ``_WORTH`` times its bytes (a mask of tokens is an eighth of them).
     """
     sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in leaves} | {var: frozenset() for var in free}
     made = set()
@@ -432,38 +394,24 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     shared: frozenset[int] = frozenset(),
     is_loss: bool = True,
 ) -> TracedLoss:
-    """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes given, and check that it is a loss.
+    """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes of one microbatch, and check that it is a loss.
 
-    Args:
-        loss_fn: the user's loss.
-        params: tree of arrays or shapes.
-        batch: tree of shapes of one microbatch.
-        key: a key, its shape, or None when the loss takes none.
-        has_aux: whether the loss returns ``(loss, aux)``; None: that is seen by what it returns.
-        model_state: tree of shapes of the model state, or None when the loss has none; with one it returns
-            ``(loss, (new_model_state, aux))``.
-        differentiable: whether gradients will be asked for, which needs a loss that depends on its parameters.
-        frozen: the parameter leaves whose gradient nobody wants.
-        per_layer: whether every layer of a loop over layers becomes an equation of its own.
-        shared: the batch leaves that every microbatch gets as they are.
-        is_loss: False for a function that returns outputs, which become aux: ``fn(params, batch[, key]) -> outputs``, or with a
-            model state ``-> (new_model_state, outputs)``.
-
-    Raises:
-        LossError: the result is not a float scalar (or a pair, with ``has_aux``), or depends on no parameter; or the new model
-            state has other leaves than the old.
+    With ``has_aux`` it returns ``(loss, aux)`` (None: what it returns says whether it does), with a model state
+    ``(loss, (new_model_state, aux))``. A function that is no loss (``is_loss=False``) returns outputs, which become aux, or with a
+    model state ``(new_model_state, outputs)``. With ``per_layer`` every layer of a loop over layers is an equation of its own.
     """
     param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
     state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
     batch_leaves, batch_tree = jax.tree.flatten(batch)
-    keys, wrap = _raw_key(key)
+    implementation = key_implementation(key)
+    keys = [] if key is None else [key if implementation is None else jax.eval_shape(jax.random.key_data, key)]
     words = _LOSS if is_loss else _FN
     aux_trees: list[Tree] = []
 
     def flat(leaves: list[Leaf], state: list[Leaf], batch_leaves: list[Leaf], keys: list[Leaf]) -> tuple[Leaf, list[Leaf]]:
         states = () if model_state is None else (joined(state_tree.unflatten(state), concatenated),)
-        args = (joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *map(wrap, keys))
-        result = loss_fn(*args)
+        typed = keys if implementation is None else [jax.random.wrap_key_data(data, impl=implementation) for data in keys]
+        result = loss_fn(joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *typed)
         pair = isinstance(result, tuple) if has_aux is None else has_aux or model_state is not None
         loss, aux = _check_result(result, pair) if is_loss else (0.0, result)
         new = state
@@ -499,7 +447,6 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
 
 
 def _check_depends(traced: TracedLoss) -> None:
-    """Refuse a loss that has nothing to train."""
     loss = traced.graph.outputs[0]
     if isinstance(loss, Literal) or loss not in traced.of_params:
         rule = "the loss must depend on its parameters, or there is nothing to train"
@@ -516,23 +463,24 @@ def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
 
 
 def _check_order(graph: Graph, words: Words) -> None:
-    ordered = [
-        f"{eqn.primitive.name} in {name or words.noun}"
-        for eqn, name in zip(graph.eqns, graph.names, strict=True)
-        if is_ordered(eqn)
-    ]
+    pairs = zip(graph.eqns, graph.names, strict=True)
+    ordered = [f"{eqn.primitive.name} in {name or words.noun}" for eqn, name in pairs if is_ordered(eqn)]
     if ordered:
         rule = "stages run side by side, so side effects have no order among each other"
         raise words.error(words.where, rule, ordered, f"leave out ordered=True, or return the values as {words.aux}")
 
 
+def wrong_leaves(name: str, leaves: Sequence[tuple[KeyPath, Leaf]], allowed: Callable[[Leaf], bool]) -> list[str]:
+    """The path and the type of each leaf of a tree that is not allowed."""
+    return [f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}" for path, leaf in leaves if not allowed(leaf)]
+
+
+_VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
 def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
     name = name or words.aux
-    wrong = [
-        f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-    ]
+    wrong = wrong_leaves(name, jax.tree_util.tree_leaves_with_path(aux), lambda leaf: isinstance(leaf, _VALUES))
     if wrong:
         raise words.error(words.where, f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
 
@@ -549,12 +497,9 @@ def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
     if jax.tree.structure(new) != jax.tree.structure(old):
         had, has = ({jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new))
         got = [f"without {name}{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
-        raise words.error(
-            where,
-            f"the new {words.state} is a tree like the old one",
-            got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}",
-            f"return every leaf of the {words.state}, changed or not, and no other",
-        )
+        got = got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}"
+        rule, fix = f"the new {words.state} is a tree like the old one", f"return every leaf of the {words.state}, changed or not"
+        raise words.error(where, rule, got, f"{fix}, and no other")
     _check_aux(new, words, name)
     shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
     wrong = [
@@ -591,11 +536,8 @@ def check_floating(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
 def check_arrays(model_state: Tree, name: str = "model state") -> None:
     """Refuse leaves of a model state, or of another tree called ``name``, that are no arrays, all of them at once."""
     where = name.replace(" ", "_")
-    wrong = [
-        f"{where}{jax.tree_util.keystr(path[1:])}: {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    ]
+    leaves = [(path[1:], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
+    wrong = wrong_leaves(where, leaves, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     if wrong:
         rule = f"every leaf of the {name} is an array"
         raise ParamsError(where, rule, wrong, "make scalars arrays with jnp.asarray, and close over what never changes")
@@ -610,40 +552,26 @@ def key_implementation(key: Aval | None) -> str | None:
     return names[0]
 
 
-def _raw_key(key: Aval | None) -> tuple[list[Aval], Callable[[jax.Array], jax.Array]]:
-    if key is None:
-        return [], lambda data: data
-    implementation = key_implementation(key)
-    if implementation is None:
-        return [key], lambda data: data
-    return [jax.eval_shape(jax.random.key_data, key)], lambda data: jax.random.wrap_key_data(data, impl=implementation)
-
-
-def _check_result(result: object, has_aux: bool) -> tuple[Leaf, Tree]:
+def _check_result(result: Leaf, has_aux: bool) -> tuple[Leaf, Tree]:
+    rule, loss, aux = "the loss is one float scalar", result, ()
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
-            where, got = "loss_fn", f"a tuple of {len(result)}" if isinstance(result, tuple) else _called(result)
-            raise LossError(where, "a loss with aux returns a pair (loss, aux)", got, "return (loss, aux), or leave has_aux out")
+            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            if not isinstance(result, tuple) and hasattr(result, "dtype"):
+                got = f"one array, {describe(result)}"
+            rule = "a loss with aux returns a pair (loss, aux)"
+            raise LossError("loss_fn", rule, got, "return (loss, aux), or leave has_aux out")
         loss, aux = result
-    else:
-        loss, aux = result, ()
     if isinstance(loss, tuple):
-        raise LossError(
-            "loss_fn", "the loss is one float scalar", f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss"
-        )
+        raise LossError("loss_fn", rule, f"a tuple of {len(loss)}", "pass has_aux=True, or return the loss")
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
-        raise LossError("loss_fn", "the loss is one float scalar", type(loss).__name__, "return the loss itself")
+        raise LossError("loss_fn", rule, type(loss).__name__, "return the loss itself")
     aval = jax.eval_shape(jnp.asarray, loss)
     if aval.shape != ():
-        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), "reduce it, for example with .mean()")
+        raise LossError("loss_fn", rule, describe(aval), "reduce it, for example with .mean()")
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         fix = "return a loss made of floating numbers; what counts or compares (argmax, ==, a cast to integers) has no gradient"
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
             fix = "return a real number, for example with jnp.abs or .real"
-        raise LossError("loss_fn", "the loss is one float scalar", describe(aval), fix)
+        raise LossError("loss_fn", rule, describe(aval), fix)
     return loss, aux
-
-
-def _called(result: Leaf) -> str:
-    """What a loss returned, as people call it."""
-    return f"one array, {describe(result)}" if hasattr(result, "dtype") else type(result).__name__
