@@ -5,8 +5,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["fold_lines", "html_remarks", "html_table", "scrolling", "table_lines", "terminal_columns"]
-
 _GAP = 2  # spaces between columns
 
 

@@ -44,17 +44,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Key
 
-__all__ = [
-    "COLLECTIVE_KINDS",
-    "Collective",
-    "Collectives",
-    "ProgramCollective",
-    "collectives_of",
-    "parse_groups",
-    "parse_shape",
-    "read_collectives",
-]
-
 COLLECTIVE_KINDS = (
     "all-reduce",
     "all-gather",

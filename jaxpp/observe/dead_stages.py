@@ -12,8 +12,6 @@ from jax.errors import JaxRuntimeError
 from jaxpp.errors import warn
 from jaxpp.types import Leaf
 
-__all__ = ["DeadStageWarning", "Detector"]
-
 _EAGER, _EVERY, _PATIENCE = 8, 16, 3  # steps looked at from the first, one of how many after those, and zeros in a row
 
 

@@ -25,8 +25,6 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan, replay
 from jaxpp.schedule.offload import offloads
 
-__all__ = ["Evaluator", "Parts", "StepCosts", "alone", "parts", "step_seconds"]
-
 _Candidate = TypeVar("_Candidate", bound=Hashable)
 _Stages = tuple[float, ...]
 

@@ -30,8 +30,6 @@ from jaxpp.stages.remat import RECOMPUTE, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Batch, Device, Key
 
-__all__ = ["Fit", "fit"]
-
 _Choice = tuple[str, ...]
 """For each stage ``"least"``, ``"offload"`` or ``"recompute"``."""
 

@@ -39,18 +39,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Device, Key
 
-__all__ = [
-    "Change",
-    "Forecast",
-    "StageMemory",
-    "forecast",
-    "forecast_of",
-    "optimizer_lives",
-    "parse_bytes",
-    "reported_room",
-    "room_of",
-]
-
 _MOST = 6  # changes that are shown
 _TRIED: Mapping[Purpose, str] = {
     "update": "microbatches, schedules, remat, twice the stages",

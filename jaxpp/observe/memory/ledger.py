@@ -28,8 +28,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
-__all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
-
 
 class Sample(NamedTuple):
     """What one device held at one moment.

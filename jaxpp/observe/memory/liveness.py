@@ -36,19 +36,6 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
 from jaxpp.types import Batch, Device, Tree
 
-__all__ = [
-    "MEMORY_KINDS",
-    "Life",
-    "Liveness",
-    "Needs",
-    "line_liveness",
-    "liveness_of_all",
-    "memory_kind",
-    "program_needs",
-    "step_liveness",
-    "temporaries",
-]
-
 Needs = dict[Hashable, int]
 """Bytes that programs need while they run, besides their arguments and results."""
 

@@ -15,8 +15,6 @@ from jaxpp.observe.profile.spans import Span, durations_of, isolated_spans, trac
 from jaxpp.observe.profile.trace import TraceError, matched, read_runs
 from jaxpp.types import Batch, Key
 
-__all__ = ["from_trace", "to_html", "to_json", "to_perfetto"]
-
 _WHERE = "jaxpp.observe.from_trace"
 _COMPUTE, _ARRIVALS, _HOST, _COPIES = 0, 1, 2, 3
 _NUMBERS = (

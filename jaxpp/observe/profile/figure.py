@@ -22,8 +22,6 @@ from jaxpp.schedule.draw.timeline import Timeline, draw_timeline, extents, room,
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Device
 
-__all__ = ["COLOURS", "Curve", "curves", "profile_figure"]
-
 COLOURS = (
     *("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#4D4D4D", "#008A65"),
     "#E4E4E4",

@@ -27,8 +27,6 @@ from jaxpp.runtime.processes.here import processes_of
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Device, Key
 
-__all__ = ["Company", "Seen", "SeenStep"]
-
 
 class SeenStep(NamedTuple):
     """One step as it was seen, in seconds on a clock of the host.

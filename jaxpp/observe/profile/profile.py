@@ -30,8 +30,6 @@ from jaxpp.schedule.offload import Offloaded
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Device
 
-__all__ = ["Causes", "Clock", "ForwardCauses", "Profile", "RingCauses", "RingPass"]
-
 Clock = Literal["trace", "isolated"]
 """Which times the numbers are of."""
 

@@ -45,18 +45,6 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Array, Batch, Key, Leaf, Tree
 
-__all__ = [
-    "Forwards",
-    "Stamps",
-    "Steps",
-    "Watch",
-    "Work",
-    "check_profile",
-    "join_plans",
-    "record",
-    "schedule_of",
-]
-
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
 _ALONE = 3  # steps in which each program runs alone
 _SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a step: looking takes time from small machines

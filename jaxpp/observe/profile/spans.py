@@ -17,8 +17,6 @@ from jaxpp.schedule.action import Action
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Device
 
-__all__ = ["Span", "Stamp", "beginning", "covered", "durations_of", "isolated_spans", "traced_spans", "watched_spans"]
-
 
 class Span(NamedTuple):
     """One instruction of a step in time, in seconds from the start of the step.

@@ -26,8 +26,6 @@ from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.types import Device
 
-__all__ = ["STEP", "Run", "Runs", "TraceError", "matched", "read_runs"]
-
 STEP = "jaxpp step"
 """The annotation of a step in a trace."""
 
