@@ -105,38 +105,23 @@ class HloInstruction(NamedTuple):
 class Collective:
     """A collective of a compiled program.
 
-    Attributes:
-        kind: one of ``COLLECTIVE_KINDS``.
-        num_bytes: bytes of its operands on one device.
-        groups: positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute
-            each pair of source and target. A group of one device, which does not communicate, is among them.
-        axes: the mesh axes over which it runs: the axes along which devices of one group differ.
-        shapes: of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives.
-        on_host: whether an operand or result is in host memory.
-        times: how often it runs in one run of the program.
-        in_loop: whether it is in the body of a loop.
-        exact: whether ``times`` is known. In a loop without a trip count, or in a branch, it is not, and counts as once.
+    Groups are positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute pairs
+    of source and target. A group of one device, which does not communicate, is among them.
     """
 
-    kind: str
-    num_bytes: int
+    kind: str  # one of ``COLLECTIVE_KINDS``
+    num_bytes: int  # of its operands on one device
     groups: tuple[tuple[int, ...], ...]
-    axes: tuple[str, ...]
-    shapes: tuple[str, ...]
-    on_host: bool
-    times: int
+    axes: tuple[str, ...]  # of the mesh, over which it runs: those along which devices of one group differ
+    shapes: tuple[str, ...]  # of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives
+    on_host: bool  # whether an operand or result is in host memory
+    times: int  # how often it runs in one run of the program
     in_loop: bool
-    exact: bool
+    exact: bool  # whether ``times`` is known; in a loop without a trip count, or in a branch, it is not, and counts as once
 
 
 class ProgramCollective(NamedTuple):
-    """A collective of one of the programs of a step.
-
-    Attributes:
-        program: what the step calls the program.
-        runs: how often the step runs the program.
-        collective: of the program.
-    """
+    """A collective of one of the programs of a step, and how often the step runs the program."""
 
     program: str
     runs: int

@@ -31,19 +31,11 @@ _Stages = tuple[float, ...]
 
 @dataclass
 class Evaluator(Generic[_Candidate]):
-    """Says of candidates how long a step takes, and what each device holds; each candidate is asked about once.
+    """Says of candidates how long a step takes, and what each device holds; each candidate is asked about once."""
 
-    Attributes:
-        price: the seconds of a step, or the time in another unit.
-        weigh: the bytes of each device at its peak.
-        room: the bytes that each device has; None if that is not known.
-        prices: the candidates that were priced.
-        weights: the candidates that were weighed.
-    """
-
-    price: Callable[[_Candidate], float]
-    weigh: Callable[[_Candidate], tuple[int, ...]]
-    room: int | None
+    price: Callable[[_Candidate], float]  # the seconds of a step, or the time in another unit
+    weigh: Callable[[_Candidate], tuple[int, ...]]  # the bytes of each device at its peak
+    room: int | None  # the bytes that each device has; None if that is not known
     prices: dict[_Candidate, float] = field(default_factory=dict)
     weights: dict[_Candidate, tuple[int, ...]] = field(default_factory=dict)
 
@@ -76,29 +68,20 @@ class Evaluator(Generic[_Candidate]):
 class StepCosts:
     """What a step is made of, in seconds; what is left out takes no time.
 
-    Attributes:
-        actions: ``actions[kind][stage]``, what an action takes on its device for one microbatch once it was handed over. Where B is
-            missing, it takes I and W together.
-        dispatch: ``dispatch[kind][stage]``, what the one Python process takes to hand over an action with the sends of its results.
-        transfer: ``transfer[s]``, what the activation of a microbatch takes from stage s to s + 1, or its cotangent back, from the
-            end of the action to the arrival; where two stages share a rank nothing is sent.
-        offload: ``offload[s]``, what the residuals of one microbatch of stage s take to host memory, and as long back.
-        offload_dispatch: ``offload_dispatch[s]``, what the process takes to hand over one of these copies.
-        before: from the beginning of a step until the first action is handed over: splitting the batch, what is done once per step.
-        after: ``after[s]``, what stage s does after its last action: sums, and the update.
-        after_dispatch: what the process takes to hand over all of it.
-        capacity: how many ranks compute at once at the speed at which one of them computes alone; as many as there are ranks where
-            every rank has a device of its own, fewer where forced CPU devices share cores.
+    An action is timed on its device for one microbatch, once it was handed over; where B is missing, it takes I and W together.
+    A transfer takes an activation from stage s to s + 1, or its cotangent back, from the end of the action to the arrival; where
+    two stages share a rank nothing is sent. ``capacity`` is how many ranks compute at once at the speed at which one of them
+    computes alone: all where every rank has a device of its own, fewer where forced CPU devices share cores.
     """
 
     actions: Mapping[Kind, _Stages]
-    dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)
+    dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)  # to hand over an action with the sends of its results
     transfer: _Stages = ()
-    offload: _Stages = ()
-    offload_dispatch: _Stages = ()
-    before: float = 0.0
-    after: _Stages = ()
-    after_dispatch: float = 0.0
+    offload: _Stages = ()  # of the residuals of one microbatch to host memory, and as long back
+    offload_dispatch: _Stages = ()  # to hand over one of these copies
+    before: float = 0.0  # until the first action is handed over: splitting the batch, what is done once per step
+    after: _Stages = ()  # what a stage does after its last action: sums, and the update
+    after_dispatch: float = 0.0  # to hand over all of it
     capacity: float = math.inf
 
     def recomputed(self, stages: Sequence[bool]) -> "StepCosts":
@@ -126,36 +109,22 @@ def _times(factor: float, table: Mapping[Kind, _Stages]) -> dict[Kind, _Stages]:
 
 
 class Parts(NamedTuple):
-    """What the seconds of a step are made of; they sum to the step.
+    """What the seconds of a step are made of; they sum to the step."""
 
-    Attributes:
-        compute: the actions of the rank that computes longest.
-        bubble: what waiting for other ranks adds, if nothing but the actions takes time.
-        sharing: what ranks that share processor cores add.
-        transfer: what transfers add that nothing hides.
-        copies: what copies of residuals to the host and back add that nothing hides.
-        dispatch: what waiting for the process that hands over the actions adds.
-        rest: what is done before the first action and after the last.
-    """
-
-    compute: float
-    bubble: float
-    sharing: float
-    transfer: float
-    copies: float
-    dispatch: float
-    rest: float
+    compute: float  # the actions of the rank that computes longest
+    bubble: float  # what waiting for other ranks adds, if nothing but the actions takes time
+    sharing: float  # what ranks that share processor cores add
+    transfer: float  # what transfers add that nothing hides
+    copies: float  # what copies of residuals to the host and back add that nothing hides
+    dispatch: float  # what waiting for the process that hands over the actions adds
+    rest: float  # what is done before the first action and after the last
 
 
 def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> float:
     """Seconds of a step.
 
-    Args:
-        schedule: the order of its actions.
-        costs: what they take.
-        offload: ``except_last`` of each stage, None of each whose residuals stay on the device; nothing is offloaded unless given.
-        processes: the process that hands over the actions of each rank, side by side with the other processes; one process hands
-            over all of them unless given.
+    ``offload`` is ``except_last`` of each stage, None of each whose residuals stay on the device. ``processes`` hand over the
+    actions of each rank, side by side; one process hands over all of them unless given.
     """
     timing = _timing(schedule, costs, offload, processes)
     handed = max((timing.dispatched or {}).values())

@@ -48,17 +48,14 @@ class Fit:
 
     @property
     def said(self) -> str:
-        """All of it in one line, as it is printed once."""
+        """All remarks in one line, as they are printed once."""
         return f"jaxpp: hbm={bytes_in_words(self.engine.options.hbm or 0)}: {'; '.join(self.remarks)}"
 
 
 def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] = ()) -> Fit:
-    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``.
+    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``; ``waiting`` is as for ``forecast``.
 
-    Every process of several calls it; all choose alike. ``waiting`` is as for ``forecast``.
-
-    Raises:
-        FitError: nothing fits, or what the stages keep was not left to jaxpp; with the forecast, and what would make it fit.
+    Every process of several calls it; all choose alike.
     """
     room = engine.options.hbm
     if room is None:
@@ -82,11 +79,7 @@ def _is_free(options: Options) -> bool:
 
 
 def _check_params(engine: Engine, batch: Batch, key: Key | None, room: int) -> None:
-    """Check that each device has room for its parameters; nothing is compiled for that.
-
-    Raises:
-        FitError: naming the devices and the bytes of their parameters.
-    """
+    """Refuse a step whose parameters alone are too large for a device; nothing is compiled for that."""
     liveness = step_liveness(engine, engine.lower("update", batch, key))
     held = {device: int(levels[0][MEMORY_KINDS.index("parameters")]) for device, levels in liveness.levels.items()}
     if got := [f"{device}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > room]:
@@ -127,7 +120,6 @@ class _Search:
         return self.engines[choice]
 
     def forecast(self, choice: _Choice, *, advise: bool = False) -> Forecast:
-        """What the devices hold; that of the first engine may say what to change."""
         return forecast(self.engine(choice), self.batch, self.key, self.room, self.waiting, advise=advise)
 
     def _peaks(self, choice: _Choice) -> tuple[int, ...]:
@@ -147,11 +139,7 @@ class _Search:
         return [device for device, peak in self.peaks(self.asked).items() if peak > self.room]
 
     def best(self, full: Sequence[Device]) -> _Choice:
-        """The cheapest choice that fits; ``full`` are the devices that have too little room for the least.
-
-        Raises:
-            FitError: none does.
-        """
+        """The cheapest choice that fits, or a FitError; ``full`` are the devices that have too little room for the least."""
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", "recompute")))
@@ -161,12 +149,9 @@ class _Search:
         return best
 
     def _fitting(self, full: Sequence[Device], ways: Sequence[str]) -> list[list[_Choice]]:
-        """For each of the devices the choices with which it fits, where no other device changes anything.
-
-        All devices are tried at once, each with the next choice for its own stages.
-        """
+        """For each of the devices the choices with which it fits, where no other device changes anything."""
         fitting: dict[Device, list[_Choice]] = {device: [] for device in full}
-        for row in itertools.zip_longest(*(self._choices(device, ways) for device in full)):
+        for row in itertools.zip_longest(*(self._choices(device, ways) for device in full)):  # all devices at once
             peaks = self.peaks(self._joined([choice for choice in row if choice is not None]))
             for device, choice in zip(full, row, strict=True):
                 if choice is not None and peaks[device] <= self.room:

@@ -52,37 +52,24 @@ _COMPILED = 2  # changes that are compiled, for the exact peak, where by the est
 class Change(NamedTuple):
     """A change that makes it fit.
 
-    Attributes:
-        what: the argument as the user writes it: ``num_microbatches=16``; or ``batches of 16``.
-        peak: bytes on the device that then holds most; an estimate.
-        slowdown: time over the time without the change, for as many examples, on the virtual clock with equal stages; faster if
-            below 1.
-        moved: the bytes that a stage copies to host memory and back for a microbatch, at most, while it computes. The slowdown is
-            without these copies, which delay nothing if they are shorter than an action.
+    ``slowdown`` is the time over that without the change, for as many examples, on the virtual clock with equal stages; it leaves
+    out the copies of the ``moved`` bytes, which delay nothing if they are shorter than an action.
     """
 
-    what: str
-    peak: int
+    what: str  # as the user writes it: ``num_microbatches=16``; or ``batches of 16``
+    peak: int  # bytes on the device that then holds most; an estimate
     slowdown: float
-    moved: int = 0
+    moved: int = 0  # that a stage copies to host memory and back for a microbatch, at most
 
 
 class StageMemory(NamedTuple):
-    """What one stage takes when its device holds most.
-
-    Attributes:
-        stage: the number of the stage.
-        device: where it lives.
-        kinds: bytes of arrays, one number for each of ``MEMORY_KINDS``.
-        num_residuals: how many microbatches have residuals there.
-        temporaries: bytes that the program running then needs besides.
-    """
+    """What one stage takes when its device holds most, in bytes."""
 
     stage: int
     device: Device
-    kinds: tuple[int, ...]
-    num_residuals: int
-    temporaries: int
+    kinds: tuple[int, ...]  # of arrays, one number for each of ``MEMORY_KINDS``
+    num_residuals: int  # how many microbatches have residuals there
+    temporaries: int  # that the program running then needs besides
 
     @property
     def num_bytes(self) -> int:
@@ -208,18 +195,9 @@ def forecast(
 ) -> Forecast:
     """The memory of a step that takes over the buffers of its state; leaves on the host are counted where they are sent.
 
-    All ranks are told of, also those of other processes, which are not asked.
-
-    Args:
-        engine: runs the step.
-        batch: or its shapes.
-        key: or its shape, or None.
-        room: the bytes that each device has; what the devices of this process say themselves unless given.
-        waiting: leaves of which another copy waits for the next step (the prefetched set of a bank), once for each time that they
-            are named.
-        purpose: what is run.
-        base: the engine that trains the parameters, for forwards of another function: its optimizer's state lives there too.
-        advise: whether to look for what would make it fit, if it does not.
+    All ranks are told of, also those of other processes, which are not asked. Batch and key may be shapes. Of leaves that are
+    ``waiting`` a copy more waits for the next step (the prefetched set of a bank), each time that they are named. ``base`` is the
+    engine that trains the parameters, for forwards of another function: its optimizer's state lives there too.
     """
     room = room_of(engine, room)
     liveness = liveness_of_all(engine, batch, key, purpose)
@@ -246,14 +224,10 @@ class _Trial(NamedTuple):
 
 
 def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room: int, purpose: Purpose) -> tuple[Change, ...]:
-    """The changes that make a step fit, each kind in its mildest form, the quickest first.
-
-    Of each device it is known what temporaries it has at its peak, and the residuals of a microbatch, which are temporaries of a
-    program that recomputes them.
-    """
+    """The changes that make a step fit, each kind in its mildest form, the quickest first."""
     options = engine.options
     rows = {device: [row for row in now.stages if row.device == device] for device in now.peaks}
-    needs = {
+    needs = {  # the temporaries of a device at its peak, and residuals, which are temporaries of a program that recomputes them
         device: (sum(row.temporaries for row in own), max(row.residuals for row in own)) for device, own in rows.items() if own
     }
     every = _step_trials(options, batch) if purpose == "update" else _forward_trials(engine, batch)

@@ -30,23 +30,14 @@ from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 
 class Sample(NamedTuple):
-    """What one device held at one moment.
+    """What one device held at one moment, in bytes."""
 
-    Attributes:
-        when: ``begins``, the label of the line that had been handed over, or ``ends``.
-        moment: the same as a number, as ``Liveness`` counts them.
-        device: which device.
-        kinds: bytes of the step's arrays, one number for each of ``MEMORY_KINDS``.
-        total: bytes of all arrays there.
-        temporaries: bytes that the program running then needs besides.
-    """
-
-    when: str
-    moment: int
+    when: str  # ``begins``, the label of the line that had been handed over, or ``ends``
+    moment: int  # the same as a number, as ``Liveness`` counts them
     device: Device
-    kinds: tuple[int, ...]
-    total: int
-    temporaries: int
+    kinds: tuple[int, ...]  # of the step's arrays, one number for each of ``MEMORY_KINDS``
+    total: int  # of all arrays there
+    temporaries: int  # that the program running then needs besides
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -115,10 +106,7 @@ class Ledger:
 
 
 def live_bytes(device: Device) -> int:
-    """Bytes of all arrays in a device's own memory, each buffer once; arrays in host memory do not count.
-
-    Of a rank that has several devices, only the first of this process counts.
-    """
+    """Bytes of all arrays in a device's own memory, each buffer once; of a rank's devices, on the first of this process."""
     return sum(_buffers(jax.live_arrays(), device).values())
 
 
@@ -141,10 +129,7 @@ def _looked_at(device: Device) -> Device:
 def sample_step(
     engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, purpose: Purpose = "update"
 ) -> tuple[Ledger, Leaves[Array]]:
-    """Run one step, which consumes the leaves of its state, or forwards, and look at what is alive; it waits at each look.
-
-    Each of several processes looks at its own devices.
-    """
+    """Run one step, which consumes its state, or forwards, and look at what is alive on the devices here; waits at each look."""
     plan, lowered = engine.plan(purpose, batch, key)
     liveness = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
@@ -168,7 +153,7 @@ def homes_of(lowered: LoweredStep, batch: Batch, key: Key | None) -> dict[Name, 
 
 
 class _Sampler:
-    """Follows which slot holds which value, and looks at each device when it holds most."""
+    """Observes a step: follows which slot holds which value, and looks at each device when it holds most."""
 
     def __init__(self, plan: Plan, lowered: LoweredStep, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
         self.samples: list[Sample] = []
@@ -179,7 +164,6 @@ class _Sampler:
         self._holds = dict(zip(plan.inputs, map(lowered.bound.resolve, lowered.inputs), strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
-        """Called by the executor after each instruction."""
         self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=False))  # a token more
         self._moment += 1
         devices = [device for device, moment in self._peaks.items() if moment == self._moment]

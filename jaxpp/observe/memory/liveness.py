@@ -68,47 +68,30 @@ _KIND_OF = {
 
 
 class Life(NamedTuple):
-    """A value of a step on a device.
-
-    Attributes:
-        name: of the value.
-        device: where it is.
-        num_bytes: its size.
-        kind: one of ``MEMORY_KINDS``.
-        begins: the first moment at which it is alive.
-        ends: the last moment at which it is alive.
-        donated: whether a result of the next line takes over its buffer.
-    """
+    """A value of a step on a device, from the first moment at which it is alive to the last."""
 
     name: Name
     device: Device
     num_bytes: int
-    kind: str
+    kind: str  # one of ``MEMORY_KINDS``
     begins: int
     ends: int
-    donated: bool = False
+    donated: bool = False  # whether a result of the next line takes over its buffer
 
 
 @dataclass(frozen=True)
 class Liveness:
     """When each value of a step is alive, and where.
 
-    Attributes:
-        devices: in the order of the ranks: of all, or of those of this process.
-        lines: of the step.
-        lives: of its values.
-        temporaries: bytes that the compiled program of each line needs while it runs, besides its arguments and results; empty if
-            the programs are not compiled.
-        unknown: devices of other processes whose temporaries are not known, and count as 0.
-        hosted: residuals that wait in the host memory beside their device.
+    ``temporaries`` are the bytes that the program of each line needs besides its arguments and results, if programs are compiled.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...]  # in the order of the ranks: of all, or of those of this process
     lines: tuple[BoundLine, ...]
     lives: tuple[Life, ...]
     temporaries: tuple[int, ...] = ()
-    unknown: tuple[Device, ...] = ()
-    hosted: tuple[Life, ...] = ()
+    unknown: tuple[Device, ...] = ()  # devices of other processes whose temporaries are not known, and count as 0
+    hosted: tuple[Life, ...] = ()  # residuals that wait in the host memory beside their device
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -163,9 +146,7 @@ def step_liveness(
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
-    If the lines are those of one process of several, the result tells of the devices of that process alone. ``homes`` are the
-    devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are counted if the
-    programs are ``compiled``.
+    Lines of one process of several tell of its devices alone. What the caller has in its home (``homes``) is not copied there.
     """
     sizes = _argument_bytes(engine, lowered)
     return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
@@ -175,11 +156,9 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
     """What is alive during a step on the devices of all ranks, with the temporaries of the compiled programs.
 
     The batch and the key may be shapes. A process need not ask the others: the programs of their ranks are compiled here too, for
-    devices of this process that stand in for theirs, and thrown away. Where this process has fewer devices than a rank of another
-    one, the temporaries of that rank are not known: their device is in ``Liveness.unknown``.
-
-    With ``known``, the plan is not compiled: the temporaries of a program are those of the same program in ``known``, to which
-    those of programs that are not in it are added. (Where stages share a device, what a program may overwrite can differ.)
+    devices of this process that stand in for theirs, and thrown away. If it has too few for a rank, that is ``Liveness.unknown``.
+    With ``known``, the plan is not compiled: only programs that are not in ``known`` are, and are added to it. (Where stages share
+    a device, what a program may overwrite can differ.)
     """
     own = None
     if known is None:
@@ -233,15 +212,7 @@ def line_liveness(
     homes: Mapping[Name, Device] | None = None,
     programs: Programs | None = None,
 ) -> Liveness:
-    """What is alive while lines run.
-
-    Args:
-        bound: the lines.
-        given: bytes of each argument.
-        outputs: the results, which are alive at the end.
-        homes: as for ``step_liveness``.
-        programs: the compiled programs, if their temporaries are to be counted.
-    """
+    """What is alive while lines run, given the bytes of their arguments; with the temporaries of ``programs``, if compiled."""
     first, last = _forwards(bound), bound.last_uses
     end, sizes = len(bound.lines) + 1, dict(given)
     places = bound.placement.places

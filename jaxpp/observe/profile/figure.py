@@ -31,17 +31,11 @@ _LETTERS = 20  # in a line of a device's name
 
 
 class Curve(NamedTuple):
-    """Live bytes of one device over a step, by kind.
+    """Live bytes of one device over a step, by kind."""
 
-    Attributes:
-        label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
-        times: milliseconds from the start of the step, in ascending order.
-        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on, the last to the end of the step.
-    """
-
-    label: str
-    times: tuple[float, ...]
-    levels: tuple[tuple[int, ...], ...]
+    label: str  # the device and its ranks, ``cuda:0 (ranks 0, 4)``
+    times: tuple[float, ...]  # milliseconds from the start of the step, in ascending order
+    levels: tuple[tuple[int, ...], ...]  # the bytes of each of ``MEMORY_KINDS`` from each time on, the last to the end of the step
 
 
 def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:

@@ -29,59 +29,35 @@ from jaxpp.types import Array, Batch, Device, Key
 
 
 class SeenStep(NamedTuple):
-    """One step as it was seen, in seconds on a clock of the host.
+    """One step as it was seen, in seconds on a clock of the host."""
 
-    Attributes:
-        begun: when the host began.
-        ended: when all results were there.
-        stamps: of each line; empty if nobody looked.
-        runs: of each line the run of its program; None for a send, and empty without a trace.
-        seconds: how long each line took, if each waited for the one before.
-    """
-
-    begun: float
-    ended: float
-    stamps: tuple[Stamp, ...] = ()
-    runs: tuple[Run | None, ...] = ()
-    seconds: tuple[float, ...] = ()
+    begun: float  # when the host began
+    ended: float  # when all results were there
+    stamps: tuple[Stamp, ...] = ()  # of each line; empty if nobody looked
+    runs: tuple[Run | None, ...] = ()  # of each line the run of its program; None for a send, and empty without a trace
+    seconds: tuple[float, ...] = ()  # how long each line took, if each waited for the one before
 
     def timed(self) -> "SeenStep":
-        """With the seconds of each line.
-
-        The trace says so for programs. For the rest, such as sends, it is the time on the host's clock from when the host went on
-        (of two, the last) to when the result was there.
-        """
+        """With the seconds of each line: of a program by the trace, of the rest, such as sends, by the host's clock."""
         pairs = zip(self.stamps, self.runs or [None] * len(self.stamps), strict=True)
         return self._replace(seconds=tuple(_seconds(stamp) if run is None else run.end - run.start for stamp, run in pairs))
 
 
 def _seconds(stamp: Stamp) -> float:
+    """From when the host went on (of two, the last) to when the result was there."""
     return max(0.0, stamp.done - max(stamp.handed, stamp.asked))
 
 
 class Seen(NamedTuple):
-    """Steps as they were seen.
-
-    Attributes:
-        steps: in the order in which they ran.
-        missing: what the trace lacks; or empty.
-        error: seconds by which times may be wrong beside each other: of the trace and the host, or of different processes.
-    """
+    """Steps as they were seen, in the order in which they ran."""
 
     steps: tuple[SeenStep, ...]
-    missing: str
-    error: float
+    missing: str  # what the trace lacks; or empty
+    error: float  # seconds by which times may be wrong beside each other: of the trace and the host, or of different processes
 
 
 class Company:
-    """The processes of a pipeline, which put together what they saw; every process makes the same calls.
-
-    Args:
-        engine: of the pipeline.
-        batch: of the steps.
-        key: of the steps.
-        clock: how this process's clock stands to that of process 0.
-    """
+    """The processes of a pipeline, which put together what they saw on process 0's clock; all make the same calls."""
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, clock: Alignment):
         self._own = engine.plan("update", batch, key)[1].bound

@@ -35,71 +35,45 @@ Clock = Literal["trace", "isolated"]
 
 
 class Causes(NamedTuple):
-    """Where a rank's idle time in a step comes from, in seconds; the parts sum to it.
+    """Where a rank's idle time in a step comes from, in seconds; the parts sum to it."""
 
-    Attributes:
-        fill_drain: what the schedule costs even with equal stages.
-        imbalance: what stages that differ add.
-        transfer: what transfers add that nothing hides.
-        dispatch: what waiting for the host adds.
-        optimizer: the rest of the step: splitting the batch before, summing tied gradients and the optimizer after.
-    """
-
-    fill_drain: float
-    imbalance: float
-    transfer: float
-    dispatch: float
-    optimizer: float
+    fill_drain: float  # what the schedule costs even with equal stages
+    imbalance: float  # what stages that differ add
+    transfer: float  # what transfers add that nothing hides
+    dispatch: float  # what waiting for the host adds
+    optimizer: float  # the rest of the step: splitting the batch before, summing tied gradients and the optimizer after
 
 
 class ForwardCauses(NamedTuple):
-    """Where a rank's idle time in forwards comes from: as ``Causes``, but for the optimizer.
-
-    Attributes:
-        other: splitting the batch before, putting outputs together after.
-    """
+    """Where a rank's idle time in forwards comes from: as ``Causes``, but for the optimizer."""
 
     fill_drain: float
     imbalance: float
     transfer: float
     dispatch: float
-    other: float
+    other: float  # splitting the batch before, putting outputs together after
 
 
 class RingCauses(NamedTuple):
-    """Where a rank's idle time in a generation comes from: as ``ForwardCauses``, transfers of tokens included.
-
-    Attributes:
-        token: what waiting for tokens adds, even with equal stages: too few groups.
-        other: what is not a pass.
-    """
+    """Where a rank's idle time in a generation comes from: as ``ForwardCauses``, transfers of tokens included."""
 
     fill_drain: float
-    token: float
+    token: float  # what waiting for tokens adds, even with equal stages: too few groups
     imbalance: float
     transfer: float
     dispatch: float
-    other: float
+    other: float  # what is not a pass
 
 
 class RingPass(NamedTuple):
-    """One pass of a generation through the stages.
-
-    Attributes:
-        group: the group that it is of.
-        turn: which pass of its group it is.
-        num_tokens: how many tokens it takes of each sequence.
-        num_made: how many tokens it makes that somebody wants.
-        is_prompt: whether it is a chunk of a prompt, run for one sequence alone.
-        awaits: the number of the pass whose token it takes; -1 if it takes none.
-    """
+    """One pass of a generation through the stages."""
 
     group: int
-    turn: int
-    num_tokens: int
-    num_made: int
-    is_prompt: bool
-    awaits: int
+    turn: int  # which pass of its group it is
+    num_tokens: int  # that it takes of each sequence
+    num_made: int  # tokens that it makes and somebody wants
+    is_prompt: bool  # whether it is a chunk of a prompt, run for one sequence alone
+    awaits: int  # the number of the pass whose token it takes; -1 if it takes none
 
 
 @dataclass(frozen=True)

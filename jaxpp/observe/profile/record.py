@@ -77,10 +77,9 @@ class Watch:
 
     A timer that blocks on every action destroys the overlap that it measures, and threads that wait beside the dispatching thread
     take Python's lock from it (with one thread for each device, a step of small stages took 2.3 times as long). So this observer of
-    the executor keeps one result of each instruction in a queue of its device (one queue for programs, one for arrivals, and one
-    for copies to host memory and one for copies back). After each instruction it looks whether the heads of the queues are there;
-    when the host has handed everything over, it goes on until the queues are empty. A stamp is late by one instruction's dispatch
-    at most (which on forced CPU devices may run a small program, or wait for a core), or by the pause between two looks.
+    the executor keeps one result of each instruction in a queue of its device and kind (programs, arrivals, copies to the host and
+    back), and looks after each instruction, and at the end until all are there, whether the heads of the queues are. A stamp is
+    late by one instruction's dispatch at most (which on forced CPU devices may run a small program), or by the pause between looks.
 
     Nothing is sent, copied or run for this. A program without a small result that stays alive returns one byte more
     (``compile_plan(watched=True)``), so that nothing large is held on to.
@@ -125,19 +124,12 @@ class Watch:
 
 
 class Work:
-    """What is run under the profiler.
-
-    Attributes:
-        engine: whose placement and programs it uses.
-        plan: what runs at each run, as one plan.
-        schedule: the order of its actions.
-        passes: of a generation, which passes these are.
-    """
+    """What is run under the profiler."""
 
     engine: Engine
-    plan: Plan
-    schedule: Schedule
-    passes: Sequence[RingPass] = ()
+    plan: Plan  # of everything that a run hands over
+    schedule: Schedule  # the order of its actions
+    passes: Sequence[RingPass] = ()  # of a generation
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
         """Hand everything over once; returns what to wait for."""
@@ -176,15 +168,7 @@ class Steps(Work):
 
 
 class Forwards(Work):
-    """The forwards of a batch, or of several like it that follow one another as in a stream.
-
-    Args:
-        engine: of the function.
-        leaves: the parameters, and the model state if there is one.
-        batch: of each.
-        key: of the first, from which those of several are folded.
-        num_batches: how many follow one another.
-    """
+    """The forwards of a batch, or of several like it that follow one another as in a stream, with keys folded from the first."""
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_batches: int):
         self.engine, self.batch, self.leaves = engine, batch, leaves._replace(opt=(), own_opt=(), loss_scale=())
@@ -236,11 +220,7 @@ def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = 
 
 
 def check_profile(clock: str | None, where: str = "pipe.profile", **counts: int) -> None:
-    """Refuse what cannot be profiled.
-
-    Raises:
-        ArgumentError: a count below 1, or an unknown clock.
-    """
+    """Refuse a count below 1, or an unknown clock."""
     for name, count in counts.items():
         if not is_count(count, least=1):
             raise ArgumentError(where, f"{name} is a whole number of at least 1", f"{name}={count!r}", "pass 3")
@@ -254,9 +234,6 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
 
     The numbers are those of the isolated clock where devices share what they compute with, unless a clock is given. Several
     processes tell each other what they saw of a training step, and all return the same profile.
-
-    Raises:
-        ArgumentError: somebody else is taking a trace.
     """
     engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
@@ -363,10 +340,7 @@ def _watched(
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
     """Plans one after another as one, which is looked at and cannot be run: every value has a slot of its own.
 
-    Args:
-        plans: in order.
-        firsts: the number that the first microbatch of each has.
-        awaits: for a plan whose last argument is the first result of an earlier plan, the number of that plan.
+    ``firsts`` are the numbers that the first microbatches have; ``awaits[k]`` is the plan whose first result plan k takes last.
     """
     lines: list[Instruction] = []
     made, size = dict[int, int](), 0

@@ -19,49 +19,28 @@ from jaxpp.types import Device
 
 
 class Span(NamedTuple):
-    """One instruction of a step in time, in seconds from the start of the step.
+    """One instruction of a step in time, in seconds from the start of the step."""
 
-    Attributes:
-        label: ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
-        action: the action that it runs, or whose result it sends or copies; None for the rest of a step.
-        rank: where it ran, or arrived.
-        sends: whether it is a transfer.
-        start: its beginning.
-        end: when its result was there.
-        begun: when the host began to hand it over.
-        handed: when the host went on.
-        process: the number of the process whose host that is.
-        copies: whether it copies residuals to host memory, or back.
-    """
-
-    label: str
-    action: Action | None
-    rank: int
-    sends: bool
+    label: str  # ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
+    action: Action | None  # that it runs, or whose result it sends or copies; None for the rest of a step
+    rank: int  # where it ran, or arrived
+    sends: bool  # whether it is a transfer
     start: float
-    end: float
-    begun: float
-    handed: float
-    process: int = 0
-    copies: bool = False
+    end: float  # when its result was there
+    begun: float  # when the host began to hand it over
+    handed: float  # when the host went on
+    process: int = 0  # whose host that is
+    copies: bool = False  # whether it copies residuals to host memory, or back
 
 
 class Stamp(NamedTuple):
-    """When something happened to an instruction, on the host's clock.
+    """When something happened to an instruction, on the host's clock."""
 
-    Attributes:
-        begun: when the host began to hand it over.
-        handed: when the host went on.
-        done: when the result was there.
-        asked: for a send between processes, when the host of the process that receives it had asked for it.
-        process: the number of the process whose host it was; the one that sends, of two.
-    """
-
-    begun: float
-    handed: float
-    done: float
-    asked: float = -math.inf
-    process: int = 0
+    begun: float  # when the host began to hand it over
+    handed: float  # when the host went on
+    done: float  # when the result was there
+    asked: float = -math.inf  # for a send between processes, when the host of the process that receives it had asked for it
+    process: int = 0  # whose host it was; the one that sends, of two
 
 
 def covered(spans: Iterable[Span]) -> float:

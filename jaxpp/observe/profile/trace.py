@@ -56,11 +56,7 @@ class Runs(NamedTuple):
 
 
 def read_runs(folder: Path) -> Runs:
-    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``.
-
-    Raises:
-        FileNotFoundError: there is no trace in it.
-    """
+    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``; FileNotFoundError if there is none."""
     with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
         warnings.simplefilter("ignore", DeprecationWarning)
         return _read(folder)
@@ -121,10 +117,7 @@ class TraceError(Exception):
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
     """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
 
-    Nothing else in the trace may have programs of these names.
-
-    Raises:
-        TraceError: the trace has other runs than the plan.
+    Nothing else in the trace may have programs of these names: other runs than those of the plan are a TraceError.
     """
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
