@@ -38,9 +38,6 @@ def to_perfetto(profile: Profile) -> str:
 
     Where residuals wait in host memory, a rank has a lane for their copies.
 
-    Args:
-        profile: of a step.
-
     Returns:
         JSON in the trace event format, in which times are microseconds. The bytes of each device are counters.
     """
@@ -67,11 +64,7 @@ def to_perfetto(profile: Profile) -> str:
 
 
 def to_json(profile: Profile) -> str:
-    """All numbers of a profile as JSON text, in seconds and bytes.
-
-    Args:
-        profile: of a step.
-    """
+    """All numbers of a profile as JSON text, in seconds and bytes."""
     schedule, ledger = profile.schedule, profile.ledger
     return json.dumps(
         {
@@ -95,11 +88,7 @@ def to_json(profile: Profile) -> str:
 
 
 def to_html(profile: Profile) -> str:
-    """The profile as a page of its own, for screens of any width: figure, causes of idle time, memory.
-
-    Args:
-        profile: of a step.
-    """
+    """The profile as a page of its own, for screens of any width: figure, causes of idle time, memory."""
     title = html.escape(profile.heading)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
     body = f"<main>{profile._repr_html_()}</main>"

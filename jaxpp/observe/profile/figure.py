@@ -1,11 +1,8 @@
 """Figures of a measured step: what really ran above what the virtual clock says of it, and the memory that it took.
 
-Everything that ran or lived at the same time stands at the same place from left to right, so the figure is read downwards: where
-the measured timeline idles and that of the virtual clock does not, the time went into what the clock does not know, such as the
-host.
-
-The memory of a device is an area in steps. What stays lies at the bottom, in greys; what comes and goes lies on it, in greens. The
-neighbours differ in lightness, so that they part for the colour-blind and in grey. All devices have one scale.
+Where the measured timeline idles and that of the virtual clock does not, the time went into what the clock does not know, such as
+the host. The memory of a device is an area in steps, all on one scale. What stays lies at the bottom, in greys; what comes and goes
+lies on it, in greens. Neighbours differ in lightness, so that they part for the colour-blind and in grey.
 """
 
 import statistics
@@ -41,9 +38,8 @@ class Curve(NamedTuple):
 def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
     """One curve for each device, in milliseconds; there is one span for each line of ``liveness``.
 
-    The results of a program are there from its start, and what nobody reads after it is freed at its end. What arrives is there
-    once the device has begun what it was given before. So a curve goes through the moments of ``liveness`` in their order, and has
-    the same peak.
+    The results of a program are there from its start, what nobody reads after it is freed at its end, and what arrives is there
+    once the device has begun what it was given before. So a curve has the moments of ``liveness`` in order, and the same peak.
     """
     return tuple(_curve(liveness, spans, device, by_rank) for device in liveness.devices)
 
@@ -68,10 +64,9 @@ def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, by_rank: S
 def profile_figure(
     heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int], width: float | None = None
 ) -> Figure:
-    """The timelines of a step, one below the other, and the bytes on each device during the first, if there are curves of them.
+    """The timelines of a step, one below the other, each with its end, and the bytes on each device, if there are curves of them.
 
-    To the right of a timeline stands its end; to the right of the memory, which goes on to the end of the step, the peak of each
-    device. ``width`` is in inches.
+    The memory goes on to the end of the step; beside it stands the peak of each device. ``width`` is in inches.
     """
     step = max([timelines[0].end, *(curve.times[-1] for curve in memory)])
     across = extents(timelines, [step] + [0] * (len(timelines) - 1))

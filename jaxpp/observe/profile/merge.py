@@ -1,9 +1,8 @@
 """What several processes saw of the same steps, put together on one clock.
 
-Every process sees its own lines: when its host handed them over, when its programs ran. All of them know the lines of the whole
-step in one order. So each tells the others what it saw, on the clock of process 0 (``clocks``), and all make the same steps of it:
-the stamps and runs of every line, as one process with all devices would have seen them. A send between processes is handed over by
-both sides: it begins no earlier than either, and is done when the receiver has it.
+All know the lines of the whole step in one order. So each tells the others what it saw of its own, on the clock of process 0, and
+all make the same steps of it: the stamps and runs of every line, as one process with all devices would have seen them. A send
+between processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
 import json

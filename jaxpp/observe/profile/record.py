@@ -24,15 +24,7 @@ from jaxpp.observe.memory.ledger import Ledger, homes_of, sample_step
 from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
 from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
-from jaxpp.observe.profile.spans import (
-    Span,
-    Stamp,
-    beginning,
-    durations_of,
-    isolated_spans,
-    traced_spans,
-    watched_spans,
-)
+from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
 from jaxpp.plan.builder import Name
 from jaxpp.plan.plan import Instruction, Plan
@@ -86,10 +78,8 @@ class Watch:
     """
 
     def __init__(self, plan: Plan):
-        self._lanes = {
-            (line.about.device, line.about.sends, line.about.copies): deque[tuple[int, Leaf]]() for line in plan.instructions
-        }
-        self._queues = tuple(self._lanes.values())
+        abouts = [line.about for line in plan.instructions]
+        self._lanes = {(about.device, about.sends, about.copies): deque[tuple[int, Leaf]]() for about in abouts}
         self._times: list[tuple[float, float]] = []
         self._done: dict[int, float] = {}
         self._went_on = time.perf_counter()
@@ -109,7 +99,7 @@ class Watch:
     def _look(self) -> bool:
         """Note which results are there; returns whether any are still to come."""
         left = False
-        for queue in self._queues:
+        for queue in self._lanes.values():
             while queue and queue[0][1].is_ready():
                 self._done[queue.popleft()[0]] = time.perf_counter()
             left = left or bool(queue)
@@ -175,7 +165,6 @@ class Forwards(Work):
         self.keys: list[Key | None] = [key] * num_batches
         if num_batches > 1 and key is not None:
             self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]
-
         self.plan = self._joined(engine.plan("forward", batch, self.keys[0])[0])
         name = "forward" if num_batches == 1 else f"stream of {num_batches} batches"
         self.schedule = schedule_of(self.plan, engine.options.schedule.stage_to_rank, name)
@@ -212,10 +201,8 @@ def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = 
         if isinstance(observer, Stamps):
             observer.begin()
         results = work.run(observer, watched=watched)
-        if isinstance(observer, Watch):
-            observer.stamps()  # it looks while the results arrive, not when all are there
-        jax.block_until_ready(results)
-    stamps = observer.stamps if isinstance(observer, Stamps) else () if observer is None else observer.stamps()
+        stamps = observer.stamps() if isinstance(observer, Watch) else () if observer is None else observer.stamps
+        jax.block_until_ready(results)  # not before a Watch has looked when each arrives
     return SeenStep(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
 
 
@@ -240,7 +227,7 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
         _run(work)
     processes = processes_of(engine.options.devices)
     company = _company(work) if len(processes) > 1 else None
-    seen = _seen(plan, work, num_steps)
+    seen = _seen(work, num_steps)
     if company is not None:
         plan, seen = company.plan, company.seen(seen)
     plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
@@ -271,7 +258,7 @@ def _company(work: Work) -> Company:
     return Company(work.engine, work.batch, work.key, align_clocks())
 
 
-def _seen(plan: Plan, work: Work, num_steps: int) -> Seen:
+def _seen(work: Work, num_steps: int) -> Seen:
     """Run the work as it is, as often under the profiler, and a few times so that each program runs alone."""
     plain = [_run(work)[0] for _ in range(num_steps)]
     observers = [Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
@@ -280,20 +267,19 @@ def _seen(plan: Plan, work: Work, num_steps: int) -> Seen:
             found = [_run(work, stamps) for stamps in observers]
         try:
             read = read_runs(Path(folder))
-            runs, missing = matched(plan, read, len(found)), ""
+            runs = matched(work.plan, read, len(found))
         except (TraceError, FileNotFoundError) as error:
             return Seen((*plain, *(step.timed() for step, _ in found)), str(error), 0.0)
-    offset, error = min((_offset(window, begun) for (_, window), begun in zip(found, read.steps, strict=True)), key=lambda o: o[1])
+    clocks = [  # the error and the seconds from the clock of the trace to that of the host, which knows between when a step began
+        ((window.end - window.start) / 2, (window.start + window.end) / 2 - begun)
+        for (_, window), begun in zip(found, read.steps, strict=True)
+    ]
+    error, offset = min(clocks)
     traced = [
         step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed()
         for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
     ]
-    return Seen((*plain, *traced), missing, error)
-
-
-def _offset(window: Run, begun: float) -> tuple[float, float]:
-    """Seconds from the clock of the trace to that of the host, and their error: the host knows between when and when it began."""
-    return (window.start + window.end) / 2 - begun, (window.end - window.start) / 2
+    return Seen((*plain, *traced), "", error)
 
 
 def _from_zero(step: SeenStep) -> list[Run | None]:
@@ -310,12 +296,8 @@ def _session(folder: str) -> Iterator[None]:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
-        raise ArgumentError(
-            "pipe.profile",
-            "it takes a trace with JAX's profiler, which takes one at a time",
-            str(error),
-            "end the other trace first: jax.profiler.stop_trace()",
-        ) from None
+        rule, fix = "it takes a trace with JAX's profiler, which takes one at a time", "jax.profiler.stop_trace()"
+        raise ArgumentError("pipe.profile", rule, str(error), f"end the other trace first: {fix}") from None
     try:
         yield
     finally:
@@ -362,8 +344,9 @@ def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int
             known = None if action is None else action._replace(microbatch=first + action.microbatch)
             label = line.label if action is None else line.label.replace(str(action), str(known))
             if line.about.sends and action is None and token is not None and token in reads and maker is not None:
-                stage = max(about.stage for _, _, _, _, _, about in plans[maker].instructions)
-                known, label = Action(stage, Kind.F, firsts[maker]), f"token of {Action(stage, Kind.F, firsts[maker])}"
+                stage = max(made_by.about.stage for made_by in plans[maker].instructions)
+                known = Action(stage, Kind.F, firsts[maker])
+                label = f"token of {known}"
             about = line.about._replace(action=known)
             lines.append(Instruction(label, line.call, reads, tuple(slots[slot] for slot in line.outputs), (), about))
         if plan.outputs:

@@ -1,7 +1,7 @@
 """The instructions of a step in time: as a trace has them, as watching saw them, and as they would be on devices of their own.
 
-The last is the virtual clock for instructions instead of actions: each device runs its programs in the order of the plan. Each
-program takes as long as when it ran alone, and begins when its operands are there. Neither the host nor the links are waited for.
+The last is the virtual clock for instructions instead of actions: each device runs its programs in the order of the plan, as soon
+as their operands are there. Neither the host nor the links are waited for.
 """
 
 import math
@@ -77,13 +77,13 @@ def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -
             return ready, ready + durations[number]
         rank = schedule.stage_to_rank[line.about.stage]
         start = max(ready, free[rank])
-        if line.about.copies is not None:
+        if line.about.copies is None:
+            end = free[rank] = start + durations[number]
+        else:
             link = rank, line.about.copies
             start = max(start, links[link])
-            links[link] = start + durations[number]
-            return start, links[link]
-        free[rank] = start + durations[number]
-        return start, free[rank]
+            end = links[link] = start + durations[number]
+        return start, end
 
     return _spans(plan, schedule, (), times_of)
 
@@ -140,11 +140,11 @@ def _spans(
     for number, line in enumerate(plan.instructions):
         start, end = times_of(number, line, max((there[slot] for slot in line.inputs), default=0.0))
         there.update((slot, end) for slot in line.outputs)
-        begun, handed = (at - zero for at in stamps[number][:2]) if stamps else (0.0, 0.0)
-        process = stamps[number].process if stamps else 0
+        begun, handed, _, _, process = stamps[number] if stamps else Stamp(zero, zero, zero)
         about, action = line.about, cast("Action | None", line.about.action)
         where = schedule.stage_to_rank[about.stage], about.sends
-        spans.append(Span(line.label, action, *where, start, end, begun, handed, process, about.copies is not None))
+        times = start, end, begun - zero, handed - zero
+        spans.append(Span(line.label, action, *where, *times, process, about.copies is not None))
     return tuple(spans)
 
 

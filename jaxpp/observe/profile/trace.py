@@ -6,9 +6,9 @@ different places on different backends:
 * CPU: each operation is an event of the thread that ran it, with the number of its run, its program and its device.
 * GPU, TPU: the plane of a device has a line "XLA Modules" with one event for each run.
 
-The name of a module is that of its program (``Program.name``) after ``jit_``. A plan hands the programs of a device over in a fixed
-order, and a compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction that runs
-the program there, step after step (``matched``). If the numbers do not match, that is an error.
+The name of a module is that of its program after ``jit_``. A plan hands the programs of a device over in a fixed order, and a
+compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction that runs the program
+there, step after step (``matched``).
 """
 
 import itertools
@@ -57,20 +57,20 @@ class Runs(NamedTuple):
 
 def read_runs(folder: Path) -> Runs:
     """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``; FileNotFoundError if there is none."""
-    with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return _read(folder)
-
-
-def _read(folder: Path) -> Runs:
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")
+    with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _runs_of(ProfileData.from_file(str(files[-1])))
+
+
+def _runs_of(data: ProfileData) -> Runs:
+    """The runs of a trace, whose planes and events live as long as it does."""
     events: defaultdict[ProgramKey, dict[int, Run]] = defaultdict(dict)
     unnamed: dict[_RunKey, Run] = {}
     named: dict[_RunKey, tuple[str, Hashable]] = {}
     steps: list[float] = []
-    data = ProfileData.from_file(str(files[-1]))  # its planes and events live as long as it does
     for plane in data.planes:
         device = _DEVICE_PLANE.match(plane.name)
         for line in plane.lines:
