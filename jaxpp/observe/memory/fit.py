@@ -2,10 +2,8 @@
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
 keeps its inputs only (recompute), which costs one more forward for each microbatch. What a device holds depends on its own stages
-alone. So each device that is too full is asked for itself which choices of its stages fit, by the forecast, exactly; and of the
-choices of all devices that are left, the one with the shortest step on the virtual clock is taken.
-
-Nothing is measured, and no stage changed, if the step fits as it is. If nothing fits, no parameter has been made yet.
+alone. So each device that is too full is asked for itself which choices of its stages fit, by the forecast; and of the choices of
+all devices that are left, that with the shortest step on the virtual clock is taken. Nothing is measured if the step fits as it is.
 """
 
 import dataclasses
@@ -21,7 +19,6 @@ from jaxpp.errors import FitError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
-from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
@@ -62,20 +59,15 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
         return Fit(engine)
     _check_params(engine, batch, key, room)
     search = _Search(engine, batch, key, waiting, room)
-    full = search.too_full()
+    full = [device for device, peak in search.peaks(search.asked).items() if peak > room]
     if not full:
         return Fit(engine)
-    if not _is_free(engine.options):
-        raise search.refusal(full, {})
+    options = engine.options
+    least = policies_of("least", options.schedule.num_stages, options.devices[0].platform)
+    if options.remat != least or options.offloaded or options.placement.num_shards != 1:
+        raise search.refusal(full, {})  # it is not left to jaxpp what stages keep, or a stage cannot be measured on one device
     best = search.best(full)
     return Fit(search.engine(best), search.remarks(best))
-
-
-def _is_free(options: Options) -> bool:
-    """Whether it is left to jaxpp what the stages keep: remat is the default, and each stage can be measured on one device."""
-    platform = options.devices[0].platform
-    least = policies_of("least", options.schedule.num_stages, platform)
-    return options.remat == least and not options.offloaded and options.placement.num_shards == 1
 
 
 def _check_params(engine: Engine, batch: Batch, key: Key | None, room: int) -> None:
@@ -105,15 +97,13 @@ class _Search:
     def engine(self, choice: _Choice) -> Engine:
         """The engine of a choice; stages that keep the least and are not recomputed share their programs."""
         if choice not in self.engines:
-            first, options = self.first, self.first.options
-            offload = _offload(choice)
+            first, offload = self.first, _offload(choice)
             if "recompute" not in choice:
                 engine = first.with_schedule(self.schedule, offload)
             else:
-                remat = tuple(
-                    RECOMPUTE if way == "recompute" else kept for way, kept in zip(choice, options.remat or (), strict=True)
-                )
-                options = dataclasses.replace(options, remat=remat, offload=offload)
+                pairs = zip(choice, first.options.remat or (), strict=True)
+                remat = tuple(RECOMPUTE if way == "recompute" else kept for way, kept in pairs)
+                options = dataclasses.replace(first.options, remat=remat, offload=offload)
                 engine = open_engine(options, first.optimizer, first.layout.given, self.batch, self.key, like=first.layout)
                 engine = dataclasses.replace(engine, programs=first.programs)
             self.engines[choice] = engine
@@ -133,10 +123,6 @@ class _Search:
         """The bytes of each device at its peak."""
         devices = dict.fromkeys(place.shown for place in self.first.placement.by_rank)
         return dict(zip(devices, self.evaluator.peaks(choice), strict=True))
-
-    def too_full(self) -> list[Device]:
-        """The devices that have too little room if all stages keep the least."""
-        return [device for device, peak in self.peaks(self.asked).items() if peak > self.room]
 
     def best(self, full: Sequence[Device]) -> _Choice:
         """The cheapest choice that fits, or a FitError; ``full`` are the devices that have too little room for the least."""

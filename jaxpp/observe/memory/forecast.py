@@ -1,12 +1,12 @@
 """Memory before the first step: what each device will hold when it holds most, from shapes alone; and what to change if need be.
 
-The step, or the forwards of a batch, are lowered and compiled, not run. ``liveness`` says which arrays are alive at each moment,
-and the compiler what each program needs besides. The highest sum of both is a device's peak.
+The step, or the forwards of a batch, are lowered and compiled, not run. A device's peak is the highest sum of the arrays that are
+alive (``liveness``) and what the program that runs needs besides, as its compiler says.
 
 If that is more than the devices have, other schedules, microbatches, stages and remat are tried on paper. Each change is lowered,
 and its arrays are counted. Temporaries are estimated in proportion to the microbatch and the stage, and the time of a step with
-stages that all take the same. Only if no change fits by these estimates, but some nearly do, are these compiled. Forwards keep
-nothing, and their results do not depend on how many examples are run at once, so smaller batches are tried there.
+stages that all take the same. Only changes that nearly fit, where none does, are compiled. Forwards keep nothing, and their results
+do not depend on how many examples are run at once, so smaller batches are tried there.
 """
 
 import contextlib
@@ -133,9 +133,8 @@ class Forecast:
         rows = [["stage", "device", *(MEMORY_KINDS[k] for k in shown), "temporaries", "sum", "at"]]
         for row in self.stages:
             sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
-            rows.append(
-                [str(row.stage), str(row.device), *sizes, _size(row.temporaries), _size(row.num_bytes), self.moments[row.device]]
-            )
+            sizes += [_size(row.temporaries), _size(row.num_bytes)]
+            rows.append([str(row.stage), str(row.device), *sizes, self.moments[row.device]])
         return rows
 
     def _remarks(self) -> list[str]:
@@ -148,10 +147,8 @@ class Forecast:
             beside = ", ".join(f"{_size(size)} beside {device}" for device, size in self.hosted.items() if size)
             lines.append(f"in host memory, at most: residuals of {beside}")
         if self.liveness.unknown:
-            where = ", ".join(map(str, self.liveness.unknown))
-            lines.append(
-                f"temporaries of {where} are not known here and not counted: this process has fewer devices than a rank there"
-            )
+            where, few = ", ".join(map(str, self.liveness.unknown)), "this process has fewer devices than a rank there"
+            lines.append(f"temporaries of {where} are not known here and not counted: {few}")
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
@@ -385,14 +382,12 @@ def reported_room(devices: Sequence[Device]) -> int | None:
 
 def optimizer_lives(engine: Engine, end: int) -> list[Life]:
     """The optimizer's state (and the loss scale), which stays where it is while forwards run, up to a moment."""
-    placed = engine.placed
-    names = [*placed.names.all_opt, *placed.names.loss_scale]
-    shapes = [*placed.shapes.all_opt, *placed.shapes.loss_scale]
-    places = [engine.placement[name.stage] for name in names]
-    return [
-        Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end)
-        for name, aval, place in zip(names, shapes, places, strict=True)
-    ]
+    names, shapes = ([*leaves.all_opt, *leaves.loss_scale] for leaves in (engine.placed.names, engine.placed.shapes))
+    lives = []
+    for name, aval in zip(names, shapes, strict=True):
+        place = engine.placement[name.stage]
+        lives.append(Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end))
+    return lives
 
 
 def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int) -> StageMemory:

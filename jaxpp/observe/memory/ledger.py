@@ -1,11 +1,9 @@
 """What is really alive on each device during a step, beside what the shapes say (``liveness``).
 
-At the beginning of a step, at the moment at which each device holds most, and at the end, every array that JAX knows of
-(``jax.live_arrays``) is looked up; a buffer that two arrays share counts once. The arrays of the step are told apart by kind. All
-others belong to the caller, to other plans, or to other code of the process.
-
-What compiled programs need while they run is no array; the compiler says how much that is. Where a backend counts for itself
-(``device.memory_stats()``, on GPUs), its number is shown beside. It includes all of these, padding, and the programs themselves.
+At the beginning of a step, when each device holds most, and at the end, every array that JAX knows of is looked up; a buffer that
+two arrays share counts once. The arrays of the step are told apart by kind. All others belong to the caller, to other plans, or to
+other code. What programs need while they run is no array; the compiler says how much that is. Where a backend counts for itself
+(``device.memory_stats()``, on GPUs), its number is shown beside: it includes all of these, padding, and the programs themselves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

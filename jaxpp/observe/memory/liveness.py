@@ -1,13 +1,9 @@
 """What is alive on each device while a step runs, from its lines and the shapes of its values; nothing runs.
 
-Every value of a step has a name, a size, a line that makes it and a line after which it is freed. So the bytes that a device holds
-at any moment are a sum over values, which is known before the first step (``forecast``), and can be compared with what is really
-alive (``ledger``).
-
-Moment 0 is the beginning of the step. At moment k + 1 line k has been handed over and nothing has been freed after it. The last
-moment is the end of the step. Residuals that wait in host memory are not on the device; what they take there is told apart
-(``hosted``). Devices run their programs in the order in which they are handed over, so these are also the moments
-of the device.
+Every value of a step has a size, a line that makes it and a line after which it is freed. So the bytes that a device holds at any
+moment are a sum over values, known before the first step. Moment 0 is the beginning of the step. At moment k + 1 line k has been
+handed over and nothing has been freed after it. The last moment is the end. Devices run their programs in the order in which they
+are handed over, so these are also the moments of the device.
 
 What a compiled program needs besides is known to the process that compiles it (``temporaries``). For the ranks of other processes,
 and for a step that was not compiled because its programs were, for another order, see ``liveness_of_all``.
@@ -31,7 +27,7 @@ from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.channel import texts_of_all
-from jaxpp.schedule.action import Kind
+from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
 from jaxpp.types import Batch, Device, Tree
@@ -130,11 +126,7 @@ class Liveness:
 
     def most_hosted(self, device: Device) -> int:
         """The most bytes of residuals that wait at once in host memory beside a device."""
-        changes = np.zeros(len(self.lines) + 3, np.int64)
-        for life in self.hosted:
-            changes[life.begins] += life.num_bytes * (life.device == device)
-            changes[life.ends + 1] -= life.num_bytes * (life.device == device)
-        return int(np.cumsum(changes).max())
+        return dataclasses.replace(self, lives=self.hosted, temporaries=()).most(device)
 
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
@@ -213,9 +205,9 @@ def line_liveness(
     programs: Programs | None = None,
 ) -> Liveness:
     """What is alive while lines run, given the bytes of their arguments; with the temporaries of ``programs``, if compiled."""
-    first, last = _forwards(bound), bound.last_uses
     end, sizes = len(bound.lines) + 1, dict(given)
-    places = bound.placement.places
+    places, last = bound.placement.places, bound.last_uses
+    actions = {line.action: number + 1 for number, line in enumerate(bound.lines) if line.program is not None}
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, outputs)], end)
     donated: set[Name] = set()
@@ -244,7 +236,8 @@ def line_liveness(
         if name.ref.role == Role.OFFLOADED:
             hosted.append(life)
             continue
-        lives += _split(life, first.get((name.stage, name.microbatch), end), bound.lines[min(last.get(name, 0), end - 2)])
+        forward = actions.get(Action(name.stage, Kind.F, name.microbatch), end)
+        lives += _split(life, forward, bound.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(place.shown for place in bound.placement.by_rank if _is_told(bound, place)))
     extra = () if programs is None else temporaries(bound, programs)
     return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra, hosted=tuple(hosted))
@@ -258,14 +251,11 @@ def _is_told(bound: Bound, place: Place) -> bool:
 def _result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
     """Bytes of what a program makes, on each device."""
     program, place, _ = job
-    results = program.results
-    if program.spans:  # as one replica has them
-        results = [
-            jax.ShapeDtypeStruct(aval.shape[len(place.leading(ref)) :], aval.dtype)
-            for ref, aval in zip(program.outputs, results, strict=True)
-        ]
-    triples = zip(program.outputs, results, line.outputs, strict=True)
-    return [place.num_bytes(ref, aval, bound.chosen.get(name)) for ref, aval, name in triples]
+    sizes = []
+    for ref, aval, name in zip(program.outputs, program.results, line.outputs, strict=True):
+        shape = aval.shape[len(place.leading(ref)) :] if program.spans else aval.shape  # as one replica has it
+        sizes.append(place.num_bytes(ref, jax.ShapeDtypeStruct(shape, aval.dtype), bound.chosen.get(name)))
+    return sizes
 
 
 def memory_kind(name: Name) -> str:
@@ -286,33 +276,24 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
 def _argument_bytes(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
     job, placed = lowered.step, engine.placed
-    key = [] if job.key is None else [job.key]
+    given = [*job.batch, *([] if job.key is None else [job.key])]
     avals = dict(zip(placed.names.flat(), placed.shapes.flat(), strict=True))
-    avals |= zip((name for name in lowered.inputs if name.stage == CALLER), [*job.batch, *key], strict=True)
-    places = {name: None if name.stage == CALLER else engine.placement[name.stage] for name in lowered.inputs}
-    return {
-        name: count_bytes(avals[name]) if place is None else place.num_bytes(name.ref, avals[name])
-        for name, place in places.items()
-    }
+    avals |= zip((name for name in lowered.inputs if name.stage == CALLER), given, strict=True)
+    sizes: dict[Name, int] = {}
+    for name in lowered.inputs:
+        own = name.stage == CALLER
+        sizes[name] = count_bytes(avals[name]) if own else engine.placement[name.stage].num_bytes(name.ref, avals[name])
+    return sizes
 
 
 def _constants(bound: Bound) -> list[Life]:
     """The arrays that a plan holds from one step to the next; an array that stands for several values counts once."""
-    first_names = {constant: name for name, constant in reversed(list(bound.constants.items()))}
-    places = {name: bound.placement[name.stage] for name in first_names.values()}
-    return [
-        Life(name, places[name].shown, places[name].num_bytes(name.ref, constant.aval), memory_kind(name), 0, len(bound.lines) + 1)
-        for constant, name in first_names.items()
-    ]
-
-
-def _forwards(bound: Bound) -> dict[tuple[int, int], int]:
-    """The moment of each forward, by stage and microbatch."""
-    return {
-        (line.action.stage, line.action.microbatch): number + 1
-        for number, line in enumerate(bound.lines)
-        if line.program is not None and line.action is not None and line.action.kind == Kind.F
-    }
+    first_names, lives = {constant: name for name, constant in reversed(list(bound.constants.items()))}, list[Life]()
+    for constant, name in first_names.items():
+        place = bound.placement[name.stage]
+        size = place.num_bytes(name.ref, constant.aval)
+        lives.append(Life(name, place.shown, size, memory_kind(name), 0, len(bound.lines) + 1))
+    return lives
 
 
 def _split(life: Life, forward: int, reader: BoundLine) -> list[Life]:

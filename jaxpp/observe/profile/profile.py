@@ -293,14 +293,7 @@ class Profile(Drawn):
         return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank, width)
 
     def pebble_figure(self, width: float | None = None) -> Figure:
-        """The pebble graph of the step as it was traced, above that of each program alone.
-
-        Args:
-            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
-        """
+        """The pebble graph of the step as it was traced, above that of each program alone; ``width`` is as for ``figure``."""
         return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank, width)
 
     def _timelines(self) -> list[Timeline]:

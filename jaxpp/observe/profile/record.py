@@ -5,41 +5,192 @@ Then some steps run in which the host waits for each instruction before it hands
 takes the time that it would take on a device of its own.
 
 Where the trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began.
+
+Several processes (``Company``) know the lines of the whole step in one order. Each tells the others what it saw of its own, on the
+clock of process 0, and all make the same steps of it, as one process with all devices would have seen them. A send between
+processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
 import contextlib
+import json
+import math
 import statistics
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.memory.ledger import Ledger, homes_of, sample_step
+from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
 from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
-from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
-from jaxpp.plan.builder import Name
-from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.execute import Observer
-from jaxpp.runtime.processes.channel import align_clocks
+from jaxpp.runtime.place import Place, devices_of
+from jaxpp.runtime.processes.channel import Alignment, align_clocks, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
-from jaxpp.types import Array, Batch, Key, Leaf, Tree
+from jaxpp.stages.program import Role
+from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
 _ALONE = 3  # steps in which each program runs alone
 _SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a step: looking takes time from small machines
+
+
+class SeenStep(NamedTuple):
+    """One step as it was seen, in seconds on a clock of the host."""
+
+    begun: float  # when the host began
+    ended: float  # when all results were there
+    stamps: tuple[Stamp, ...] = ()  # of each line; empty if nobody looked
+    runs: tuple[Run | None, ...] = ()  # of each line the run of its program; None for a send, and empty without a trace
+    seconds: tuple[float, ...] = ()  # how long each line took, if each waited for the one before
+
+    def timed(self) -> "SeenStep":
+        """With the seconds of each line: of a program by the trace, of the rest, such as sends, by the host's clock."""
+        pairs = zip(self.stamps, self.runs or [None] * len(self.stamps), strict=True)
+        return self._replace(seconds=tuple(_seconds(stamp) if run is None else run.end - run.start for stamp, run in pairs))
+
+
+def _seconds(stamp: Stamp) -> float:
+    """From when the host (of two, the last) went on to when the result was there."""
+    return max(0.0, stamp.done - max(stamp.handed, stamp.asked))
+
+
+class Seen(NamedTuple):
+    """Steps as they were seen, in the order in which they ran."""
+
+    steps: tuple[SeenStep, ...]
+    missing: str  # what the trace lacks; or empty
+    error: float  # seconds by which times may be wrong beside each other: of the trace and the host, or of different processes
+
+
+class Company:
+    """The processes of a pipeline, which put together what they saw on process 0's clock; all make the same calls."""
+
+    def __init__(self, engine: Engine, batch: Batch, key: Key | None, clock: Alignment):
+        own, whole = engine.plan("update", batch, key)[1].bound, engine.lower("update", batch, key)
+        # Where the lines of this process are among all; a process that has no devices of the pipeline has those that cross.
+        self._numbers = range(len(own.lines)) if own.numbers is None else own.numbers
+        self._bound, self._placement, self._clock = whole.bound, engine.placement, clock
+        read = [name for line in self._bound.lines for name in (*line.inputs, *line.outputs)]
+        self._names = list(dict.fromkeys([*whole.inputs, *self._bound.constants, *read]))
+        self.plan = _plan_of(self._bound)
+        told = [json.loads(text) for text in texts_of_all(json.dumps(list(self._numbers)))]
+        self._places = [{number: k for k, number in enumerate(numbers)} for numbers in told]
+
+    def seen(self, mine: Seen) -> Seen:
+        """What all processes saw, of all lines."""
+        shift = self._clock.offset
+        steps = [
+            {
+                "at": [step.begun + shift, step.ended + shift],
+                "stamps": [[time + shift for time in stamp[:3]] for stamp in step.stamps],
+                "runs": [run and [time + shift for time in run] for run in step.runs],
+                "seconds": step.seconds,
+            }
+            for step in mine.steps
+        ]
+        error = mine.error + self._clock.error
+        texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": error}))
+        told: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        missing = [f"process {k}: {each['missing']}" for k, each in enumerate(told) if each["missing"]]
+        found = [self._step([each["steps"][k] for each in told]) for k in range(len(mine.steps))]
+        return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
+
+    def _step(self, told: Sequence[Mapping[str, Any]]) -> SeenStep:
+        """A step of which each process tells."""
+        begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
+        stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
+        for number, line in enumerate(self._bound.lines if told[0]["stamps"] else ()):
+            givers, owners = self._of(number, line)
+            seen = {k: told[k]["stamps"][self._places[k][number]] for k in {*givers, *owners}}
+            first = min(givers or owners, key=lambda k, seen=seen: seen[k])
+            asked, done = (max(seen[k][at] for k in owners) for at in (1, 2))
+            begins, handed, _ = seen[first]
+            stamps.append(Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first))
+            mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
+            there = [run for run in mine if run is not None]
+            runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
+            seconds.append(_seconds(stamps[-1]) if givers else max(took, default=0.0))
+        return SeenStep(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
+
+    def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
+        """The processes that give what a line sends between processes, and those that run it or receive it."""
+
+        def having(place: Place) -> list[int]:
+            return [process for process in processes_of(place.devices) if number in self._places[process]]
+
+        owners = having(line.place) or [k for k, numbers in enumerate(self._places) if number in numbers]
+        if not line.is_send or line.inputs[0].stage == CALLER:
+            return [], owners
+        givers = having(self._placement[line.inputs[0].stage])
+        return ([], owners) if set(givers) == set(owners) else (givers, owners)  # if they are the same, each sends to itself
+
+    def ledger(self, mine: Ledger) -> Ledger:
+        """What all processes found on their devices; a rank that spans processes is told of by the first of them."""
+        devices = tuple(dict.fromkeys(self._placement.ranks_shown))
+        places, known = ({each: k for k, each in enumerate(group)} for group in (devices, self._names))
+        end, me = len(self._bound.lines) + 1, jax.process_index()
+        moments = [0, *(number + 1 for number in self._numbers), end, end + 1]
+        told = {device for device in mine.liveness.devices if processes_of(devices_of(device))[0] == me}
+        said = {
+            "lives": [  # a value stays until what comes next in its own process
+                [known[name], places[device], num_bytes, kind, moments[begins], moments[ends + 1] - 1, donated]
+                for name, device, num_bytes, kind, begins, ends, donated in (*mine.liveness.lives, *mine.liveness.hosted)
+                if device in told
+            ],
+            "temporaries": mine.liveness.temporaries,
+            "samples": [
+                [sample.when, moments[sample.moment], places[sample.device], *sample[3:]]
+                for sample in mine.samples
+                if sample.device in told
+            ],
+            "stats": [[places[device], dict(found)] for device, found in mine.stats.items() if device in told],
+        }
+        lives, samples, stats, extra = list[Life](), list[Sample](), dict[Device, Mapping[str, int]](), [0] * len(self._bound.lines)
+        for process, text in enumerate(texts_of_all(json.dumps(said, default=int))):
+            each = json.loads(text)
+            for name, device, *rest in each["lives"]:
+                lives.append(Life(self._names[name], devices[device], *rest))
+            for when, moment, device, kinds, *rest in each["samples"]:
+                samples.append(Sample(when, moment, devices[device], tuple(kinds), *rest))
+            stats |= {devices[device]: found for device, found in each["stats"]}
+            for number, k in self._places[process].items():
+                extra[number] = max(extra[number], each["temporaries"][k])
+        hosted = tuple(life for life in lives if life.name.ref.role == Role.OFFLOADED)
+        lives = [life for life in lives if life.name.ref.role != Role.OFFLOADED]
+        liveness = Liveness(devices, self._bound.lines, tuple(lives), tuple(extra), hosted=hosted)
+        return Ledger(liveness, tuple(samples), stats)
+
+
+def _plan_of(bound: Bound) -> Plan:
+    """The lines of all processes as a plan, of which nothing can be run; each value has a slot of its own."""
+    slots: dict[Name, int] = {}
+    lines = []
+    for line in bound.lines:
+        reads, writes = (tuple(slots.setdefault(name, len(slots)) for name in names) for names in (line.inputs, line.outputs))
+        call, name = (_elsewhere, "") if line.program is None else (line.program.function, line.program.name)
+        about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies)
+        lines.append(Instruction(line.label, call, reads, writes, (), about))
+    return Plan(tuple(lines), len(slots), (), (), (), len(lines))
+
+
+def _elsewhere(*_: Array) -> Sequence[Array]:
+    raise AssertionError("a plan that is only looked at is not run")
 
 
 class Stamps:
@@ -225,8 +376,12 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
         _run(work)
-    processes = processes_of(engine.options.devices)
-    company = _company(work) if len(processes) > 1 else None
+    processes, company = processes_of(engine.options.devices), None
+    if len(processes) > 1:
+        if not isinstance(work, Steps):
+            rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
+            raise ArgumentError("profile", rule, "devices of several processes", fix)
+        company = Company(engine, work.batch, work.key, align_clocks())
     seen = _seen(work, num_steps)
     if company is not None:
         plan, seen = company.plan, company.seen(seen)
@@ -248,14 +403,6 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     error = 0.0 if company is None else seen.error
     made = {"missing": seen.missing, "num_processes": len(processes), "clock_error": error, "passes": tuple(work.passes)}
     return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, offloaded=engine.options.offloaded, **made)
-
-
-def _company(work: Work) -> Company:
-    """The processes that run a training step together."""
-    if not isinstance(work, Steps):
-        rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
-        raise ArgumentError("profile", rule, "devices of several processes", fix)
-    return Company(work.engine, work.batch, work.key, align_clocks())
 
 
 def _seen(work: Work, num_steps: int) -> Seen:
