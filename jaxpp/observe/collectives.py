@@ -56,7 +56,6 @@ _IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[
 _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
-_WITHOUT_BITS = ("token", "opaque")
 _HOST_MEMORY = "S(5)"
 _PACKED = re.compile(r"E\((\d+)\)")
 
@@ -163,14 +162,13 @@ class Collectives:
     def to_json(self) -> str:
         """All numbers as JSON text, in bytes."""
         rows = [{"program": program, "runs": runs} | asdict(collective) for program, runs, collective in self.rows]
-        sums = [
-            {"axes": axes, "kind": kind, "count": self.count(kind, axes), "num_bytes": self.num_bytes(kind, axes)}
-            for axes, kind in self._sums()
-        ]
+        sums = [dict(zip(("axes", "kind", "count", "num_bytes"), row, strict=True)) for row in self._sums()]
         return json.dumps({"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes})
 
-    def _sums(self) -> list[tuple[tuple[str, ...], str]]:
-        return sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
+    def _sums(self) -> list[tuple[tuple[str, ...], str, int, int]]:
+        """The axes and kinds of collectives, with how many run and their bytes."""
+        pairs = sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
+        return [(axes, kind, self.count(kind, axes), self.num_bytes(kind, axes)) for axes, kind in pairs]
 
     def _tables(self) -> tuple[list[list[str]], list[list[str]]]:
         merged: Counter[tuple[str, str, str, int, bool, bool]] = Counter()
@@ -181,8 +179,7 @@ class Collectives:
             size, often = bytes_in_words(num_bytes) + " (host)" * on_host, f"{times:,}" + "?" * (not exact)
             rows.append([program, kind, axes, size, often, bytes_in_words(times * num_bytes)])
         sums = [["axes", "kind", "times", "total"]]
-        for axes, kind in self._sums():
-            sums.append([", ".join(axes), kind, f"{self.count(kind, axes):,}", bytes_in_words(self.num_bytes(kind, axes))])
+        sums += [[", ".join(axes), kind, f"{count:,}", bytes_in_words(total)] for axes, kind, count, total in self._sums()]
         return rows, sums
 
     def remarks(self) -> list[str]:
@@ -386,10 +383,9 @@ def _calls(opcode: str, bare: str, attributes: str) -> Iterator[_Call]:
 
 def _bits(kind: str, layout: str) -> int:
     """Bits of an element: types of less than a byte take one, unless their layout packs them."""
-    if kind in _WITHOUT_BITS:
+    digits, packed = re.search(r"\d+", kind), _PACKED.search(layout)
+    if kind in ("token", "opaque"):
         return 0
-    digits = re.search(r"\d+", kind)
-    packed = _PACKED.search(layout)
     return int(packed[1]) if packed else max(8, int(digits[0])) if digits else 8
 
 

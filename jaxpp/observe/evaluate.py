@@ -1,16 +1,14 @@
 """What a step of a candidate costs: its seconds by the clock, and the bytes that each device holds at its peak.
 
-``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` look at different candidates, and ask the same two
-questions (``Evaluator``). Seconds follow from what the programs take, which was measured or is assumed (``StepCosts``). Bytes are
-counted from the lines of the step (``memory/liveness.py``).
+``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` ask these two questions of their candidates. Seconds
+follow from what the programs take, which was measured or is assumed. Bytes are counted from the lines of the step.
 
 A step begins with the call and ends when all its results are there::
 
     call | before | the clock of the schedule: actions, transfers, copies to the host and back | after: sums, update |
 
-The process hands over the actions one after the other, in the order of ``Schedule.order``, and the copies where they stand between
-the actions. An action starts when its rank is free, its inputs have arrived, and it has been handed over. Many small stages are
-limited by the handing over, few large ones by the bubble.
+The process hands over the actions one after the other, and the copies where they stand between the actions. An action starts when
+its rank is free, its inputs have arrived, and it has been handed over. Handing over limits many small stages, the bubble few large.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan, replay
+from jaxpp.schedule.clock import Number, Timing, handed_over, makespan, replay
 from jaxpp.schedule.offload import offloads
 
 _Candidate = TypeVar("_Candidate", bound=Hashable)
@@ -131,7 +129,8 @@ def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | N
     work = [0.0] * schedule.num_ranks
     for rank, own in zip(schedule.stage_to_rank, costs.after, strict=False):
         work[rank] += own
-    begins = [max(*ends[-1:], handed + costs.after_dispatch, 0.0) for ends in _replayed(schedule, timing).ends]
+    times = replay(schedule.rows, schedule.stage_to_rank, timing)
+    begins = [max(*ends[-1:], handed + costs.after_dispatch, 0.0) for ends in times.ends]
     return _shared_end(begins, work, costs.capacity)
 
 
@@ -145,7 +144,7 @@ def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = 
     sent = still._replace(offloaded=(), copies=())
     rising = [max(sum(full.durations[action] for action in row) for row in schedule.rows)]
     for timing in (bare, shared, sent, still, full._replace(dispatched=late)):
-        rising.append(max(rising[-1], makespan(_replayed(schedule, timing))))
+        rising.append(max(rising[-1], makespan(replay(schedule.rows, schedule.stage_to_rank, timing))))
     step = max(rising[-1], step_seconds(schedule, costs, offload, processes))
     return Parts(*(float(b - a) for a, b in itertools.pairwise((0.0, *rising, step))))
 
@@ -168,10 +167,6 @@ def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None],
     handed = handed_over(schedule.order, handing, dispatchers, moved, costs.offload_dispatch)
     dispatched = {action: costs.before + time for action, time in handed.items()}
     return Timing(durations, hops, dispatched, offloaded=moved, copies=costs.offload, capacity=costs.capacity)
-
-
-def _replayed(schedule: Schedule, timing: Timing) -> Times:
-    return replay(schedule.rows, schedule.stage_to_rank, timing)
 
 
 def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import numbers
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, liveness_of_all, memory_kind, step_liveness
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, lasting_lives, liveness_of_all, step_liveness
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.place import Placement
@@ -158,12 +158,9 @@ class Forecast:
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
         lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})")
-        lines += [
-            f"{change.what}: that time is without the copies to the host and back, of {_size(change.moved)} for each microbatch of "
-            "a stage; they delay nothing if each is shorter than an action"
-            for change in self.changes[:_MOST]
-            if change.moved
-        ]
+        for change in (change for change in self.changes[:_MOST] if change.moved):
+            copies = f"the copies to the host and back, of {_size(change.moved)} for each microbatch of a stage"
+            lines.append(f"{change.what}: that time is without {copies}; they delay nothing if each is shorter than an action")
         if not self.changes:
             lines.append(f"nothing that was looked at fits ({self.tried}): use more devices")
         return lines
@@ -238,7 +235,10 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         _, _, new, smaller = trials[what]
         other = engines[what] = _engine_of(engine, new, smaller, key)
         liveness = step_liveness(other, other.lower(purpose, smaller, key))
-        moved[what] = _moved(liveness)
+        copied = Counter[tuple[int, int]]()
+        for life in liveness.hosted:
+            copied[life.name.stage, life.name.microbatch] += life.num_bytes
+        moved[what] = max(copied.values(), default=0)
         share = options.schedule.num_microbatches / new.schedule.num_microbatches
         share *= options.schedule.num_stages / new.schedule.num_stages
         share *= check_batch(smaller, 1, shared=options.shared) / check_batch(batch, 1, shared=options.shared)
@@ -284,17 +284,10 @@ def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
     return step_seconds(schedule, costs.recomputed(again) if again else costs) / (schedule.num_stages * schedule.num_microbatches)
 
 
-def _moved(liveness: Liveness) -> int:
-    """The bytes that a stage copies to host memory for a microbatch, at most."""
-    moved: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for life in liveness.hosted:
-        moved[life.name.stage, life.name.microbatch] += life.num_bytes
-    return max(moved.values(), default=0)
-
-
 def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     """Changes of a training step."""
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
+
     ways = partial(_remat, platform=now.devices[0].platform)
     for other in SCHEDULES:
         for options in _scheduled(now, other, stages, microbatches):
@@ -349,7 +342,6 @@ def _stages(now: Options, count: int) -> str:
 
 
 def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
-    """The options that ``remat=`` of all stages stands for."""
     return {"remat": policies_of(way, stages, platform), "offload": offload_of(way, stages)}
 
 
@@ -363,10 +355,15 @@ def _scheduled(now: Options, name: str, stages: int, microbatches: int, **more: 
 def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> Forecast:
     """What each stage holds when its device holds most, of what is alive; ``room`` is the bytes that each device has, if known."""
     peaks = {device: liveness.peak(device) for device in liveness.devices}
-    devices = [place.shown for place in placement.places]
-    stages = tuple(_stage_memory(liveness, stage, device, peaks[device]) for stage, device in enumerate(devices))
+    stages: list[StageMemory] = []
+    for stage, device in enumerate(place.shown for place in placement.places):
+        alive = [life for life in liveness.alive(device, peaks[device]) if life.name.stage == stage]
+        kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
+        held = {life.name.microbatch for life in alive if life.kind == "residuals"}
+        runs = liveness.lines[peaks[device] - 1].stage == stage
+        stages.append(StageMemory(stage, device, kinds, len(held), liveness.temporary(device, peaks[device]) * runs))
     moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}
-    return Forecast(liveness, stages, moments, room)
+    return Forecast(liveness, tuple(stages), moments, room)
 
 
 def room_of(engine: Engine, room: int | None) -> int | None:
@@ -382,20 +379,9 @@ def reported_room(devices: Sequence[Device]) -> int | None:
 
 def optimizer_lives(engine: Engine, end: int) -> list[Life]:
     """The optimizer's state (and the loss scale), which stays where it is while forwards run, up to a moment."""
-    names, shapes = ([*leaves.all_opt, *leaves.loss_scale] for leaves in (engine.placed.names, engine.placed.shapes))
-    lives = []
-    for name, aval in zip(names, shapes, strict=True):
-        place = engine.placement[name.stage]
-        lives.append(Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end))
-    return lives
-
-
-def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int) -> StageMemory:
-    alive = [life for life in liveness.alive(device, moment) if life.name.stage == stage]
-    kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
-    held = {life.name.microbatch for life in alive if life.kind == "residuals"}
-    runs = liveness.lines[moment - 1].stage == stage
-    return StageMemory(stage, device, kinds, len(held), liveness.temporary(device, moment) * runs)
+    names, shapes = engine.placed.names, engine.placed.shapes
+    pairs = zip([*names.all_opt, *names.loss_scale], [*shapes.all_opt, *shapes.loss_scale], strict=True)
+    return lasting_lives(pairs, engine.placement, end)
 
 
 def parse_bytes(size: float | str) -> int:

@@ -67,14 +67,11 @@ class Ledger:
         """The sample of each device at its peak: most arrays and temporaries together."""
         return {sample.device: sample for sample in self.samples if sample.when not in ("begins", "ends")}
 
-    @property
-    def _noun(self) -> str:
-        actions = [line.action for line in self.liveness.lines if line.action is not None]
-        return "run" if actions and all(action.kind == Kind.F for action in actions) else "step"
-
     def _cells(self) -> list[list[str]]:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(sample.kinds[k] for sample in self.samples)]
-        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {self._noun}'s", "temporaries", "other arrays"]]
+        kinds = {line.action.kind for line in self.liveness.lines if line.action is not None}
+        noun = "run" if kinds == {Kind.F} else "step"
+        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {noun}'s", "temporaries", "other arrays"]]
         for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
             rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
@@ -94,12 +91,11 @@ class Ledger:
             sample, used = self.peaks[device], stats.get("peak_bytes_in_use", 0)
             rest = used - sample.total - sample.temporaries
             parts = f"{bytes_in_words(sample.total)} of arrays and {bytes_in_words(sample.temporaries)} of temporaries"
-            less = "less: its peak was at another moment, or some temporaries are not needed at once"
-            more = "more: padding, compiled programs, and what this process held before"
-            found.append(
-                f"{device} itself counts {bytes_in_words(used)} at most since the process began, beside {parts} at {sample.when}: "
-                f"{bytes_in_words(abs(rest))} {less if rest < 0 else more}"
-            )
+            why = "more: padding, compiled programs, and what this process held before"
+            if rest < 0:
+                why = "less: its peak was at another moment, or some temporaries are not needed at once"
+            counts = f"{device} itself counts {bytes_in_words(used)} at most since the process began, beside {parts}"
+            found.append(f"{counts} at {sample.when}: {bytes_in_words(abs(rest))} {why}")
         return found
 
 

@@ -11,7 +11,7 @@ and for a step that was not compiled because its programs were, for another orde
 
 import dataclasses
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,12 +25,12 @@ from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
-from jaxpp.runtime.place import Place
+from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
-from jaxpp.types import Batch, Device, Tree
+from jaxpp.types import Aval, Batch, Device, Tree
 
 Needs = dict[Hashable, int]
 """Bytes that programs need while they run, besides their arguments and results."""
@@ -43,24 +43,18 @@ MEMORY_KINDS = (
 Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
 """
 
-_KIND_OF = {
-    Role.PARAM: "parameters",
-    Role.STATIC: "statics",
-    Role.CONSTANT: "statics",
-    Role.OPT: "optimizer",
-    Role.LOSS_SCALE: "optimizer",
-    Role.GRAD: "gradients",
-    Role.RESIDUAL: "residuals",
-    Role.FETCHED: "residuals",
-    Role.ACTIVATION: "in flight",
-    Role.COTANGENT: "in flight",
-    Role.BATCH: "batch",
-    Role.KEY: "batch",
-    Role.SCALE: "batch",
-    Role.STATE: "model state",
-    Role.ROWS: "outputs",
-    Role.AUX: "outputs",
+_ROLES = {
+    "parameters": (Role.PARAM,),
+    "statics": (Role.STATIC, Role.CONSTANT),
+    "optimizer": (Role.OPT, Role.LOSS_SCALE),
+    "gradients": (Role.GRAD,),
+    "residuals": (Role.RESIDUAL, Role.FETCHED),
+    "in flight": (Role.ACTIVATION, Role.COTANGENT),
+    "batch": (Role.BATCH, Role.KEY, Role.SCALE),
+    "model state": (Role.STATE,),
+    "outputs": (Role.ROWS, Role.AUX),
 }
+_KIND_OF = {role: kind for kind, roles in _ROLES.items() for role in roles}
 
 
 class Life(NamedTuple):
@@ -288,11 +282,17 @@ def _argument_bytes(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
 
 def _constants(bound: Bound) -> list[Life]:
     """The arrays that a plan holds from one step to the next; an array that stands for several values counts once."""
-    first_names, lives = {constant: name for name, constant in reversed(list(bound.constants.items()))}, list[Life]()
-    for constant, name in first_names.items():
-        place = bound.placement[name.stage]
-        size = place.num_bytes(name.ref, constant.aval)
-        lives.append(Life(name, place.shown, size, memory_kind(name), 0, len(bound.lines) + 1))
+    first_names = {constant: name for name, constant in reversed(list(bound.constants.items()))}
+    pairs = ((name, constant.aval) for constant, name in first_names.items())
+    return lasting_lives(pairs, bound.placement, len(bound.lines) + 1)
+
+
+def lasting_lives(values: Iterable[tuple[Name, Aval]], placement: Placement, end: int) -> list[Life]:
+    """Values that stay where they are from the beginning to a moment."""
+    lives = []
+    for name, aval in values:
+        place = placement[name.stage]
+        lives.append(Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end))
     return lives
 
 

@@ -41,24 +41,21 @@ def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device])
     The results of a program are there from its start, what nobody reads after it is freed at its end, and what arrives is there
     once the device has begun what it was given before. So a curve has the moments of ``liveness`` in order, and the same peak.
     """
-    return tuple(_curve(liveness, spans, device, by_rank) for device in liveness.devices)
-
-
-def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, by_rank: Sequence[Device]) -> Curve:
-    ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
-    label = f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
-    alive, freed = liveness.levels[device].tolist(), liveness.freed[device].tolist()
-    times, levels, now = [0.0], [tuple(alive[0])], 0.0
-    for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True), 1):
-        here = line.device == device and line.program is not None
-        after = [a - b for a, b in zip(alive[number], freed[number], strict=True)]
-        for time, level in ((span.start, alive[number]), (span.end, after)):
-            now = max(now, 1e3 * time) if here else now
-            if tuple(level) != levels[-1]:
-                times.append(now)
-                levels.append(tuple(level))
-    end = max(1e3 * span.end for span in spans)
-    return Curve(label, (*times, max(now, end)), (*levels, tuple(alive[-1])))
+    found, end = [], max(1e3 * span.end for span in spans)
+    for device in liveness.devices:
+        ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
+        label = f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+        alive = liveness.levels[device].tolist()
+        after = (liveness.levels[device] - liveness.freed[device]).tolist()
+        times, levels, now = [0.0], [tuple(alive[0])], 0.0
+        for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True), 1):
+            for time, level in ((span.start, alive[number]), (span.end, after[number])):
+                now = max(now, 1e3 * time) if line.device == device and line.program is not None else now
+                if tuple(level) != levels[-1]:
+                    times.append(now)
+                    levels.append(tuple(level))
+        found.append(Curve(label, (*times, max(now, end)), (*levels, tuple(alive[-1]))))
+    return tuple(found)
 
 
 def profile_figure(

@@ -8,6 +8,7 @@ what the pipeline would do on devices of its own. All numbers describe one of th
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,15 +239,12 @@ class Profile(Drawn):
     def causes(self) -> tuple[Causes | ForwardCauses | RingCauses, ...]:
         """Where each rank's idle time comes from."""
         durations, busy, rows = self.measured.durations, self.busy, self.schedule.rows
-
-        def alike(action: Action) -> tuple[Kind, int]:
-            """What takes the same time if stages are equal; batches may differ in size, and so do passes."""
-            return action.kind, action.microbatch * self.schedule.forward_only
-
-        times: dict[tuple[Kind, int], list[float]] = {}
+        # What takes the same time if stages are equal; batches may differ in size, and so do passes.
+        alike = {action: (action.kind, action.microbatch * self.schedule.forward_only) for action in durations}
+        times: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for action, time in durations.items():
-            times.setdefault(alike(action), []).append(float(time))
-        equal = {action: _mean(times[alike(action)]) for action in durations}
+            times[alike[action]].append(float(time))
+        equal = {action: _mean(times[alike[action]]) for action in durations}
         found = idle_causes(rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds, self.awaited)
         rests = (self.seconds - time - sum(idle) for idle, time in zip(found, busy, strict=True))
         made = RingCauses if self.passes else ForwardCauses if self.schedule.forward_only else Causes
@@ -351,9 +349,9 @@ class Profile(Drawn):
             rate = f"{made / self.seconds:,.0f} tokens a second"
             lines.append(f"{made} tokens were made, {rate}; {chunks} of the {len(self.passes)} passes took in prompts")
         if self.num_processes > 1:
-            what = f"{self.num_processes} processes, whose clocks are aligned to within {1e6 * self.clock_error:.0f} us"
-            half = "half of the quickest way there and back"
-            lines.append(f"{what} ({half}): when something happened in two of them can be compared no better")
+            within = f"{1e6 * self.clock_error:.0f} us (half of the quickest way there and back)"
+            clocks = f"{self.num_processes} processes, whose clocks are aligned to within {within}"
+            lines.append(f"{clocks}: when something happened in two of them can be compared no better")
         if self.copies:
             what = f"{len(self.copies)} copies of residuals to host memory or back"
             took = f"at least one was under way for {_milli(covered(self.copies))} ms"
@@ -362,9 +360,8 @@ class Profile(Drawn):
         forwards = [_mean([float(t) for a, t in times.items() if a[:2] == (stage, Kind.F)]) for stage in range(num_stages)]
         for stage, copy in enumerate(self.copy_seconds):
             takes = f"{_milli(copy)} ms, longer than a forward that could hide it ({_milli(forwards[stage])} ms)"
-            slow += [f"warning: to copy the residuals of stage {stage} to host memory or back takes {takes}"] * (
-                copy > forwards[stage]
-            )
+            if copy > forwards[stage]:
+                slow.append(f"warning: to copy the residuals of stage {stage} to host memory or back takes {takes}")
         for boundary, hop in enumerate(map(float, self.measured.hops)):
             after = (boundary + 1) % num_stages
             where = f"boundary {boundary} (between stages {boundary} and {after})"

@@ -14,6 +14,7 @@ processes is handed over by both sides: it begins no earlier than either, and is
 import contextlib
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -155,25 +156,23 @@ class Company:
             ],
             "temporaries": mine.liveness.temporaries,
             "samples": [
-                [sample.when, moments[sample.moment], places[sample.device], *sample[3:]]
-                for sample in mine.samples
-                if sample.device in told
+                [each.when, moments[each.moment], places[each.device], *each[3:]] for each in mine.samples if each.device in told
             ],
             "stats": [[places[device], dict(found)] for device, found in mine.stats.items() if device in told],
         }
-        lives, samples, stats, extra = list[Life](), list[Sample](), dict[Device, Mapping[str, int]](), [0] * len(self._bound.lines)
+        lives, hosted, samples = list[Life](), list[Life](), list[Sample]()
+        stats, extra = dict[Device, Mapping[str, int]](), [0] * len(self._bound.lines)
         for process, text in enumerate(texts_of_all(json.dumps(said, default=int))):
             each = json.loads(text)
-            for name, device, *rest in each["lives"]:
-                lives.append(Life(self._names[name], devices[device], *rest))
+            for number, device, *rest in each["lives"]:
+                name = self._names[number]
+                (hosted if name.ref.role == Role.OFFLOADED else lives).append(Life(name, devices[device], *rest))
             for when, moment, device, kinds, *rest in each["samples"]:
                 samples.append(Sample(when, moment, devices[device], tuple(kinds), *rest))
             stats |= {devices[device]: found for device, found in each["stats"]}
             for number, k in self._places[process].items():
                 extra[number] = max(extra[number], each["temporaries"][k])
-        hosted = tuple(life for life in lives if life.name.ref.role == Role.OFFLOADED)
-        lives = [life for life in lives if life.name.ref.role != Role.OFFLOADED]
-        liveness = Liveness(devices, self._bound.lines, tuple(lives), tuple(extra), hosted=hosted)
+        liveness = Liveness(devices, self._bound.lines, tuple(lives), tuple(extra), hosted=tuple(hosted))
         return Ledger(liveness, tuple(samples), stats)
 
 
@@ -527,3 +526,47 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
     lines = tuple(line for part in parts for line in part.lines)
     extra = tuple(each for part in parts for each in part.temporaries)
     return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra)
+
+
+def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
+    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine.
+
+    Unlike ``pipe.profile`` it runs nothing. So it does not know what the host did or what memory held, and takes a program's median
+    time in the trace for the time that the program takes alone.
+
+    Args:
+        folder: what was given to ``jax.profiler.trace``; its newest trace is read.
+        pipe: a pipeline like the one whose steps were traced, after ``init`` or ``forecast``.
+        batch: of the traced steps, or its shapes.
+        key: of the traced steps, or its shape.
+
+    Returns:
+        the profile of the traced step of median length.
+
+    Raises:
+        ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
+
+    Example:
+        In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
+        ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
+    """
+    where, engine = "jaxpp.observe.from_trace", pipe.engine
+    plan, lowered = engine.plan("update", batch, key)
+    try:
+        runs = read_runs(Path(folder))
+        found = matched(plan, runs, max(1, len(runs.steps)))
+    except FileNotFoundError as error:
+        rule = "it reads what jax.profiler.trace(folder) has written"
+        raise ArgumentError(where, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
+    except TraceError as error:
+        rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
+        fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
+        raise ArgumentError(where, rule, str(error), fix) from None
+    schedule = engine.options.schedule
+    alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
+    steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
+    lengths = [max(span.end for span in spans) for spans in steps]
+    median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
+    spans = steps[median], isolated_spans(plan, alone, schedule)
+    ledger, shown = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown
+    return Profile(schedule, shown, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded)

@@ -24,7 +24,6 @@ from jax.profiler import ProfileData
 from jaxpp.plan.plan import Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
-from jaxpp.types import Device
 
 STEP = "jaxpp step"
 """The annotation of a step in a trace."""
@@ -65,8 +64,8 @@ def read_runs(folder: Path) -> Runs:
         return _runs_of(ProfileData.from_file(str(files[-1])))
 
 
-def _runs_of(data: ProfileData) -> Runs:
-    """The runs of a trace, whose planes and events live as long as it does."""
+def _runs_of(data: Any) -> Runs:
+    """The runs of a ``ProfileData``, whose planes and events live as long as it does."""
     events: defaultdict[ProgramKey, dict[int, Run]] = defaultdict(dict)
     unnamed: dict[_RunKey, Run] = {}
     named: dict[_RunKey, tuple[str, Hashable]] = {}
@@ -93,8 +92,7 @@ def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_Ru
         if "run_id" not in found or "device_ordinal" not in found:
             continue
         key = found["device_ordinal"], found["run_id"]
-        start, end = event.start_ns / 1e9, event.end_ns / 1e9
-        runs[key] = _joined(runs.get(key), Run(start, end))
+        runs[key] = _joined(runs.get(key), Run(event.start_ns / 1e9, event.end_ns / 1e9))
         if "hlo_module" in found:
             names[key] = found["hlo_module"].removeprefix("jit_"), found.get("program_id")
 
@@ -149,16 +147,13 @@ def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
     for number, line in enumerate(plan.instructions):
         if line.about.program:
             for device in filter(is_here, devices_of(line.about.device)):
-                calls[ordinal_of(device), line.about.program].setdefault(id(line.call), []).append(number)
+                # A trace numbers the devices of its process, but on CPU those of all.
+                local = None if device.platform == "cpu" else getattr(device, "local_hardware_id", None)
+                ordinal = device.id if local is None else local
+                calls[ordinal, line.about.program].setdefault(id(line.call), []).append(number)
     return {key: list(found.values()) for key, found in calls.items()}
 
 
 def _joined(known: Run | None, run: Run) -> Run:
     """A run of several operations, or on several devices, is from the first that begins to the last that ends."""
     return run if known is None else Run(min(known.start, run.start), max(known.end, run.end))
-
-
-def ordinal_of(device: Device) -> int:
-    """The number by which a trace knows a device: among those of its process, but on CPU among those of all."""
-    ordinal = None if device.platform == "cpu" else getattr(device, "local_hardware_id", None)
-    return device.id if ordinal is None else ordinal
