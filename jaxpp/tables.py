@@ -5,8 +5,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["fold_lines", "html_remarks", "html_table", "scrolling", "table_lines", "terminal_columns"]
-
 _GAP = 2  # spaces between columns
 
 
@@ -18,14 +16,8 @@ def terminal_columns() -> int:
 def table_lines(rows: Sequence[Sequence[str]], *, keep: int = 1, left: bool = False, width: int | None = None) -> list[str]:
     r"""The lines of a table, every column as wide as its widest cell.
 
-    A table that is too wide is folded into several tables, an empty line between them. Each begins with the columns that say what
-    the rows are.
-
-    Args:
-        rows: cells; the first row says what the columns are.
-        keep: how many columns say what a row is.
-        left: whether cells are flush left; they are flush right unless asked for.
-        width: characters in a line; the width of the terminal unless given.
+    A table that is wider than ``width``, or than the terminal, is folded into several tables, an empty line between them. Each
+    begins with the columns that say what the rows are, so many as ``keep``. Cells are flush right unless asked for.
 
     Example:
         >>> rows = [["stage", "params", "bytes"], ["0", "33,024", "129 KiB"]]
@@ -62,12 +54,7 @@ def _blocks(widths: Sequence[int], keep: int, room: int) -> Iterator[list[int]]:
 
 
 def fold_lines(lines: Iterable[str], width: int | None = None) -> list[str]:
-    """Sentences in lines that fit; what continues a line is indented.
-
-    Args:
-        lines: one sentence or remark each.
-        width: characters in a line; the width of the terminal unless given.
-    """
+    """Sentences in lines that fit, the terminal unless ``width`` is given; what continues a line is indented."""
     room = width or terminal_columns()
     found = []
     for line in lines:
@@ -77,12 +64,7 @@ def fold_lines(lines: Iterable[str], width: int | None = None) -> list[str]:
 
 
 def html_table(rows: Sequence[Sequence[str]], *, left: bool = False) -> str:
-    """A table in a box that scrolls.
-
-    Args:
-        rows: cells, as plain text; the first row is the head.
-        left: whether cells are flush left; they are flush right unless asked for.
-    """
+    """A table of plain text in a box that scrolls; the first row is the head. Cells are flush right unless asked for."""
     align = "left" if left else "right"
     style = f'style="text-align:{align};white-space:nowrap;padding:.15em .7em"'  # on each cell: notebooks have styles for cells
     tags = ["th"] + ["td"] * (len(rows) - 1)

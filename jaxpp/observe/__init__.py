@@ -3,7 +3,8 @@
 from jaxpp.observe.collectives import Collectives, read_collectives
 from jaxpp.observe.memory.forecast import Forecast
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.profile.export import from_trace, to_html, to_json, to_perfetto
+from jaxpp.observe.profile.export import to_html, to_json, to_perfetto
 from jaxpp.observe.profile.profile import Profile
+from jaxpp.observe.profile.record import from_trace
 
 __all__ = ["Collectives", "Forecast", "Ledger", "Profile", "from_trace", "read_collectives", "to_html", "to_json", "to_perfetto"]

@@ -1,12 +1,8 @@
 """What the compiled programs of a step communicate between devices, read from their optimized HLO.
 
-Within a program the compiler decides what is communicated: from annotations of shardings it makes all-reduces and all-gathers that
-stand nowhere in the user's code, joins several collectives into one, or moves a collective out of a loop. So nothing here is
-computed from the model. The text of what will run is read, and every collective in it is counted with its bytes, the mesh axes
-over which it runs, and how often it runs.
-
-Bytes are the bytes of a collective's operands on one device, whatever the algorithm sends over the wires for them. They are the
-bytes of what runs: XLA for CPUs has no bf16 collectives and reduces f32 instead.
+The compiler decides what is communicated: from annotations of shardings it makes collectives that stand nowhere in the user's code,
+joins several into one, or moves one out of a loop. So the text of what will run is read. Bytes are those of a collective's operands
+on one device, whatever the algorithm sends over the wires; XLA for CPUs has no bf16 collectives and reduces f32 instead.
 
 A compiled program prints as computations, an instruction on each line (``compiled.as_text()``)::
 
@@ -17,8 +13,8 @@ A compiled program prints as computations, an instruction on each line (``compil
       %loop = (s32[], f32[4,8]{1,0}) while(%t), body=%body, condition=%cond, backend_config={"known_trip_count":{"n":"5"}}
     }
 
-The text is parsed into names, shapes, operands and calls; what an instruction computes is ignored. This works across versions of
-XLA, some of which print shapes beside operands, and which write groups of devices in any of four forms (``parse_groups``).
+Names, shapes, operands and calls are parsed. Some versions of XLA print shapes beside operands, and groups of devices have any of
+four forms (``parse_groups``).
 """
 
 import itertools
@@ -44,27 +40,7 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Key
 
-__all__ = [
-    "COLLECTIVE_KINDS",
-    "Collective",
-    "Collectives",
-    "ProgramCollective",
-    "collectives_of",
-    "parse_groups",
-    "parse_shape",
-    "read_collectives",
-]
-
-COLLECTIVE_KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
-"""The collectives of XLA."""
+_KINDS = "all-reduce all-gather reduce-scatter collective-permute all-to-all ragged-all-to-all collective-broadcast".split()
 
 _STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _UNKNOWN = "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
@@ -80,7 +56,6 @@ _IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[
 _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
-_WITHOUT_BITS = ("token", "opaque")
 _HOST_MEMORY = "S(5)"
 _PACKED = re.compile(r"E\((\d+)\)")
 
@@ -93,12 +68,8 @@ class Shape(NamedTuple):
     on_host: bool
 
 
-class Call(NamedTuple):
-    """A computation that an instruction runs, how often (None if that is not known), and whether the instruction is a loop."""
-
-    computation: str
-    times: int | None
-    in_loop: bool
+_Call = tuple[str, int | None, bool]
+"""A computation that an instruction runs, how often (None if that is not known), and whether the instruction is a loop."""
 
 
 class HloInstruction(NamedTuple):
@@ -109,45 +80,30 @@ class HloInstruction(NamedTuple):
     opcode: str
     operands: tuple[Shape, ...]
     attributes: str
-    calls: tuple[Call, ...]
+    calls: tuple[_Call, ...]
 
 
 @dataclass(frozen=True)
 class Collective:
     """A collective of a compiled program.
 
-    Attributes:
-        kind: one of ``COLLECTIVE_KINDS``.
-        num_bytes: bytes of its operands on one device.
-        groups: positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute
-            each pair of source and target. A group of one device, which does not communicate, is among them.
-        axes: the mesh axes over which it runs: the axes along which devices of one group differ.
-        shapes: of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives.
-        on_host: whether an operand or result is in host memory.
-        times: how often it runs in one run of the program.
-        in_loop: whether it is in the body of a loop.
-        exact: whether ``times`` is known. In a loop without a trip count, or in a branch, it is not, and counts as once.
+    Groups are positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute pairs
+    of source and target. A group of one device, which does not communicate, is among them.
     """
 
-    kind: str
-    num_bytes: int
+    kind: str  # as XLA calls it: ``all-reduce``
+    num_bytes: int  # of its operands on one device
     groups: tuple[tuple[int, ...], ...]
-    axes: tuple[str, ...]
-    shapes: tuple[str, ...]
-    on_host: bool
-    times: int
+    axes: tuple[str, ...]  # of the mesh, over which it runs: those along which devices of one group differ
+    shapes: tuple[str, ...]  # of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives
+    on_host: bool  # whether an operand or result is in host memory
+    times: int  # how often it runs in one run of the program
     in_loop: bool
-    exact: bool
+    exact: bool  # whether ``times`` is known; in a loop without a trip count, or in a branch, it is not, and counts as once
 
 
 class ProgramCollective(NamedTuple):
-    """A collective of one of the programs of a step.
-
-    Attributes:
-        program: what the step calls the program.
-        runs: how often the step runs the program.
-        collective: of the program.
-    """
+    """A collective of one of the programs of a step, and how often the step runs the program."""
 
     program: str
     runs: int
@@ -206,14 +162,13 @@ class Collectives:
     def to_json(self) -> str:
         """All numbers as JSON text, in bytes."""
         rows = [{"program": program, "runs": runs} | asdict(collective) for program, runs, collective in self.rows]
-        sums = [
-            {"axes": axes, "kind": kind, "count": self.count(kind, axes), "num_bytes": self.num_bytes(kind, axes)}
-            for axes, kind in self._sums()
-        ]
+        sums = [dict(zip(("axes", "kind", "count", "num_bytes"), row, strict=True)) for row in self._sums()]
         return json.dumps({"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes})
 
-    def _sums(self) -> list[tuple[tuple[str, ...], str]]:
-        return sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
+    def _sums(self) -> list[tuple[tuple[str, ...], str, int, int]]:
+        """The axes and kinds of collectives, with how many run and their bytes."""
+        pairs = sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
+        return [(axes, kind, self.count(kind, axes), self.num_bytes(kind, axes)) for axes, kind in pairs]
 
     def _tables(self) -> tuple[list[list[str]], list[list[str]]]:
         merged: Counter[tuple[str, str, str, int, bool, bool]] = Counter()
@@ -224,8 +179,7 @@ class Collectives:
             size, often = bytes_in_words(num_bytes) + " (host)" * on_host, f"{times:,}" + "?" * (not exact)
             rows.append([program, kind, axes, size, often, bytes_in_words(times * num_bytes)])
         sums = [["axes", "kind", "times", "total"]]
-        for axes, kind in self._sums():
-            sums.append([", ".join(axes), kind, f"{self.count(kind, axes):,}", bytes_in_words(self.num_bytes(kind, axes))])
+        sums += [[", ".join(axes), kind, f"{count:,}", bytes_in_words(total)] for axes, kind, count, total in self._sums()]
         return rows, sums
 
     def remarks(self) -> list[str]:
@@ -274,49 +228,33 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
     if stated and math.prod(stated) != num_devices:
         got = f"a program for {math.prod(stated)} devices and a mesh of {num_devices}"
         raise ArgumentError(where, "the program must be compiled for the mesh", got, "pass mesh.shape of the program's mesh")
-    found = [
-        _collective(instruction, kind, run, mesh_shape, where)
-        for instruction, kind, run in _walk(computations, entry, _Run(1, in_loop=False, exact=True))
-    ]
+    found = []
+    for (name, result, opcode, operands, attributes, _), run in _walk(computations, entry, (1, False, True)):
+        groups = parse_groups(attributes, num_devices)
+        if groups is None:
+            rule = "the groups of devices must be written in a form that is known"
+            raise ArgumentError(where, rule, f"{name}{attributes[:200]}", "report it as a bug")
+        kind, num_bytes = opcode.removesuffix("-start"), sum(operand.num_bytes for operand in operands)
+        shapes = tuple(array for operand in operands for array in operand.arrays)
+        on_host = any(shape.on_host for shape in (*operands, result))
+        found.append(Collective(kind, num_bytes, groups, _axes(groups, mesh_shape), shapes, on_host, *run))
     return tuple(collective for collective in found if collective.axes)
 
 
-class _Run(NamedTuple):
-    """How a computation is run: how often, whether in a loop, whether that is known."""
-
-    times: int
-    in_loop: bool
-    exact: bool
+_Runs = tuple[int, bool, bool]
+"""How often a computation runs, whether in a loop, and whether that is known."""
 
 
-def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, run: _Run) -> Iterator[tuple[HloInstruction, str, _Run]]:
+def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, runs: _Runs) -> Iterator[tuple[HloInstruction, _Runs]]:
     """The collectives of a computation and of all that it runs."""
+    times, in_loop, exact = runs
     for instruction in computations.get(name, ()):
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVE_KINDS:
-            yield instruction, kind, run
+        if instruction.opcode.removesuffix("-start") in _KINDS:
+            yield instruction, runs
             continue
-        for called, times, in_loop in instruction.calls:
-            inside = _Run(run.times * (1 if times is None else times), run.in_loop or in_loop, run.exact and times is not None)
+        for called, trips, loops in instruction.calls:
+            inside = times * (1 if trips is None else trips), in_loop or loops, exact and trips is not None
             yield from _walk(computations, called, inside)
-
-
-def _collective(instruction: HloInstruction, kind: str, run: _Run, mesh_shape: Mapping[str, int], where: str) -> Collective:
-    num_devices = math.prod(mesh_shape.values())
-    groups = parse_groups(instruction.attributes, num_devices)
-    if groups is None:
-        got = f"{instruction.name}{instruction.attributes[:200]}"
-        raise ArgumentError(where, "the groups of devices must be written in a form that is known", got, "report it as a bug")
-    operands = instruction.operands
-    return Collective(
-        kind,
-        sum(operand.num_bytes for operand in operands),
-        groups,
-        _axes(groups, mesh_shape),
-        tuple(array for operand in operands for array in operand.arrays),
-        any(shape.on_host for shape in (*operands, instruction.result)),
-        *run,
-    )
 
 
 def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
@@ -431,7 +369,7 @@ def _instruction(name: str, rest: str, known: dict[str, Shape]) -> HloInstructio
     return HloInstruction(name, result, opcode, operands, bare, tuple(_calls(opcode, bare, attributes)))
 
 
-def _calls(opcode: str, bare: str, attributes: str) -> Iterator[Call]:
+def _calls(opcode: str, bare: str, attributes: str) -> Iterator[_Call]:
     if opcode in ("async-update", "async-done"):
         return  # they name again what their start runs
     trips = _TRIPS.search(attributes.replace("\\", ""))
@@ -440,15 +378,14 @@ def _calls(opcode: str, bare: str, attributes: str) -> Iterator[Call]:
         times = 1 if not loops else int(trips[1]) + (found["role"] == "condition") if trips else None
         times = None if found["role"] in _BRANCHES else times
         for name in _split(found["many"] or found["one"] or ""):
-            yield Call(name.strip().lstrip("%"), times, loops)
+            yield name.strip().lstrip("%"), times, loops
 
 
 def _bits(kind: str, layout: str) -> int:
     """Bits of an element: types of less than a byte take one, unless their layout packs them."""
-    if kind in _WITHOUT_BITS:
+    digits, packed = re.search(r"\d+", kind), _PACKED.search(layout)
+    if kind in ("token", "opaque"):
         return 0
-    digits = re.search(r"\d+", kind)
-    packed = _PACKED.search(layout)
     return int(packed[1]) if packed else max(8, int(digits[0])) if digits else 8
 
 

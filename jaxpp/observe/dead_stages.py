@@ -12,8 +12,6 @@ from jax.errors import JaxRuntimeError
 from jaxpp.errors import warn
 from jaxpp.types import Leaf
 
-__all__ = ["DeadStageWarning", "Detector"]
-
 _EAGER, _EVERY, _PATIENCE = 8, 16, 3  # steps looked at from the first, one of how many after those, and zeros in a row
 
 
@@ -37,11 +35,7 @@ class Detector:
         self._num_steps += 1
 
     def look(self) -> None:
-        """Look at the sums that are there by now.
-
-        Warns:
-            DeadStageWarning: the sums of some stage were zero several times in a row.
-        """
+        """Look at the sums that are there by now; warn if those of a stage were zero several times in a row."""
         while self._waiting and all(value.is_ready() for value in self._waiting[0] if _is_here(value)):
             try:
                 squares = [float(value) if _is_here(value) else 1.0 for value in self._waiting.popleft()]

@@ -1,16 +1,14 @@
 """What a step of a candidate costs: its seconds by the clock, and the bytes that each device holds at its peak.
 
-``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` look at different candidates, and ask the same two
-questions (``Evaluator``). Seconds follow from what the programs take, which was measured or is assumed (``StepCosts``). Bytes are
-counted from the lines of the step (``memory/liveness.py``).
+``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` ask these two questions of their candidates. Seconds
+follow from what the programs take, which was measured or is assumed. Bytes are counted from the lines of the step.
 
 A step begins with the call and ends when all its results are there::
 
     call | before | the clock of the schedule: actions, transfers, copies to the host and back | after: sums, update |
 
-The process hands over the actions one after the other, in the order of ``Schedule.order``, and the copies where they stand between
-the actions. An action starts when its rank is free, its inputs have arrived, and it has been handed over. Many small stages are
-limited by the handing over, few large ones by the bubble.
+The process hands over the actions one after the other, and the copies where they stand between the actions. An action starts when
+its rank is free, its inputs have arrived, and it has been handed over. Handing over limits many small stages, the bubble few large.
 """
 
 import dataclasses
@@ -22,10 +20,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, Times, Timing, handed_over, makespan, replay
+from jaxpp.schedule.clock import Number, Timing, handed_over, makespan, replay
 from jaxpp.schedule.offload import offloads
-
-__all__ = ["Evaluator", "Parts", "StepCosts", "alone", "parts", "step_seconds"]
 
 _Candidate = TypeVar("_Candidate", bound=Hashable)
 _Stages = tuple[float, ...]
@@ -33,19 +29,11 @@ _Stages = tuple[float, ...]
 
 @dataclass
 class Evaluator(Generic[_Candidate]):
-    """Says of candidates how long a step takes, and what each device holds; each candidate is asked about once.
+    """Says of candidates how long a step takes, and what each device holds; each candidate is asked about once."""
 
-    Attributes:
-        price: the seconds of a step, or the time in another unit.
-        weigh: the bytes of each device at its peak.
-        room: the bytes that each device has; None if that is not known.
-        prices: the candidates that were priced.
-        weights: the candidates that were weighed.
-    """
-
-    price: Callable[[_Candidate], float]
-    weigh: Callable[[_Candidate], tuple[int, ...]]
-    room: int | None
+    price: Callable[[_Candidate], float]  # the seconds of a step, or the time in another unit
+    weigh: Callable[[_Candidate], tuple[int, ...]]  # the bytes of each device at its peak
+    room: int | None  # the bytes that each device has; None if that is not known
     prices: dict[_Candidate, float] = field(default_factory=dict)
     weights: dict[_Candidate, tuple[int, ...]] = field(default_factory=dict)
 
@@ -78,29 +66,20 @@ class Evaluator(Generic[_Candidate]):
 class StepCosts:
     """What a step is made of, in seconds; what is left out takes no time.
 
-    Attributes:
-        actions: ``actions[kind][stage]``, what an action takes on its device for one microbatch once it was handed over. Where B is
-            missing, it takes I and W together.
-        dispatch: ``dispatch[kind][stage]``, what the one Python process takes to hand over an action with the sends of its results.
-        transfer: ``transfer[s]``, what the activation of a microbatch takes from stage s to s + 1, or its cotangent back, from the
-            end of the action to the arrival; where two stages share a rank nothing is sent.
-        offload: ``offload[s]``, what the residuals of one microbatch of stage s take to host memory, and as long back.
-        offload_dispatch: ``offload_dispatch[s]``, what the process takes to hand over one of these copies.
-        before: from the beginning of a step until the first action is handed over: splitting the batch, what is done once per step.
-        after: ``after[s]``, what stage s does after its last action: sums, and the update.
-        after_dispatch: what the process takes to hand over all of it.
-        capacity: how many ranks compute at once at the speed at which one of them computes alone; as many as there are ranks where
-            every rank has a device of its own, fewer where forced CPU devices share cores.
+    An action is timed on its device for one microbatch, once it was handed over; where B is missing, it takes I and W together.
+    A transfer takes an activation from stage s to s + 1, or its cotangent back, from the end of the action to the arrival; where
+    two stages share a rank nothing is sent. ``capacity`` is how many ranks compute at once at the speed at which one of them
+    computes alone: all where every rank has a device of its own, fewer where forced CPU devices share cores.
     """
 
     actions: Mapping[Kind, _Stages]
-    dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)
+    dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)  # to hand over an action with the sends of its results
     transfer: _Stages = ()
-    offload: _Stages = ()
-    offload_dispatch: _Stages = ()
-    before: float = 0.0
-    after: _Stages = ()
-    after_dispatch: float = 0.0
+    offload: _Stages = ()  # of the residuals of one microbatch to host memory, and as long back
+    offload_dispatch: _Stages = ()  # to hand over one of these copies
+    before: float = 0.0  # until the first action is handed over: splitting the batch, what is done once per step
+    after: _Stages = ()  # what a stage does after its last action: sums, and the update
+    after_dispatch: float = 0.0  # to hand over all of it
     capacity: float = math.inf
 
     def recomputed(self, stages: Sequence[bool]) -> "StepCosts":
@@ -128,43 +107,30 @@ def _times(factor: float, table: Mapping[Kind, _Stages]) -> dict[Kind, _Stages]:
 
 
 class Parts(NamedTuple):
-    """What the seconds of a step are made of; they sum to the step.
+    """What the seconds of a step are made of; they sum to the step."""
 
-    Attributes:
-        compute: the actions of the rank that computes longest.
-        bubble: what waiting for other ranks adds, if nothing but the actions takes time.
-        sharing: what ranks that share processor cores add.
-        transfer: what transfers add that nothing hides.
-        copies: what copies of residuals to the host and back add that nothing hides.
-        dispatch: what waiting for the process that hands over the actions adds.
-        rest: what is done before the first action and after the last.
-    """
-
-    compute: float
-    bubble: float
-    sharing: float
-    transfer: float
-    copies: float
-    dispatch: float
-    rest: float
+    compute: float  # the actions of the rank that computes longest
+    bubble: float  # what waiting for other ranks adds, if nothing but the actions takes time
+    sharing: float  # what ranks that share processor cores add
+    transfer: float  # what transfers add that nothing hides
+    copies: float  # what copies of residuals to the host and back add that nothing hides
+    dispatch: float  # what waiting for the process that hands over the actions adds
+    rest: float  # what is done before the first action and after the last
 
 
 def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> float:
     """Seconds of a step.
 
-    Args:
-        schedule: the order of its actions.
-        costs: what they take.
-        offload: ``except_last`` of each stage, None of each whose residuals stay on the device; nothing is offloaded unless given.
-        processes: the process that hands over the actions of each rank, side by side with the other processes; one process hands
-            over all of them unless given.
+    ``offload`` is ``except_last`` of each stage, None of each whose residuals stay on the device. ``processes`` hand over the
+    actions of each rank, side by side; one process hands over all of them unless given.
     """
     timing = _timing(schedule, costs, offload, processes)
     handed = max((timing.dispatched or {}).values())
     work = [0.0] * schedule.num_ranks
     for rank, own in zip(schedule.stage_to_rank, costs.after, strict=False):
         work[rank] += own
-    begins = [max(*ends[-1:], handed + costs.after_dispatch, 0.0) for ends in _replayed(schedule, timing).ends]
+    times = replay(schedule.rows, schedule.stage_to_rank, timing)
+    begins = [max(*ends[-1:], handed + costs.after_dispatch, 0.0) for ends in times.ends]
     return _shared_end(begins, work, costs.capacity)
 
 
@@ -178,7 +144,7 @@ def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = 
     sent = still._replace(offloaded=(), copies=())
     rising = [max(sum(full.durations[action] for action in row) for row in schedule.rows)]
     for timing in (bare, shared, sent, still, full._replace(dispatched=late)):
-        rising.append(max(rising[-1], makespan(_replayed(schedule, timing))))
+        rising.append(max(rising[-1], makespan(replay(schedule.rows, schedule.stage_to_rank, timing))))
     step = max(rising[-1], step_seconds(schedule, costs, offload, processes))
     return Parts(*(float(b - a) for a, b in itertools.pairwise((0.0, *rising, step))))
 
@@ -201,10 +167,6 @@ def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None],
     handed = handed_over(schedule.order, handing, dispatchers, moved, costs.offload_dispatch)
     dispatched = {action: costs.before + time for action, time in handed.items()}
     return Timing(durations, hops, dispatched, offloaded=moved, copies=costs.offload, capacity=costs.capacity)
-
-
-def _replayed(schedule: Schedule, timing: Timing) -> Times:
-    return replay(schedule.rows, schedule.stage_to_rank, timing)
 
 
 def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:

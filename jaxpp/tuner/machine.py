@@ -37,8 +37,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.observe.evaluate import StepCosts, step_seconds
 from jaxpp.observe.memory.forecast import room_of
 from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs
-from jaxpp.observe.profile.merge import Company, Seen, SeenStep
-from jaxpp.observe.profile.record import Stamps
+from jaxpp.observe.profile.record import Company, Seen, SeenStep, Stamps
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
 from jaxpp.plan.plan import Instruction, Plan

@@ -115,7 +115,7 @@ def test_who_asks_for_results_looks_while_they_arrive_and_not_when_all_are_there
     pipe, state, batch = pipeline("1f1b")
     pipe.profile(state, batch, num_steps=1)
     first = calls.index("looked")
-    assert calls[first : first + 4] == ["looked", "waited", "looked", "looked"], "before the wait for the step, and after it"
+    assert calls[first : first + 4] == ["looked", "waited"] * 2, "before the wait for each step"
 
 
 def line(label, stage, program, inputs, outputs, *, action=None, call=None):

@@ -2,10 +2,8 @@
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
 keeps its inputs only (recompute), which costs one more forward for each microbatch. What a device holds depends on its own stages
-alone. So each device that is too full is asked for itself which choices of its stages fit, by the forecast, exactly; and of the
-choices of all devices that are left, the one with the shortest step on the virtual clock is taken.
-
-Nothing is measured, and no stage changed, if the step fits as it is. If nothing fits, no parameter has been made yet.
+alone. So each device that is too full is asked for itself which choices of its stages fit, by the forecast; and of the choices of
+all devices that are left, that with the shortest step on the virtual clock is taken. Nothing is measured if the step fits as it is.
 """
 
 import dataclasses
@@ -21,7 +19,6 @@ from jaxpp.errors import FitError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
-from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
@@ -29,8 +26,6 @@ from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import RECOMPUTE, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Batch, Device, Key
-
-__all__ = ["Fit", "fit"]
 
 _Choice = tuple[str, ...]
 """For each stage ``"least"``, ``"offload"`` or ``"recompute"``."""
@@ -50,45 +45,33 @@ class Fit:
 
     @property
     def said(self) -> str:
-        """All of it in one line, as it is printed once."""
+        """All remarks in one line, as they are printed once."""
         return f"jaxpp: hbm={bytes_in_words(self.engine.options.hbm or 0)}: {'; '.join(self.remarks)}"
 
 
 def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] = ()) -> Fit:
-    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``.
+    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``; ``waiting`` is as for ``forecast``.
 
-    Every process of several calls it; all choose alike. ``waiting`` is as for ``forecast``.
-
-    Raises:
-        FitError: nothing fits, or what the stages keep was not left to jaxpp; with the forecast, and what would make it fit.
+    Every process of several calls it; all choose alike.
     """
     room = engine.options.hbm
     if room is None:
         return Fit(engine)
     _check_params(engine, batch, key, room)
     search = _Search(engine, batch, key, waiting, room)
-    full = search.too_full()
+    full = [device for device, peak in search.peaks(search.asked).items() if peak > room]
     if not full:
         return Fit(engine)
-    if not _is_free(engine.options):
-        raise search.refusal(full, {})
+    options = engine.options
+    least = policies_of("least", options.schedule.num_stages, options.devices[0].platform)
+    if options.remat != least or options.offloaded or options.placement.num_shards != 1:
+        raise search.refusal(full, {})  # it is not left to jaxpp what stages keep, or a stage cannot be measured on one device
     best = search.best(full)
     return Fit(search.engine(best), search.remarks(best))
 
 
-def _is_free(options: Options) -> bool:
-    """Whether it is left to jaxpp what the stages keep: remat is the default, and each stage can be measured on one device."""
-    platform = options.devices[0].platform
-    least = policies_of("least", options.schedule.num_stages, platform)
-    return options.remat == least and not options.offloaded and options.placement.num_shards == 1
-
-
 def _check_params(engine: Engine, batch: Batch, key: Key | None, room: int) -> None:
-    """Check that each device has room for its parameters; nothing is compiled for that.
-
-    Raises:
-        FitError: naming the devices and the bytes of their parameters.
-    """
+    """Refuse a step whose parameters alone are too large for a device; nothing is compiled for that."""
     liveness = step_liveness(engine, engine.lower("update", batch, key))
     held = {device: int(levels[0][MEMORY_KINDS.index("parameters")]) for device, levels in liveness.levels.items()}
     if got := [f"{device}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > room]:
@@ -114,22 +97,19 @@ class _Search:
     def engine(self, choice: _Choice) -> Engine:
         """The engine of a choice; stages that keep the least and are not recomputed share their programs."""
         if choice not in self.engines:
-            first, options = self.first, self.first.options
-            offload = _offload(choice)
+            first, offload = self.first, _offload(choice)
             if "recompute" not in choice:
                 engine = first.with_schedule(self.schedule, offload)
             else:
-                remat = tuple(
-                    RECOMPUTE if way == "recompute" else kept for way, kept in zip(choice, options.remat or (), strict=True)
-                )
-                options = dataclasses.replace(options, remat=remat, offload=offload)
+                pairs = zip(choice, first.options.remat or (), strict=True)
+                remat = tuple(RECOMPUTE if way == "recompute" else kept for way, kept in pairs)
+                options = dataclasses.replace(first.options, remat=remat, offload=offload)
                 engine = open_engine(options, first.optimizer, first.layout.given, self.batch, self.key, like=first.layout)
                 engine = dataclasses.replace(engine, programs=first.programs)
             self.engines[choice] = engine
         return self.engines[choice]
 
     def forecast(self, choice: _Choice, *, advise: bool = False) -> Forecast:
-        """What the devices hold; that of the first engine may say what to change."""
         return forecast(self.engine(choice), self.batch, self.key, self.room, self.waiting, advise=advise)
 
     def _peaks(self, choice: _Choice) -> tuple[int, ...]:
@@ -144,16 +124,8 @@ class _Search:
         devices = dict.fromkeys(place.shown for place in self.first.placement.by_rank)
         return dict(zip(devices, self.evaluator.peaks(choice), strict=True))
 
-    def too_full(self) -> list[Device]:
-        """The devices that have too little room if all stages keep the least."""
-        return [device for device, peak in self.peaks(self.asked).items() if peak > self.room]
-
     def best(self, full: Sequence[Device]) -> _Choice:
-        """The cheapest choice that fits; ``full`` are the devices that have too little room for the least.
-
-        Raises:
-            FitError: none does.
-        """
+        """The cheapest choice that fits, or a FitError; ``full`` are the devices that have too little room for the least."""
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", "recompute")))
@@ -163,12 +135,9 @@ class _Search:
         return best
 
     def _fitting(self, full: Sequence[Device], ways: Sequence[str]) -> list[list[_Choice]]:
-        """For each of the devices the choices with which it fits, where no other device changes anything.
-
-        All devices are tried at once, each with the next choice for its own stages.
-        """
+        """For each of the devices the choices with which it fits, where no other device changes anything."""
         fitting: dict[Device, list[_Choice]] = {device: [] for device in full}
-        for row in itertools.zip_longest(*(self._choices(device, ways) for device in full)):
+        for row in itertools.zip_longest(*(self._choices(device, ways) for device in full)):  # all devices at once
             peaks = self.peaks(self._joined([choice for choice in row if choice is not None]))
             for device, choice in zip(full, row, strict=True):
                 if choice is not None and peaks[device] <= self.room:

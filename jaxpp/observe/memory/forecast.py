@@ -1,19 +1,19 @@
 """Memory before the first step: what each device will hold when it holds most, from shapes alone; and what to change if need be.
 
-The step, or the forwards of a batch, are lowered and compiled, not run. ``liveness`` says which arrays are alive at each moment,
-and the compiler what each program needs besides. The highest sum of both is a device's peak.
+The step, or the forwards of a batch, are lowered and compiled, not run. A device's peak is the highest sum of the arrays that are
+alive (``liveness``) and what the program that runs needs besides, as its compiler says.
 
 If that is more than the devices have, other schedules, microbatches, stages and remat are tried on paper. Each change is lowered,
 and its arrays are counted. Temporaries are estimated in proportion to the microbatch and the stage, and the time of a step with
-stages that all take the same. Only if no change fits by these estimates, but some nearly do, are these compiled. Forwards keep
-nothing, and their results do not depend on how many examples are run at once, so smaller batches are tried there.
+stages that all take the same. Only changes that nearly fit, where none does, are compiled. Forwards keep nothing, and their results
+do not depend on how many examples are run at once, so smaller batches are tried there.
 """
 
 import contextlib
 import dataclasses
 import numbers
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, liveness_of_all, memory_kind, step_liveness
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, lasting_lives, liveness_of_all, step_liveness
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.place import Placement
@@ -39,18 +39,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Device, Key
 
-__all__ = [
-    "Change",
-    "Forecast",
-    "StageMemory",
-    "forecast",
-    "forecast_of",
-    "optimizer_lives",
-    "parse_bytes",
-    "reported_room",
-    "room_of",
-]
-
 _MOST = 6  # changes that are shown
 _TRIED: Mapping[Purpose, str] = {
     "update": "microbatches, schedules, remat, twice the stages",
@@ -64,37 +52,24 @@ _COMPILED = 2  # changes that are compiled, for the exact peak, where by the est
 class Change(NamedTuple):
     """A change that makes it fit.
 
-    Attributes:
-        what: the argument as the user writes it: ``num_microbatches=16``; or ``batches of 16``.
-        peak: bytes on the device that then holds most; an estimate.
-        slowdown: time over the time without the change, for as many examples, on the virtual clock with equal stages; faster if
-            below 1.
-        moved: the bytes that a stage copies to host memory and back for a microbatch, at most, while it computes. The slowdown is
-            without these copies, which delay nothing if they are shorter than an action.
+    ``slowdown`` is the time over that without the change, for as many examples, on the virtual clock with equal stages; it leaves
+    out the copies of the ``moved`` bytes, which delay nothing if they are shorter than an action.
     """
 
-    what: str
-    peak: int
+    what: str  # as the user writes it: ``num_microbatches=16``; or ``batches of 16``
+    peak: int  # bytes on the device that then holds most; an estimate
     slowdown: float
-    moved: int = 0
+    moved: int = 0  # that a stage copies to host memory and back for a microbatch, at most
 
 
 class StageMemory(NamedTuple):
-    """What one stage takes when its device holds most.
-
-    Attributes:
-        stage: the number of the stage.
-        device: where it lives.
-        kinds: bytes of arrays, one number for each of ``MEMORY_KINDS``.
-        num_residuals: how many microbatches have residuals there.
-        temporaries: bytes that the program running then needs besides.
-    """
+    """What one stage takes when its device holds most, in bytes."""
 
     stage: int
     device: Device
-    kinds: tuple[int, ...]
-    num_residuals: int
-    temporaries: int
+    kinds: tuple[int, ...]  # of arrays, one number for each of ``MEMORY_KINDS``
+    num_residuals: int  # how many microbatches have residuals there
+    temporaries: int  # that the program running then needs besides
 
     @property
     def num_bytes(self) -> int:
@@ -158,9 +133,8 @@ class Forecast:
         rows = [["stage", "device", *(MEMORY_KINDS[k] for k in shown), "temporaries", "sum", "at"]]
         for row in self.stages:
             sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
-            rows.append(
-                [str(row.stage), str(row.device), *sizes, _size(row.temporaries), _size(row.num_bytes), self.moments[row.device]]
-            )
+            sizes += [_size(row.temporaries), _size(row.num_bytes)]
+            rows.append([str(row.stage), str(row.device), *sizes, self.moments[row.device]])
         return rows
 
     def _remarks(self) -> list[str]:
@@ -173,10 +147,8 @@ class Forecast:
             beside = ", ".join(f"{_size(size)} beside {device}" for device, size in self.hosted.items() if size)
             lines.append(f"in host memory, at most: residuals of {beside}")
         if self.liveness.unknown:
-            where = ", ".join(map(str, self.liveness.unknown))
-            lines.append(
-                f"temporaries of {where} are not known here and not counted: this process has fewer devices than a rank there"
-            )
+            where, few = ", ".join(map(str, self.liveness.unknown)), "this process has fewer devices than a rank there"
+            lines.append(f"temporaries of {where} are not known here and not counted: {few}")
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
@@ -186,12 +158,9 @@ class Forecast:
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
         lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})")
-        lines += [
-            f"{change.what}: that time is without the copies to the host and back, of {_size(change.moved)} for each microbatch of "
-            "a stage; they delay nothing if each is shorter than an action"
-            for change in self.changes[:_MOST]
-            if change.moved
-        ]
+        for change in (change for change in self.changes[:_MOST] if change.moved):
+            copies = f"the copies to the host and back, of {_size(change.moved)} for each microbatch of a stage"
+            lines.append(f"{change.what}: that time is without {copies}; they delay nothing if each is shorter than an action")
         if not self.changes:
             lines.append(f"nothing that was looked at fits ({self.tried}): use more devices")
         return lines
@@ -220,18 +189,9 @@ def forecast(
 ) -> Forecast:
     """The memory of a step that takes over the buffers of its state; leaves on the host are counted where they are sent.
 
-    All ranks are told of, also those of other processes, which are not asked.
-
-    Args:
-        engine: runs the step.
-        batch: or its shapes.
-        key: or its shape, or None.
-        room: the bytes that each device has; what the devices of this process say themselves unless given.
-        waiting: leaves of which another copy waits for the next step (the prefetched set of a bank), once for each time that they
-            are named.
-        purpose: what is run.
-        base: the engine that trains the parameters, for forwards of another function: its optimizer's state lives there too.
-        advise: whether to look for what would make it fit, if it does not.
+    All ranks are told of, also those of other processes, which are not asked. Batch and key may be shapes. Of leaves that are
+    ``waiting`` a copy more waits for the next step (the prefetched set of a bank), each time that they are named. ``base`` is the
+    engine that trains the parameters, for forwards of another function: its optimizer's state lives there too.
     """
     room = room_of(engine, room)
     liveness = liveness_of_all(engine, batch, key, purpose)
@@ -258,14 +218,10 @@ class _Trial(NamedTuple):
 
 
 def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room: int, purpose: Purpose) -> tuple[Change, ...]:
-    """The changes that make a step fit, each kind in its mildest form, the quickest first.
-
-    Of each device it is known what temporaries it has at its peak, and the residuals of a microbatch, which are temporaries of a
-    program that recomputes them.
-    """
+    """The changes that make a step fit, each kind in its mildest form, the quickest first."""
     options = engine.options
     rows = {device: [row for row in now.stages if row.device == device] for device in now.peaks}
-    needs = {
+    needs = {  # the temporaries of a device at its peak, and residuals, which are temporaries of a program that recomputes them
         device: (sum(row.temporaries for row in own), max(row.residuals for row in own)) for device, own in rows.items() if own
     }
     every = _step_trials(options, batch) if purpose == "update" else _forward_trials(engine, batch)
@@ -279,7 +235,10 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         _, _, new, smaller = trials[what]
         other = engines[what] = _engine_of(engine, new, smaller, key)
         liveness = step_liveness(other, other.lower(purpose, smaller, key))
-        moved[what] = _moved(liveness)
+        copied = Counter[tuple[int, int]]()
+        for life in liveness.hosted:
+            copied[life.name.stage, life.name.microbatch] += life.num_bytes
+        moved[what] = max(copied.values(), default=0)
         share = options.schedule.num_microbatches / new.schedule.num_microbatches
         share *= options.schedule.num_stages / new.schedule.num_stages
         share *= check_batch(smaller, 1, shared=options.shared) / check_batch(batch, 1, shared=options.shared)
@@ -325,17 +284,10 @@ def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
     return step_seconds(schedule, costs.recomputed(again) if again else costs) / (schedule.num_stages * schedule.num_microbatches)
 
 
-def _moved(liveness: Liveness) -> int:
-    """The bytes that a stage copies to host memory for a microbatch, at most."""
-    moved: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for life in liveness.hosted:
-        moved[life.name.stage, life.name.microbatch] += life.num_bytes
-    return max(moved.values(), default=0)
-
-
 def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     """Changes of a training step."""
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
+
     ways = partial(_remat, platform=now.devices[0].platform)
     for other in SCHEDULES:
         for options in _scheduled(now, other, stages, microbatches):
@@ -390,7 +342,6 @@ def _stages(now: Options, count: int) -> str:
 
 
 def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
-    """The options that ``remat=`` of all stages stands for."""
     return {"remat": policies_of(way, stages, platform), "offload": offload_of(way, stages)}
 
 
@@ -404,10 +355,15 @@ def _scheduled(now: Options, name: str, stages: int, microbatches: int, **more: 
 def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> Forecast:
     """What each stage holds when its device holds most, of what is alive; ``room`` is the bytes that each device has, if known."""
     peaks = {device: liveness.peak(device) for device in liveness.devices}
-    devices = [place.shown for place in placement.places]
-    stages = tuple(_stage_memory(liveness, stage, device, peaks[device]) for stage, device in enumerate(devices))
+    stages: list[StageMemory] = []
+    for stage, device in enumerate(place.shown for place in placement.places):
+        alive = [life for life in liveness.alive(device, peaks[device]) if life.name.stage == stage]
+        kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
+        held = {life.name.microbatch for life in alive if life.kind == "residuals"}
+        runs = liveness.lines[peaks[device] - 1].stage == stage
+        stages.append(StageMemory(stage, device, kinds, len(held), liveness.temporary(device, peaks[device]) * runs))
     moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}
-    return Forecast(liveness, stages, moments, room)
+    return Forecast(liveness, tuple(stages), moments, room)
 
 
 def room_of(engine: Engine, room: int | None) -> int | None:
@@ -423,22 +379,9 @@ def reported_room(devices: Sequence[Device]) -> int | None:
 
 def optimizer_lives(engine: Engine, end: int) -> list[Life]:
     """The optimizer's state (and the loss scale), which stays where it is while forwards run, up to a moment."""
-    placed = engine.placed
-    names = [*placed.names.all_opt, *placed.names.loss_scale]
-    shapes = [*placed.shapes.all_opt, *placed.shapes.loss_scale]
-    places = [engine.placement[name.stage] for name in names]
-    return [
-        Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end)
-        for name, aval, place in zip(names, shapes, places, strict=True)
-    ]
-
-
-def _stage_memory(liveness: Liveness, stage: int, device: Device, moment: int) -> StageMemory:
-    alive = [life for life in liveness.alive(device, moment) if life.name.stage == stage]
-    kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
-    held = {life.name.microbatch for life in alive if life.kind == "residuals"}
-    runs = liveness.lines[moment - 1].stage == stage
-    return StageMemory(stage, device, kinds, len(held), liveness.temporary(device, moment) * runs)
+    names, shapes = engine.placed.names, engine.placed.shapes
+    pairs = zip([*names.all_opt, *names.loss_scale], [*shapes.all_opt, *shapes.loss_scale], strict=True)
+    return lasting_lives(pairs, engine.placement, end)
 
 
 def parse_bytes(size: float | str) -> int:

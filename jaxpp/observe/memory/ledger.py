@@ -1,11 +1,9 @@
 """What is really alive on each device during a step, beside what the shapes say (``liveness``).
 
-At the beginning of a step, at the moment at which each device holds most, and at the end, every array that JAX knows of
-(``jax.live_arrays``) is looked up; a buffer that two arrays share counts once. The arrays of the step are told apart by kind. All
-others belong to the caller, to other plans, or to other code of the process.
-
-What compiled programs need while they run is no array; the compiler says how much that is. Where a backend counts for itself
-(``device.memory_stats()``, on GPUs), its number is shown beside. It includes all of these, padding, and the programs themselves.
+At the beginning of a step, when each device holds most, and at the end, every array that JAX knows of is looked up; a buffer that
+two arrays share counts once. The arrays of the step are told apart by kind. All others belong to the caller, to other plans, or to
+other code. What programs need while they run is no array; the compiler says how much that is. Where a backend counts for itself
+(``device.memory_stats()``, on GPUs), its number is shown beside: it includes all of these, padding, and the programs themselves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,27 +26,16 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
-__all__ = ["Ledger", "Sample", "live_bytes", "sample_step"]
-
 
 class Sample(NamedTuple):
-    """What one device held at one moment.
+    """What one device held at one moment, in bytes."""
 
-    Attributes:
-        when: ``begins``, the label of the line that had been handed over, or ``ends``.
-        moment: the same as a number, as ``Liveness`` counts them.
-        device: which device.
-        kinds: bytes of the step's arrays, one number for each of ``MEMORY_KINDS``.
-        total: bytes of all arrays there.
-        temporaries: bytes that the program running then needs besides.
-    """
-
-    when: str
-    moment: int
+    when: str  # ``begins``, the label of the line that had been handed over, or ``ends``
+    moment: int  # the same as a number, as ``Liveness`` counts them
     device: Device
-    kinds: tuple[int, ...]
-    total: int
-    temporaries: int
+    kinds: tuple[int, ...]  # of the step's arrays, one number for each of ``MEMORY_KINDS``
+    total: int  # of all arrays there
+    temporaries: int  # that the program running then needs besides
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -80,14 +67,11 @@ class Ledger:
         """The sample of each device at its peak: most arrays and temporaries together."""
         return {sample.device: sample for sample in self.samples if sample.when not in ("begins", "ends")}
 
-    @property
-    def _noun(self) -> str:
-        actions = [line.action for line in self.liveness.lines if line.action is not None]
-        return "run" if actions and all(action.kind == Kind.F for action in actions) else "step"
-
     def _cells(self) -> list[list[str]]:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(sample.kinds[k] for sample in self.samples)]
-        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {self._noun}'s", "temporaries", "other arrays"]]
+        kinds = {line.action.kind for line in self.liveness.lines if line.action is not None}
+        noun = "run" if kinds == {Kind.F} else "step"
+        rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {noun}'s", "temporaries", "other arrays"]]
         for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
             rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
@@ -107,20 +91,16 @@ class Ledger:
             sample, used = self.peaks[device], stats.get("peak_bytes_in_use", 0)
             rest = used - sample.total - sample.temporaries
             parts = f"{bytes_in_words(sample.total)} of arrays and {bytes_in_words(sample.temporaries)} of temporaries"
-            less = "less: its peak was at another moment, or some temporaries are not needed at once"
-            more = "more: padding, compiled programs, and what this process held before"
-            found.append(
-                f"{device} itself counts {bytes_in_words(used)} at most since the process began, beside {parts} at {sample.when}: "
-                f"{bytes_in_words(abs(rest))} {less if rest < 0 else more}"
-            )
+            why = "more: padding, compiled programs, and what this process held before"
+            if rest < 0:
+                why = "less: its peak was at another moment, or some temporaries are not needed at once"
+            counts = f"{device} itself counts {bytes_in_words(used)} at most since the process began, beside {parts}"
+            found.append(f"{counts} at {sample.when}: {bytes_in_words(abs(rest))} {why}")
         return found
 
 
 def live_bytes(device: Device) -> int:
-    """Bytes of all arrays in a device's own memory, each buffer once; arrays in host memory do not count.
-
-    Of a rank that has several devices, only the first of this process counts.
-    """
+    """Bytes of all arrays in a device's own memory, each buffer once; of a rank's devices, on the first of this process."""
     return sum(_buffers(jax.live_arrays(), device).values())
 
 
@@ -143,10 +123,7 @@ def _looked_at(device: Device) -> Device:
 def sample_step(
     engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, purpose: Purpose = "update"
 ) -> tuple[Ledger, Leaves[Array]]:
-    """Run one step, which consumes the leaves of its state, or forwards, and look at what is alive; it waits at each look.
-
-    Each of several processes looks at its own devices.
-    """
+    """Run one step, which consumes its state, or forwards, and look at what is alive on the devices here; waits at each look."""
     plan, lowered = engine.plan(purpose, batch, key)
     liveness = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
@@ -170,7 +147,7 @@ def homes_of(lowered: LoweredStep, batch: Batch, key: Key | None) -> dict[Name, 
 
 
 class _Sampler:
-    """Follows which slot holds which value, and looks at each device when it holds most."""
+    """Observes a step: follows which slot holds which value, and looks at each device when it holds most."""
 
     def __init__(self, plan: Plan, lowered: LoweredStep, liveness: Liveness, foreign: Sequence[Leaf], kept: Mapping[Name, Leaf]):
         self.samples: list[Sample] = []
@@ -181,7 +158,6 @@ class _Sampler:
         self._holds = dict(zip(plan.inputs, map(lowered.bound.resolve, lowered.inputs), strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
-        """Called by the executor after each instruction."""
         self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=False))  # a token more
         self._moment += 1
         devices = [device for device, moment in self._peaks.items() if moment == self._moment]

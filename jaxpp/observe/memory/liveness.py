@@ -1,13 +1,9 @@
 """What is alive on each device while a step runs, from its lines and the shapes of its values; nothing runs.
 
-Every value of a step has a name, a size, a line that makes it and a line after which it is freed. So the bytes that a device holds
-at any moment are a sum over values, which is known before the first step (``forecast``), and can be compared with what is really
-alive (``ledger``).
-
-Moment 0 is the beginning of the step. At moment k + 1 line k has been handed over and nothing has been freed after it. The last
-moment is the end of the step. Residuals that wait in host memory are not on the device; what they take there is told apart
-(``hosted``). Devices run their programs in the order in which they are handed over, so these are also the moments
-of the device.
+Every value of a step has a size, a line that makes it and a line after which it is freed. So the bytes that a device holds at any
+moment are a sum over values, known before the first step. Moment 0 is the beginning of the step. At moment k + 1 line k has been
+handed over and nothing has been freed after it. The last moment is the end. Devices run their programs in the order in which they
+are handed over, so these are also the moments of the device.
 
 What a compiled program needs besides is known to the process that compiles it (``temporaries``). For the ranks of other processes,
 and for a step that was not compiled because its programs were, for another order, see ``liveness_of_all``.
@@ -15,7 +11,7 @@ and for a step that was not compiled because its programs were, for another orde
 
 import dataclasses
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,25 +25,12 @@ from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
-from jaxpp.runtime.place import Place
+from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import texts_of_all
-from jaxpp.schedule.action import Kind
+from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
-from jaxpp.types import Batch, Device, Tree
-
-__all__ = [
-    "MEMORY_KINDS",
-    "Life",
-    "Liveness",
-    "Needs",
-    "line_liveness",
-    "liveness_of_all",
-    "memory_kind",
-    "program_needs",
-    "step_liveness",
-    "temporaries",
-]
+from jaxpp.types import Aval, Batch, Device, Tree
 
 Needs = dict[Hashable, int]
 """Bytes that programs need while they run, besides their arguments and results."""
@@ -60,68 +43,45 @@ MEMORY_KINDS = (
 Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
 """
 
-_KIND_OF = {
-    Role.PARAM: "parameters",
-    Role.STATIC: "statics",
-    Role.CONSTANT: "statics",
-    Role.OPT: "optimizer",
-    Role.LOSS_SCALE: "optimizer",
-    Role.GRAD: "gradients",
-    Role.RESIDUAL: "residuals",
-    Role.FETCHED: "residuals",
-    Role.ACTIVATION: "in flight",
-    Role.COTANGENT: "in flight",
-    Role.BATCH: "batch",
-    Role.KEY: "batch",
-    Role.SCALE: "batch",
-    Role.STATE: "model state",
-    Role.ROWS: "outputs",
-    Role.AUX: "outputs",
+_ROLES = {
+    "parameters": (Role.PARAM,),
+    "statics": (Role.STATIC, Role.CONSTANT),
+    "optimizer": (Role.OPT, Role.LOSS_SCALE),
+    "gradients": (Role.GRAD,),
+    "residuals": (Role.RESIDUAL, Role.FETCHED),
+    "in flight": (Role.ACTIVATION, Role.COTANGENT),
+    "batch": (Role.BATCH, Role.KEY, Role.SCALE),
+    "model state": (Role.STATE,),
+    "outputs": (Role.ROWS, Role.AUX),
 }
+_KIND_OF = {role: kind for kind, roles in _ROLES.items() for role in roles}
 
 
 class Life(NamedTuple):
-    """A value of a step on a device.
-
-    Attributes:
-        name: of the value.
-        device: where it is.
-        num_bytes: its size.
-        kind: one of ``MEMORY_KINDS``.
-        begins: the first moment at which it is alive.
-        ends: the last moment at which it is alive.
-        donated: whether a result of the next line takes over its buffer.
-    """
+    """A value of a step on a device, from the first moment at which it is alive to the last."""
 
     name: Name
     device: Device
     num_bytes: int
-    kind: str
+    kind: str  # one of ``MEMORY_KINDS``
     begins: int
     ends: int
-    donated: bool = False
+    donated: bool = False  # whether a result of the next line takes over its buffer
 
 
 @dataclass(frozen=True)
 class Liveness:
     """When each value of a step is alive, and where.
 
-    Attributes:
-        devices: in the order of the ranks: of all, or of those of this process.
-        lines: of the step.
-        lives: of its values.
-        temporaries: bytes that the compiled program of each line needs while it runs, besides its arguments and results; empty if
-            the programs are not compiled.
-        unknown: devices of other processes whose temporaries are not known, and count as 0.
-        hosted: residuals that wait in the host memory beside their device.
+    ``temporaries`` are the bytes that the program of each line needs besides its arguments and results, if programs are compiled.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...]  # in the order of the ranks: of all, or of those of this process
     lines: tuple[BoundLine, ...]
     lives: tuple[Life, ...]
     temporaries: tuple[int, ...] = ()
-    unknown: tuple[Device, ...] = ()
-    hosted: tuple[Life, ...] = ()
+    unknown: tuple[Device, ...] = ()  # devices of other processes whose temporaries are not known, and count as 0
+    hosted: tuple[Life, ...] = ()  # residuals that wait in the host memory beside their device
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -160,11 +120,7 @@ class Liveness:
 
     def most_hosted(self, device: Device) -> int:
         """The most bytes of residuals that wait at once in host memory beside a device."""
-        changes = np.zeros(len(self.lines) + 3, np.int64)
-        for life in self.hosted:
-            changes[life.begins] += life.num_bytes * (life.device == device)
-            changes[life.ends + 1] -= life.num_bytes * (life.device == device)
-        return int(np.cumsum(changes).max())
+        return dataclasses.replace(self, lives=self.hosted, temporaries=()).most(device)
 
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
@@ -176,9 +132,7 @@ def step_liveness(
 ) -> Liveness:
     """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
 
-    If the lines are those of one process of several, the result tells of the devices of that process alone. ``homes`` are the
-    devices on which the caller's batch leaves and key are, which are not copied to these devices. Temporaries are counted if the
-    programs are ``compiled``.
+    Lines of one process of several tell of its devices alone. What the caller has in its home (``homes``) is not copied there.
     """
     sizes = _argument_bytes(engine, lowered)
     return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
@@ -188,11 +142,9 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
     """What is alive during a step on the devices of all ranks, with the temporaries of the compiled programs.
 
     The batch and the key may be shapes. A process need not ask the others: the programs of their ranks are compiled here too, for
-    devices of this process that stand in for theirs, and thrown away. Where this process has fewer devices than a rank of another
-    one, the temporaries of that rank are not known: their device is in ``Liveness.unknown``.
-
-    With ``known``, the plan is not compiled: the temporaries of a program are those of the same program in ``known``, to which
-    those of programs that are not in it are added. (Where stages share a device, what a program may overwrite can differ.)
+    devices of this process that stand in for theirs, and thrown away. If it has too few for a rank, that is ``Liveness.unknown``.
+    With ``known``, the plan is not compiled: only programs that are not in ``known`` are, and are added to it. (Where stages share
+    a device, what a program may overwrite can differ.)
     """
     own = None
     if known is None:
@@ -246,18 +198,10 @@ def line_liveness(
     homes: Mapping[Name, Device] | None = None,
     programs: Programs | None = None,
 ) -> Liveness:
-    """What is alive while lines run.
-
-    Args:
-        bound: the lines.
-        given: bytes of each argument.
-        outputs: the results, which are alive at the end.
-        homes: as for ``step_liveness``.
-        programs: the compiled programs, if their temporaries are to be counted.
-    """
-    first, last = _forwards(bound), bound.last_uses
+    """What is alive while lines run, given the bytes of their arguments; with the temporaries of ``programs``, if compiled."""
     end, sizes = len(bound.lines) + 1, dict(given)
-    places = bound.placement.places
+    places, last = bound.placement.places, bound.last_uses
+    actions = {line.action: number + 1 for number, line in enumerate(bound.lines) if line.program is not None}
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, outputs)], end)
     donated: set[Name] = set()
@@ -286,7 +230,8 @@ def line_liveness(
         if name.ref.role == Role.OFFLOADED:
             hosted.append(life)
             continue
-        lives += _split(life, first.get((name.stage, name.microbatch), end), bound.lines[min(last.get(name, 0), end - 2)])
+        forward = actions.get(Action(name.stage, Kind.F, name.microbatch), end)
+        lives += _split(life, forward, bound.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(place.shown for place in bound.placement.by_rank if _is_told(bound, place)))
     extra = () if programs is None else temporaries(bound, programs)
     return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra, hosted=tuple(hosted))
@@ -300,14 +245,11 @@ def _is_told(bound: Bound, place: Place) -> bool:
 def _result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
     """Bytes of what a program makes, on each device."""
     program, place, _ = job
-    results = program.results
-    if program.spans:  # as one replica has them
-        results = [
-            jax.ShapeDtypeStruct(aval.shape[len(place.leading(ref)) :], aval.dtype)
-            for ref, aval in zip(program.outputs, results, strict=True)
-        ]
-    triples = zip(program.outputs, results, line.outputs, strict=True)
-    return [place.num_bytes(ref, aval, bound.chosen.get(name)) for ref, aval, name in triples]
+    sizes = []
+    for ref, aval, name in zip(program.outputs, program.results, line.outputs, strict=True):
+        shape = aval.shape[len(place.leading(ref)) :] if program.spans else aval.shape  # as one replica has it
+        sizes.append(place.num_bytes(ref, jax.ShapeDtypeStruct(shape, aval.dtype), bound.chosen.get(name)))
+    return sizes
 
 
 def memory_kind(name: Name) -> str:
@@ -328,33 +270,30 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
 def _argument_bytes(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
     """Bytes of the arguments of a step."""
     job, placed = lowered.step, engine.placed
-    key = [] if job.key is None else [job.key]
+    given = [*job.batch, *([] if job.key is None else [job.key])]
     avals = dict(zip(placed.names.flat(), placed.shapes.flat(), strict=True))
-    avals |= zip((name for name in lowered.inputs if name.stage == CALLER), [*job.batch, *key], strict=True)
-    places = {name: None if name.stage == CALLER else engine.placement[name.stage] for name in lowered.inputs}
-    return {
-        name: count_bytes(avals[name]) if place is None else place.num_bytes(name.ref, avals[name])
-        for name, place in places.items()
-    }
+    avals |= zip((name for name in lowered.inputs if name.stage == CALLER), given, strict=True)
+    sizes: dict[Name, int] = {}
+    for name in lowered.inputs:
+        own = name.stage == CALLER
+        sizes[name] = count_bytes(avals[name]) if own else engine.placement[name.stage].num_bytes(name.ref, avals[name])
+    return sizes
 
 
 def _constants(bound: Bound) -> list[Life]:
     """The arrays that a plan holds from one step to the next; an array that stands for several values counts once."""
     first_names = {constant: name for name, constant in reversed(list(bound.constants.items()))}
-    places = {name: bound.placement[name.stage] for name in first_names.values()}
-    return [
-        Life(name, places[name].shown, places[name].num_bytes(name.ref, constant.aval), memory_kind(name), 0, len(bound.lines) + 1)
-        for constant, name in first_names.items()
-    ]
+    pairs = ((name, constant.aval) for constant, name in first_names.items())
+    return lasting_lives(pairs, bound.placement, len(bound.lines) + 1)
 
 
-def _forwards(bound: Bound) -> dict[tuple[int, int], int]:
-    """The moment of each forward, by stage and microbatch."""
-    return {
-        (line.action.stage, line.action.microbatch): number + 1
-        for number, line in enumerate(bound.lines)
-        if line.program is not None and line.action is not None and line.action.kind == Kind.F
-    }
+def lasting_lives(values: Iterable[tuple[Name, Aval]], placement: Placement, end: int) -> list[Life]:
+    """Values that stay where they are from the beginning to a moment."""
+    lives = []
+    for name, aval in values:
+        place = placement[name.stage]
+        lives.append(Life(name, place.shown, place.num_bytes(name.ref, aval), memory_kind(name), 0, end))
+    return lives
 
 
 def _split(life: Life, forward: int, reader: BoundLine) -> list[Life]:

@@ -1,23 +1,13 @@
-"""A profile from a trace of JAX's profiler, and as text for files: a trace for Perfetto (ui.perfetto.dev), JSON, an HTML page."""
+"""A profile as text for files: a trace for Perfetto (ui.perfetto.dev), JSON, an HTML page."""
 
 import html
 import json
-import os
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-from jaxpp.errors import ArgumentError
-from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.observe.profile.profile import Profile
-from jaxpp.observe.profile.spans import Span, durations_of, isolated_spans, traced_spans
-from jaxpp.observe.profile.trace import TraceError, matched, read_runs
-from jaxpp.types import Batch, Key
+from jaxpp.observe.profile.spans import Span
 
-__all__ = ["from_trace", "to_html", "to_json", "to_perfetto"]
-
-_WHERE = "jaxpp.observe.from_trace"
 _COMPUTE, _ARRIVALS, _HOST, _COPIES = 0, 1, 2, 3
 _NUMBERS = (
     "seconds step_seconds bubble_fraction simulated_seconds simulated_bubble_fraction trace_cost beside clock missing "
@@ -39,9 +29,6 @@ def to_perfetto(profile: Profile) -> str:
     """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; each host has one too.
 
     Where residuals wait in host memory, a rank has a lane for their copies.
-
-    Args:
-        profile: of a step.
 
     Returns:
         JSON in the trace event format, in which times are microseconds. The bytes of each device are counters.
@@ -69,11 +56,7 @@ def to_perfetto(profile: Profile) -> str:
 
 
 def to_json(profile: Profile) -> str:
-    """All numbers of a profile as JSON text, in seconds and bytes.
-
-    Args:
-        profile: of a step.
-    """
+    """All numbers of a profile as JSON text, in seconds and bytes."""
     schedule, ledger = profile.schedule, profile.ledger
     return json.dumps(
         {
@@ -88,20 +71,13 @@ def to_json(profile: Profile) -> str:
             **({"passes": [each._asdict() for each in profile.passes]} if profile.passes else {}),
             "spans": _spans(profile.spans),
             "isolated": _spans(profile.isolated),
-            "memory": [
-                sample._asdict() | {"device": str(sample.device), "kinds": dict(zip(MEMORY_KINDS, sample.kinds, strict=True))}
-                for sample in ledger.samples
-            ],
+            "memory": [each._asdict() | {"device": str(each.device), "kinds": each.by_kind} for each in ledger.samples],
         }
     )
 
 
 def to_html(profile: Profile) -> str:
-    """The profile as a page of its own, for screens of any width: figure, causes of idle time, memory.
-
-    Args:
-        profile: of a step.
-    """
+    """The profile as a page of its own, for screens of any width: figure, causes of idle time, memory."""
     title = html.escape(profile.heading)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
     body = f"<main>{profile._repr_html_()}</main>"
@@ -118,49 +94,3 @@ def _name(what: str, pid: int, tid: int, text: str) -> dict[str, object]:
 
 def _slice(name: str, category: str, pid: int, tid: int, start: float, end: float) -> dict[str, object]:
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-
-
-def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
-    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine.
-
-    Unlike ``pipe.profile`` it runs nothing. So it does not know what the host did or what memory held, and takes a program's median
-    time in the trace for the time that the program takes alone.
-
-    Args:
-        folder: what was given to ``jax.profiler.trace``; its newest trace is read.
-        pipe: a pipeline like the one whose steps were traced, after ``init`` or ``forecast``.
-        batch: of the traced steps, or its shapes.
-        key: of the traced steps, or its shape.
-
-    Returns:
-        the profile of the traced step of median length.
-
-    Raises:
-        ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
-
-    Example:
-        In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
-        ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
-    """
-    engine = pipe.engine
-    plan, lowered = engine.plan("update", batch, key)
-    try:
-        runs = read_runs(Path(folder))
-        found = matched(plan, runs, max(1, len(runs.steps)))
-    except FileNotFoundError as error:
-        rule = "it reads what jax.profiler.trace(folder) has written"
-        raise ArgumentError(_WHERE, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
-    except TraceError as error:
-        rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
-        fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
-        raise ArgumentError(_WHERE, rule, str(error), fix) from None
-    schedule = engine.options.schedule
-    alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
-    steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
-    lengths = [max(span.end for span in spans) for spans in steps]
-    median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
-    spans = steps[median], isolated_spans(plan, alone, schedule)
-    ledger = Ledger(step_liveness(engine, lowered), (), {})
-    return Profile(
-        schedule, engine.placement.ranks_shown, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded
-    )

@@ -1,11 +1,8 @@
 """Figures of a measured step: what really ran above what the virtual clock says of it, and the memory that it took.
 
-Everything that ran or lived at the same time stands at the same place from left to right, so the figure is read downwards: where
-the measured timeline idles and that of the virtual clock does not, the time went into what the clock does not know, such as the
-host.
-
-The memory of a device is an area in steps. What stays lies at the bottom, in greys; what comes and goes lies on it, in greens. The
-neighbours differ in lightness, so that they part for the colour-blind and in grey. All devices have one scale.
+Where the measured timeline idles and that of the virtual clock does not, the time went into what the clock does not know, such as
+the host. The memory of a device is an area in steps, all on one scale. What stays lies at the bottom, in greys; what comes and goes
+lies on it, in greens. Neighbours differ in lightness, so that they part for the colour-blind and in grey.
 """
 
 import statistics
@@ -22,8 +19,6 @@ from jaxpp.schedule.draw.timeline import Timeline, draw_timeline, extents, room,
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Device
 
-__all__ = ["COLOURS", "Curve", "curves", "profile_figure"]
-
 COLOURS = (
     *("#262626", "#6A6A6A", "#ABABAB", "#00684B", "#00AB7E", "#B4E3D3", "#7AC2A8", "#8C8C8C", "#4D4D4D", "#008A65"),
     "#E4E4E4",
@@ -33,53 +28,42 @@ _LETTERS = 20  # in a line of a device's name
 
 
 class Curve(NamedTuple):
-    """Live bytes of one device over a step, by kind.
+    """Live bytes of one device over a step, by kind."""
 
-    Attributes:
-        label: the device and its ranks, ``cuda:0 (ranks 0, 4)``.
-        times: milliseconds from the start of the step, in ascending order.
-        levels: ``levels[k]`` are the bytes of each of ``MEMORY_KINDS`` from ``times[k]`` on, the last to the end of the step.
-    """
-
-    label: str
-    times: tuple[float, ...]
-    levels: tuple[tuple[int, ...], ...]
+    label: str  # the device and its ranks, ``cuda:0 (ranks 0, 4)``
+    times: tuple[float, ...]  # milliseconds from the start of the step, in ascending order
+    levels: tuple[tuple[int, ...], ...]  # the bytes of each of ``MEMORY_KINDS`` from each time on, the last to the end of the step
 
 
 def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
     """One curve for each device, in milliseconds; there is one span for each line of ``liveness``.
 
-    The results of a program are there from its start, and what nobody reads after it is freed at its end. What arrives is there
-    once the device has begun what it was given before. So a curve goes through the moments of ``liveness`` in their order, and has
-    the same peak.
+    The results of a program are there from its start, what nobody reads after it is freed at its end, and what arrives is there
+    once the device has begun what it was given before. So a curve has the moments of ``liveness`` in order, and the same peak.
     """
-    return tuple(_curve(liveness, spans, device, by_rank) for device in liveness.devices)
-
-
-def _curve(liveness: Liveness, spans: Sequence[Span], device: Device, by_rank: Sequence[Device]) -> Curve:
-    ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
-    label = f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
-    alive, freed = liveness.levels[device].tolist(), liveness.freed[device].tolist()
-    times, levels, now = [0.0], [tuple(alive[0])], 0.0
-    for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True), 1):
-        here = line.device == device and line.program is not None
-        after = [a - b for a, b in zip(alive[number], freed[number], strict=True)]
-        for time, level in ((span.start, alive[number]), (span.end, after)):
-            now = max(now, 1e3 * time) if here else now
-            if tuple(level) != levels[-1]:
-                times.append(now)
-                levels.append(tuple(level))
-    end = max(1e3 * span.end for span in spans)
-    return Curve(label, (*times, max(now, end)), (*levels, tuple(alive[-1])))
+    found, end = [], max(1e3 * span.end for span in spans)
+    for device in liveness.devices:
+        ranks = [str(rank) for rank, home in enumerate(by_rank) if home == device]
+        label = f"{device} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+        alive = liveness.levels[device].tolist()
+        after = (liveness.levels[device] - liveness.freed[device]).tolist()
+        times, levels, now = [0.0], [tuple(alive[0])], 0.0
+        for number, (line, span) in enumerate(zip(liveness.lines, spans, strict=True), 1):
+            for time, level in ((span.start, alive[number]), (span.end, after[number])):
+                now = max(now, 1e3 * time) if line.device == device and line.program is not None else now
+                if tuple(level) != levels[-1]:
+                    times.append(now)
+                    levels.append(tuple(level))
+        found.append(Curve(label, (*times, max(now, end)), (*levels, tuple(alive[-1]))))
+    return tuple(found)
 
 
 def profile_figure(
     heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int], width: float | None = None
 ) -> Figure:
-    """The timelines of a step, one below the other, and the bytes on each device during the first, if there are curves of them.
+    """The timelines of a step, one below the other, each with its end, and the bytes on each device, if there are curves of them.
 
-    To the right of a timeline stands its end; to the right of the memory, which goes on to the end of the step, the peak of each
-    device. ``width`` is in inches.
+    The memory goes on to the end of the step; beside it stands the peak of each device. ``width`` is in inches.
     """
     step = max([timelines[0].end, *(curve.times[-1] for curve in memory)])
     across = extents(timelines, [step] + [0] * (len(timelines) - 1))

@@ -1,16 +1,14 @@
 """What really ran, when, and why the ranks idled.
 
-``record`` runs steps, or forwards, under JAX's profiler; a ``Profile`` describes the run of median length. It has two timelines.
-One is the trace: the start and end of every program on its device, the transfers between programs, and how long they waited for
-each other and for the host. The other is isolated: every program takes as long as it takes alone, on the virtual clock. Where
-devices share cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline shows what
-the pipeline would do on devices of its own.
-
-All numbers describe one of the two (``clock``): bubble, idle time by cause (``causes``), latencies. ``ledger`` tells of memory.
+``record`` runs steps, or forwards, under JAX's profiler; a ``Profile`` describes the run of median length on two timelines. One is
+the trace: when every program and transfer ran. The other is isolated: every program takes as long as it takes alone, on the virtual
+clock. Where devices share cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline
+what the pipeline would do on devices of its own. All numbers describe one of the two (``clock``).
 """
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,78 +28,50 @@ from jaxpp.schedule.offload import Offloaded
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Device
 
-__all__ = ["Causes", "Clock", "ForwardCauses", "Profile", "RingCauses", "RingPass"]
-
 Clock = Literal["trace", "isolated"]
 """Which times the numbers are of."""
 
 
 class Causes(NamedTuple):
-    """Where a rank's idle time in a step comes from, in seconds; the parts sum to it.
+    """Where a rank's idle time in a step comes from, in seconds; the parts sum to it."""
 
-    Attributes:
-        fill_drain: what the schedule costs even with equal stages.
-        imbalance: what stages that differ add.
-        transfer: what transfers add that nothing hides.
-        dispatch: what waiting for the host adds.
-        optimizer: the rest of the step: splitting the batch before, summing tied gradients and the optimizer after.
-    """
-
-    fill_drain: float
-    imbalance: float
-    transfer: float
-    dispatch: float
-    optimizer: float
+    fill_drain: float  # what the schedule costs even with equal stages
+    imbalance: float  # what stages that differ add
+    transfer: float  # what transfers add that nothing hides
+    dispatch: float  # what waiting for the host adds
+    optimizer: float  # the rest of the step: splitting the batch before, summing tied gradients and the optimizer after
 
 
 class ForwardCauses(NamedTuple):
-    """Where a rank's idle time in forwards comes from: as ``Causes``, but for the optimizer.
-
-    Attributes:
-        other: splitting the batch before, putting outputs together after.
-    """
+    """Where a rank's idle time in forwards comes from: as ``Causes``, but for the optimizer."""
 
     fill_drain: float
     imbalance: float
     transfer: float
     dispatch: float
-    other: float
+    other: float  # splitting the batch before, putting outputs together after
 
 
 class RingCauses(NamedTuple):
-    """Where a rank's idle time in a generation comes from: as ``ForwardCauses``, transfers of tokens included.
-
-    Attributes:
-        token: what waiting for tokens adds, even with equal stages: too few groups.
-        other: what is not a pass.
-    """
+    """Where a rank's idle time in a generation comes from: as ``ForwardCauses``, transfers of tokens included."""
 
     fill_drain: float
-    token: float
+    token: float  # what waiting for tokens adds, even with equal stages: too few groups
     imbalance: float
     transfer: float
     dispatch: float
-    other: float
+    other: float  # what is not a pass
 
 
 class RingPass(NamedTuple):
-    """One pass of a generation through the stages.
-
-    Attributes:
-        group: the group that it is of.
-        turn: which pass of its group it is.
-        num_tokens: how many tokens it takes of each sequence.
-        num_made: how many tokens it makes that somebody wants.
-        is_prompt: whether it is a chunk of a prompt, run for one sequence alone.
-        awaits: the number of the pass whose token it takes; -1 if it takes none.
-    """
+    """One pass of a generation through the stages."""
 
     group: int
-    turn: int
-    num_tokens: int
-    num_made: int
-    is_prompt: bool
-    awaits: int
+    turn: int  # which pass of its group it is
+    num_tokens: int  # that it takes of each sequence
+    num_made: int  # tokens that it makes and somebody wants
+    is_prompt: bool  # whether it is a chunk of a prompt, run for one sequence alone
+    awaits: int  # the number of the pass whose token it takes; -1 if it takes none
 
 
 @dataclass(frozen=True)
@@ -228,11 +198,9 @@ class Profile(Drawn):
         for action, span in sorted(self.actions.items(), key=lambda item: item[1].start):
             durations[action] = max(0.0, span.end - max(span.start, until[span.rank]))
             until[span.rank] = max(until[span.rank], span.end)
-        found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
-        for span in self.transfers:
-            if span.action is not None:
-                found[span.action.stage - (span.action.kind != Kind.F)].append(span.end - span.start)
-        hops = tuple(statistics.median(times) if times else 0.0 for times in (found if self.passes else found[:-1]))
+        sent = [(span.action.stage - (span.action.kind != Kind.F), span) for span in self.transfers if span.action is not None]
+        hops = _medians(sent, self.schedule.num_stages)
+        hops = hops if self.passes else hops[:-1]
         handed = {action: self.actions[action].begun if action in self.actions else 0.0 for action in self.schedule.order}
         away = {span.action for span in self.copies}
         offloaded = tuple(each for each in self.offloaded if each.forward in away)
@@ -241,16 +209,13 @@ class Profile(Drawn):
     @cached_property
     def copy_seconds(self) -> tuple[float, ...]:
         """How long the residuals of each stage and one microbatch take to host memory, or back: the median."""
-        found: list[list[float]] = [[] for _ in range(self.schedule.num_stages)]
-        for span in self.copies:
-            if span.action is not None:
-                found[span.action.stage].append(span.end - span.start)
-        return tuple(statistics.median(times) if times else 0.0 for times in found)
+        copied = [(span.action.stage, span) for span in self.copies if span.action is not None]
+        return _medians(copied, self.schedule.num_stages)
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
         """The actions of the timeline that the numbers are of, in seconds."""
-        return _bars(self.shown)
+        return tuple(Bar(span.rank, action, span.start, span.end) for action, span in _actions(self.shown).items())
 
     @cached_property
     def simulated(self) -> tuple[Bar, ...]:
@@ -274,15 +239,12 @@ class Profile(Drawn):
     def causes(self) -> tuple[Causes | ForwardCauses | RingCauses, ...]:
         """Where each rank's idle time comes from."""
         durations, busy, rows = self.measured.durations, self.busy, self.schedule.rows
-
-        def alike(action: Action) -> tuple[Kind, int]:
-            """What takes the same time if stages are equal; batches may differ in size, and so do passes."""
-            return action.kind, action.microbatch * self.schedule.forward_only
-
-        times: dict[tuple[Kind, int], list[float]] = {}
+        # What takes the same time if stages are equal; batches may differ in size, and so do passes.
+        alike = {action: (action.kind, action.microbatch * self.schedule.forward_only) for action in durations}
+        times: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for action, time in durations.items():
-            times.setdefault(alike(action), []).append(float(time))
-        equal = {action: _mean(times[alike(action)]) for action in durations}
+            times[alike[action]].append(float(time))
+        equal = {action: _mean(times[alike[action]]) for action in durations}
         found = idle_causes(rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds, self.awaited)
         rests = (self.seconds - time - sum(idle) for idle, time in zip(found, busy, strict=True))
         made = RingCauses if self.passes else ForwardCauses if self.schedule.forward_only else Causes
@@ -310,7 +272,7 @@ class Profile(Drawn):
 
     def drawing(self) -> Drawing:
         """The actions of the timeline that the numbers are of, in milliseconds."""
-        bars = self._by_group(_in_milliseconds(self.bars))
+        bars = self._drawn(self.shown)
         return Drawing(self.heading, self.schedule.num_ranks, self.schedule.stage_to_rank, bars, self.num_groups)
 
     def figure(self, width: float | None = None) -> Figure:
@@ -329,40 +291,31 @@ class Profile(Drawn):
         return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank, width)
 
     def pebble_figure(self, width: float | None = None) -> Figure:
-        """The pebble graph of the step as it was traced, above that of each program alone.
-
-        Args:
-            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
-        """
+        """The pebble graph of the step as it was traced, above that of each program alone; ``width`` is as for ``figure``."""
         return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank, width)
 
     def _timelines(self) -> list[Timeline]:
         """Both timelines, in milliseconds, with their titles."""
+        prompts = frozenset(number for number, each in zip(self._numbers, self.passes, strict=True) if each.is_prompt)
         found = []
         for title, spans in zip(self.titles.values(), (self.spans, self.isolated), strict=True):
             parts = [s for s in spans if s.action is None and not s.sends], [s for s in spans if s.sends]
             rest, sends = ([(span.rank, 1e3 * span.start, 1e3 * span.end) for span in part] for part in parts)
             copies = [Copied(s.rank, 1e3 * s.start, 1e3 * s.end, s.label.startswith("fetch")) for s in spans if s.copies]
-            bars = self._by_group(_in_milliseconds(_bars(spans)))
-            found.append(Timeline(title, bars, rest, sends, self.num_groups, self._prompts, copies))
+            found.append(Timeline(title, self._drawn(spans), rest, sends, self.num_groups, prompts, copies))
         return found
 
-    def _by_group(self, bars: Sequence[Bar]) -> tuple[Bar, ...]:
-        """The bars with the numbers that a ring's drawing knows groups and turns by."""
-        if not self.passes:
-            return tuple(bars)
-        return tuple(bar._replace(action=bar.action._replace(microbatch=self._numbers[bar.action.microbatch])) for bar in bars)
+    def _drawn(self, spans: Sequence[Span]) -> tuple[Bar, ...]:
+        """The bars of actions in milliseconds; of a ring, with the numbers that its drawing knows groups and turns by."""
+        numbers, found = self._numbers, list[Bar]()
+        for action, span in _actions(spans).items():
+            shown = action._replace(microbatch=numbers[action.microbatch]) if self.passes else action
+            found.append(Bar(span.rank, shown, 1e3 * span.start, 1e3 * span.end))
+        return tuple(found)
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
         return tuple(each.turn * (self.num_groups or 1) + each.group for each in self.passes)
-
-    @cached_property
-    def _prompts(self) -> frozenset[int]:
-        return frozenset(number for number, each in zip(self._numbers, self.passes, strict=True) if each.is_prompt)
 
     def causes_table(self) -> list[list[str]]:
         """Busy and idle time of each rank and the causes of it, as text, in milliseconds; the first row says what is what."""
@@ -379,42 +332,41 @@ class Profile(Drawn):
         return compute, transfer, 1 - compute - transfer
 
     def remarks(self) -> list[str]:
-        """What else there is to say, a line each."""
+        """What else there is to say, a line each; warnings come last."""
         compute, transfer, rest = self.shares
         other = dataclasses.replace(self, clock="trace" if self.clock == "isolated" else "isolated")
+        what, ideal, step = "passes" if self.passes else "microbatches", self.simulated_bubble_fraction, _milli(self.seconds)
+        cost = f"a {self.noun} that is traced takes {self.trace_cost:.2f} of one that is not"
         lines = [
             f"milliseconds; compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {rest:.1%}",
-            f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, "
-            f"bubble {self.simulated_bubble_fraction:.1%}",
+            f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, bubble {ideal:.1%}",
             f"{other.titles[other.clock]}: {_milli(other.seconds)} ms, bubble {other.bubble_fraction:.1%}",
-            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; a {self.noun} that is traced takes "
-            f"{self.trace_cost:.2f} of one that is not",
-            f"{'passes' if self.passes else 'microbatches'} were on their way for {_milli(sum(self.latencies))} ms together, in a "
-            f"{self.noun} of {_milli(self.seconds)} ms",
+            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; {cost}",
+            f"{what} were on their way for {_milli(sum(self.latencies))} ms together, in a {self.noun} of {step} ms",
         ]
         if self.passes:
             made, chunks = sum(each.num_made for each in self.passes), sum(each.is_prompt for each in self.passes)
             rate = f"{made / self.seconds:,.0f} tokens a second"
             lines.append(f"{made} tokens were made, {rate}; {chunks} of the {len(self.passes)} passes took in prompts")
         if self.num_processes > 1:
-            what = f"{self.num_processes} processes, whose clocks are aligned to within {1e6 * self.clock_error:.0f} us"
-            half = "half of the quickest way there and back"
-            lines.append(f"{what} ({half}): when something happened in two of them can be compared no better")
+            within = f"{1e6 * self.clock_error:.0f} us (half of the quickest way there and back)"
+            clocks = f"{self.num_processes} processes, whose clocks are aligned to within {within}"
+            lines.append(f"{clocks}: when something happened in two of them can be compared no better")
         if self.copies:
             what = f"{len(self.copies)} copies of residuals to host memory or back"
             took = f"at least one was under way for {_milli(covered(self.copies))} ms"
             lines.append(f"{what}; {took}; waiting for them counts as waiting for transfers")
-        slow = []
+        slow, num_stages, times = [], self.schedule.num_stages, self.measured.durations
+        forwards = [_mean([float(t) for a, t in times.items() if a[:2] == (stage, Kind.F)]) for stage in range(num_stages)]
         for stage, copy in enumerate(self.copy_seconds):
-            hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (stage, Kind.F)])
-            takes = f"{_milli(copy)} ms, longer than a forward that could hide it ({_milli(hidden)} ms)"
-            slow += [f"warning: to copy the residuals of stage {stage} to host memory or back takes {takes}"] * (copy > hidden)
+            takes = f"{_milli(copy)} ms, longer than a forward that could hide it ({_milli(forwards[stage])} ms)"
+            if copy > forwards[stage]:
+                slow.append(f"warning: to copy the residuals of stage {stage} to host memory or back takes {takes}")
         for boundary, hop in enumerate(map(float, self.measured.hops)):
-            after = (boundary + 1) % self.schedule.num_stages
-            hidden = _mean([float(t) for a, t in self.measured.durations.items() if a[:2] == (after, Kind.F)])
+            after = (boundary + 1) % num_stages
             where = f"boundary {boundary} (between stages {boundary} and {after})"
-            takes = f"{_milli(hop)} ms, longer than the forward that could hide it ({_milli(hidden)} ms)"
-            slow += [f"warning: a transfer over {where} takes {takes}"] * (hop > hidden)
+            takes = f"{_milli(hop)} ms, longer than the forward that could hide it ({_milli(forwards[after])} ms)"
+            slow += [f"warning: a transfer over {where} takes {takes}"] * (hop > forwards[after])
         if slow:
             slow.append(f"warning: waiting for transfers costs {_milli(transfer * self.seconds)} ms a rank")
         if self.missing:
@@ -438,12 +390,12 @@ def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
     return {span.action: span for span in spans if span.action is not None and not span.sends and not span.copies}
 
 
-def _bars(spans: Sequence[Span]) -> tuple[Bar, ...]:
-    return tuple(Bar(span.rank, action, span.start, span.end) for action, span in _actions(spans).items())
-
-
-def _in_milliseconds(bars: Sequence[Bar]) -> tuple[Bar, ...]:
-    return tuple(Bar(rank, action, 1e3 * start, 1e3 * end) for rank, action, start, end in bars)
+def _medians(spans: Sequence[tuple[int, Span]], count: int) -> tuple[float, ...]:
+    """The median length of the spans of each number below ``count``; 0 where there is none."""
+    found: list[list[float]] = [[] for _ in range(count)]
+    for number, span in spans:
+        found[number].append(span.end - span.start)
+    return tuple(statistics.median(times) if times else 0.0 for times in found)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,61 +5,191 @@ Then some steps run in which the host waits for each instruction before it hands
 takes the time that it would take on a device of its own.
 
 Where the trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began.
+
+Several processes (``Company``) know the lines of the whole step in one order. Each tells the others what it saw of its own, on the
+clock of process 0, and all make the same steps of it, as one process with all devices would have seen them. A send between
+processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
 import contextlib
+import json
+import math
+import os
 import statistics
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.memory.ledger import Ledger, homes_of, sample_step
+from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
 from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
-from jaxpp.observe.profile.merge import Company, Seen, SeenStep
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
-from jaxpp.observe.profile.spans import (
-    Span,
-    Stamp,
-    beginning,
-    durations_of,
-    isolated_spans,
-    traced_spans,
-    watched_spans,
-)
+from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
-from jaxpp.plan.builder import Name
-from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.execute import Observer
-from jaxpp.runtime.processes.channel import align_clocks
+from jaxpp.runtime.place import Place, devices_of
+from jaxpp.runtime.processes.channel import Alignment, align_clocks, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
-from jaxpp.types import Array, Batch, Key, Leaf, Tree
-
-__all__ = [
-    "Forwards",
-    "Stamps",
-    "Steps",
-    "Watch",
-    "Work",
-    "check_profile",
-    "join_plans",
-    "record",
-    "schedule_of",
-]
+from jaxpp.stages.program import Role
+from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
 _ALONE = 3  # steps in which each program runs alone
 _SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a step: looking takes time from small machines
+
+
+class SeenStep(NamedTuple):
+    """One step as it was seen, in seconds on a clock of the host."""
+
+    begun: float  # when the host began
+    ended: float  # when all results were there
+    stamps: tuple[Stamp, ...] = ()  # of each line; empty if nobody looked
+    runs: tuple[Run | None, ...] = ()  # of each line the run of its program; None for a send, and empty without a trace
+    seconds: tuple[float, ...] = ()  # how long each line took, if each waited for the one before
+
+    def timed(self) -> "SeenStep":
+        """With the seconds of each line: of a program by the trace, of the rest, such as sends, by the host's clock."""
+        pairs = zip(self.stamps, self.runs or [None] * len(self.stamps), strict=True)
+        return self._replace(seconds=tuple(_seconds(stamp) if run is None else run.end - run.start for stamp, run in pairs))
+
+
+def _seconds(stamp: Stamp) -> float:
+    """From when the host (of two, the last) went on to when the result was there."""
+    return max(0.0, stamp.done - max(stamp.handed, stamp.asked))
+
+
+class Seen(NamedTuple):
+    """Steps as they were seen, in the order in which they ran."""
+
+    steps: tuple[SeenStep, ...]
+    missing: str  # what the trace lacks; or empty
+    error: float  # seconds by which times may be wrong beside each other: of the trace and the host, or of different processes
+
+
+class Company:
+    """The processes of a pipeline, which put together what they saw on process 0's clock; all make the same calls."""
+
+    def __init__(self, engine: Engine, batch: Batch, key: Key | None, clock: Alignment):
+        own, whole = engine.plan("update", batch, key)[1].bound, engine.lower("update", batch, key)
+        # Where the lines of this process are among all; a process that has no devices of the pipeline has those that cross.
+        self._numbers = range(len(own.lines)) if own.numbers is None else own.numbers
+        self._bound, self._placement, self._clock = whole.bound, engine.placement, clock
+        read = [name for line in self._bound.lines for name in (*line.inputs, *line.outputs)]
+        self._names = list(dict.fromkeys([*whole.inputs, *self._bound.constants, *read]))
+        self.plan = _plan_of(self._bound)
+        told = [json.loads(text) for text in texts_of_all(json.dumps(list(self._numbers)))]
+        self._places = [{number: k for k, number in enumerate(numbers)} for numbers in told]
+
+    def seen(self, mine: Seen) -> Seen:
+        """What all processes saw, of all lines."""
+        shift = self._clock.offset
+        steps = [
+            {
+                "at": [step.begun + shift, step.ended + shift],
+                "stamps": [[time + shift for time in stamp[:3]] for stamp in step.stamps],
+                "runs": [run and [time + shift for time in run] for run in step.runs],
+                "seconds": step.seconds,
+            }
+            for step in mine.steps
+        ]
+        error = mine.error + self._clock.error
+        texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": error}))
+        told: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        missing = [f"process {k}: {each['missing']}" for k, each in enumerate(told) if each["missing"]]
+        found = [self._step([each["steps"][k] for each in told]) for k in range(len(mine.steps))]
+        return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
+
+    def _step(self, told: Sequence[Mapping[str, Any]]) -> SeenStep:
+        """A step of which each process tells."""
+        begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
+        stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
+        for number, line in enumerate(self._bound.lines if told[0]["stamps"] else ()):
+            givers, owners = self._of(number, line)
+            seen = {k: told[k]["stamps"][self._places[k][number]] for k in {*givers, *owners}}
+            first = min(givers or owners, key=lambda k, seen=seen: seen[k])
+            asked, done = (max(seen[k][at] for k in owners) for at in (1, 2))
+            begins, handed, _ = seen[first]
+            stamps.append(Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first))
+            mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
+            there = [run for run in mine if run is not None]
+            runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
+            seconds.append(_seconds(stamps[-1]) if givers else max(took, default=0.0))
+        return SeenStep(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
+
+    def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
+        """The processes that give what a line sends between processes, and those that run it or receive it."""
+
+        def having(place: Place) -> list[int]:
+            return [process for process in processes_of(place.devices) if number in self._places[process]]
+
+        owners = having(line.place) or [k for k, numbers in enumerate(self._places) if number in numbers]
+        if not line.is_send or line.inputs[0].stage == CALLER:
+            return [], owners
+        givers = having(self._placement[line.inputs[0].stage])
+        return ([], owners) if set(givers) == set(owners) else (givers, owners)  # if they are the same, each sends to itself
+
+    def ledger(self, mine: Ledger) -> Ledger:
+        """What all processes found on their devices; a rank that spans processes is told of by the first of them."""
+        devices = tuple(dict.fromkeys(self._placement.ranks_shown))
+        places, known = ({each: k for k, each in enumerate(group)} for group in (devices, self._names))
+        end, me = len(self._bound.lines) + 1, jax.process_index()
+        moments = [0, *(number + 1 for number in self._numbers), end, end + 1]
+        told = {device for device in mine.liveness.devices if processes_of(devices_of(device))[0] == me}
+        said = {
+            "lives": [  # a value stays until what comes next in its own process
+                [known[name], places[device], num_bytes, kind, moments[begins], moments[ends + 1] - 1, donated]
+                for name, device, num_bytes, kind, begins, ends, donated in (*mine.liveness.lives, *mine.liveness.hosted)
+                if device in told
+            ],
+            "temporaries": mine.liveness.temporaries,
+            "samples": [
+                [each.when, moments[each.moment], places[each.device], *each[3:]] for each in mine.samples if each.device in told
+            ],
+            "stats": [[places[device], dict(found)] for device, found in mine.stats.items() if device in told],
+        }
+        lives, hosted, samples = list[Life](), list[Life](), list[Sample]()
+        stats, extra = dict[Device, Mapping[str, int]](), [0] * len(self._bound.lines)
+        for process, text in enumerate(texts_of_all(json.dumps(said, default=int))):
+            each = json.loads(text)
+            for number, device, *rest in each["lives"]:
+                name = self._names[number]
+                (hosted if name.ref.role == Role.OFFLOADED else lives).append(Life(name, devices[device], *rest))
+            for when, moment, device, kinds, *rest in each["samples"]:
+                samples.append(Sample(when, moment, devices[device], tuple(kinds), *rest))
+            stats |= {devices[device]: found for device, found in each["stats"]}
+            for number, k in self._places[process].items():
+                extra[number] = max(extra[number], each["temporaries"][k])
+        liveness = Liveness(devices, self._bound.lines, tuple(lives), tuple(extra), hosted=tuple(hosted))
+        return Ledger(liveness, tuple(samples), stats)
+
+
+def _plan_of(bound: Bound) -> Plan:
+    """The lines of all processes as a plan, of which nothing can be run; each value has a slot of its own."""
+    slots: dict[Name, int] = {}
+    lines = []
+    for line in bound.lines:
+        reads, writes = (tuple(slots.setdefault(name, len(slots)) for name in names) for names in (line.inputs, line.outputs))
+        call, name = (_elsewhere, "") if line.program is None else (line.program.function, line.program.name)
+        about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies)
+        lines.append(Instruction(line.label, call, reads, writes, (), about))
+    return Plan(tuple(lines), len(slots), (), (), (), len(lines))
+
+
+def _elsewhere(*_: Array) -> Sequence[Array]:
+    raise AssertionError("a plan that is only looked at is not run")
 
 
 class Stamps:
@@ -89,20 +219,17 @@ class Watch:
 
     A timer that blocks on every action destroys the overlap that it measures, and threads that wait beside the dispatching thread
     take Python's lock from it (with one thread for each device, a step of small stages took 2.3 times as long). So this observer of
-    the executor keeps one result of each instruction in a queue of its device (one queue for programs, one for arrivals, and one
-    for copies to host memory and one for copies back). After each instruction it looks whether the heads of the queues are there;
-    when the host has handed everything over, it goes on until the queues are empty. A stamp is late by one instruction's dispatch
-    at most (which on forced CPU devices may run a small program, or wait for a core), or by the pause between two looks.
+    the executor keeps one result of each instruction in a queue of its device and kind (programs, arrivals, copies to the host and
+    back), and looks after each instruction, and at the end until all are there, whether the heads of the queues are. A stamp is
+    late by one instruction's dispatch at most (which on forced CPU devices may run a small program), or by the pause between looks.
 
     Nothing is sent, copied or run for this. A program without a small result that stays alive returns one byte more
     (``compile_plan(watched=True)``), so that nothing large is held on to.
     """
 
     def __init__(self, plan: Plan):
-        self._lanes = {
-            (line.about.device, line.about.sends, line.about.copies): deque[tuple[int, Leaf]]() for line in plan.instructions
-        }
-        self._queues = tuple(self._lanes.values())
+        abouts = [line.about for line in plan.instructions]
+        self._lanes = {(about.device, about.sends, about.copies): deque[tuple[int, Leaf]]() for about in abouts}
         self._times: list[tuple[float, float]] = []
         self._done: dict[int, float] = {}
         self._went_on = time.perf_counter()
@@ -122,7 +249,7 @@ class Watch:
     def _look(self) -> bool:
         """Note which results are there; returns whether any are still to come."""
         left = False
-        for queue in self._queues:
+        for queue in self._lanes.values():
             while queue and queue[0][1].is_ready():
                 self._done[queue.popleft()[0]] = time.perf_counter()
             left = left or bool(queue)
@@ -137,19 +264,12 @@ class Watch:
 
 
 class Work:
-    """What is run under the profiler.
-
-    Attributes:
-        engine: whose placement and programs it uses.
-        plan: what runs at each run, as one plan.
-        schedule: the order of its actions.
-        passes: of a generation, which passes these are.
-    """
+    """What is run under the profiler."""
 
     engine: Engine
-    plan: Plan
-    schedule: Schedule
-    passes: Sequence[RingPass] = ()
+    plan: Plan  # of everything that a run hands over
+    schedule: Schedule  # the order of its actions
+    passes: Sequence[RingPass] = ()  # of a generation
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
         """Hand everything over once; returns what to wait for."""
@@ -188,22 +308,13 @@ class Steps(Work):
 
 
 class Forwards(Work):
-    """The forwards of a batch, or of several like it that follow one another as in a stream.
-
-    Args:
-        engine: of the function.
-        leaves: the parameters, and the model state if there is one.
-        batch: of each.
-        key: of the first, from which those of several are folded.
-        num_batches: how many follow one another.
-    """
+    """The forwards of a batch, or of several like it that follow one another as in a stream, with keys folded from the first."""
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_batches: int):
         self.engine, self.batch, self.leaves = engine, batch, leaves._replace(opt=(), own_opt=(), loss_scale=())
         self.keys: list[Key | None] = [key] * num_batches
         if num_batches > 1 and key is not None:
             self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]
-
         self.plan = self._joined(engine.plan("forward", batch, self.keys[0])[0])
         name = "forward" if num_batches == 1 else f"stream of {num_batches} batches"
         self.schedule = schedule_of(self.plan, engine.options.schedule.stage_to_rank, name)
@@ -240,19 +351,13 @@ def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = 
         if isinstance(observer, Stamps):
             observer.begin()
         results = work.run(observer, watched=watched)
-        if isinstance(observer, Watch):
-            observer.stamps()  # it looks while the results arrive, not when all are there
-        jax.block_until_ready(results)
-    stamps = observer.stamps if isinstance(observer, Stamps) else () if observer is None else observer.stamps()
+        stamps = observer.stamps() if isinstance(observer, Watch) else () if observer is None else observer.stamps
+        jax.block_until_ready(results)  # not before a Watch has looked when each arrives
     return SeenStep(begun, time.perf_counter(), tuple(stamps)), Run(begun, entered)
 
 
 def check_profile(clock: str | None, where: str = "pipe.profile", **counts: int) -> None:
-    """Refuse what cannot be profiled.
-
-    Raises:
-        ArgumentError: a count below 1, or an unknown clock.
-    """
+    """Refuse a count below 1, or an unknown clock."""
     for name, count in counts.items():
         if not is_count(count, least=1):
             raise ArgumentError(where, f"{name} is a whole number of at least 1", f"{name}={count!r}", "pass 3")
@@ -266,16 +371,17 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
 
     The numbers are those of the isolated clock where devices share what they compute with, unless a clock is given. Several
     processes tell each other what they saw of a training step, and all return the same profile.
-
-    Raises:
-        ArgumentError: somebody else is taking a trace.
     """
     engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
         _run(work)
-    processes = processes_of(engine.options.devices)
-    company = _company(work) if len(processes) > 1 else None
-    seen = _seen(plan, work, num_steps)
+    processes, company = processes_of(engine.options.devices), None
+    if len(processes) > 1:
+        if not isinstance(work, Steps):
+            rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
+            raise ArgumentError("profile", rule, "devices of several processes", fix)
+        company = Company(engine, work.batch, work.key, align_clocks())
+    seen = _seen(work, num_steps)
     if company is not None:
         plan, seen = company.plan, company.seen(seen)
     plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
@@ -298,15 +404,7 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, offloaded=engine.options.offloaded, **made)
 
 
-def _company(work: Work) -> Company:
-    """The processes that run a training step together."""
-    if not isinstance(work, Steps):
-        rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
-        raise ArgumentError("profile", rule, "devices of several processes", fix)
-    return Company(work.engine, work.batch, work.key, align_clocks())
-
-
-def _seen(plan: Plan, work: Work, num_steps: int) -> Seen:
+def _seen(work: Work, num_steps: int) -> Seen:
     """Run the work as it is, as often under the profiler, and a few times so that each program runs alone."""
     plain = [_run(work)[0] for _ in range(num_steps)]
     observers = [Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
@@ -315,20 +413,19 @@ def _seen(plan: Plan, work: Work, num_steps: int) -> Seen:
             found = [_run(work, stamps) for stamps in observers]
         try:
             read = read_runs(Path(folder))
-            runs, missing = matched(plan, read, len(found)), ""
+            runs = matched(work.plan, read, len(found))
         except (TraceError, FileNotFoundError) as error:
             return Seen((*plain, *(step.timed() for step, _ in found)), str(error), 0.0)
-    offset, error = min((_offset(window, begun) for (_, window), begun in zip(found, read.steps, strict=True)), key=lambda o: o[1])
+    clocks = [  # the error and the seconds from the clock of the trace to that of the host, which knows between when a step began
+        ((window.end - window.start) / 2, (window.start + window.end) / 2 - begun)
+        for (_, window), begun in zip(found, read.steps, strict=True)
+    ]
+    error, offset = min(clocks)
     traced = [
         step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed()
         for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
     ]
-    return Seen((*plain, *traced), missing, error)
-
-
-def _offset(window: Run, begun: float) -> tuple[float, float]:
-    """Seconds from the clock of the trace to that of the host, and their error: the host knows between when and when it began."""
-    return (window.start + window.end) / 2 - begun, (window.end - window.start) / 2
+    return Seen((*plain, *traced), "", error)
 
 
 def _from_zero(step: SeenStep) -> list[Run | None]:
@@ -345,12 +442,8 @@ def _session(folder: str) -> Iterator[None]:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
-        raise ArgumentError(
-            "pipe.profile",
-            "it takes a trace with JAX's profiler, which takes one at a time",
-            str(error),
-            "end the other trace first: jax.profiler.stop_trace()",
-        ) from None
+        rule, fix = "it takes a trace with JAX's profiler, which takes one at a time", "jax.profiler.stop_trace()"
+        raise ArgumentError("pipe.profile", rule, str(error), f"end the other trace first: {fix}") from None
     try:
         yield
     finally:
@@ -375,10 +468,7 @@ def _watched(
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
     """Plans one after another as one, which is looked at and cannot be run: every value has a slot of its own.
 
-    Args:
-        plans: in order.
-        firsts: the number that the first microbatch of each has.
-        awaits: for a plan whose last argument is the first result of an earlier plan, the number of that plan.
+    ``firsts`` are the numbers that the first microbatches have; ``awaits[k]`` is the plan whose first result plan k takes last.
     """
     lines: list[Instruction] = []
     made, size = dict[int, int](), 0
@@ -400,8 +490,9 @@ def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int
             known = None if action is None else action._replace(microbatch=first + action.microbatch)
             label = line.label if action is None else line.label.replace(str(action), str(known))
             if line.about.sends and action is None and token is not None and token in reads and maker is not None:
-                stage = max(about.stage for _, _, _, _, _, about in plans[maker].instructions)
-                known, label = Action(stage, Kind.F, firsts[maker]), f"token of {Action(stage, Kind.F, firsts[maker])}"
+                stage = max(made_by.about.stage for made_by in plans[maker].instructions)
+                known = Action(stage, Kind.F, firsts[maker])
+                label = f"token of {known}"
             about = line.about._replace(action=known)
             lines.append(Instruction(label, line.call, reads, tuple(slots[slot] for slot in line.outputs), (), about))
         if plan.outputs:
@@ -435,3 +526,47 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
     lines = tuple(line for part in parts for line in part.lines)
     extra = tuple(each for part in parts for each in part.temporaries)
     return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra)
+
+
+def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
+    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine.
+
+    Unlike ``pipe.profile`` it runs nothing. So it does not know what the host did or what memory held, and takes a program's median
+    time in the trace for the time that the program takes alone.
+
+    Args:
+        folder: what was given to ``jax.profiler.trace``; its newest trace is read.
+        pipe: a pipeline like the one whose steps were traced, after ``init`` or ``forecast``.
+        batch: of the traced steps, or its shapes.
+        key: of the traced steps, or its shape.
+
+    Returns:
+        the profile of the traced step of median length.
+
+    Raises:
+        ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
+
+    Example:
+        In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
+        ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
+    """
+    where, engine = "jaxpp.observe.from_trace", pipe.engine
+    plan, lowered = engine.plan("update", batch, key)
+    try:
+        runs = read_runs(Path(folder))
+        found = matched(plan, runs, max(1, len(runs.steps)))
+    except FileNotFoundError as error:
+        rule = "it reads what jax.profiler.trace(folder) has written"
+        raise ArgumentError(where, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
+    except TraceError as error:
+        rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
+        fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
+        raise ArgumentError(where, rule, str(error), fix) from None
+    schedule = engine.options.schedule
+    alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
+    steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
+    lengths = [max(span.end for span in spans) for spans in steps]
+    median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
+    spans = steps[median], isolated_spans(plan, alone, schedule)
+    ledger, shown = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown
+    return Profile(schedule, shown, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded)

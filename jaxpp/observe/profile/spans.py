@@ -1,7 +1,7 @@
 """The instructions of a step in time: as a trace has them, as watching saw them, and as they would be on devices of their own.
 
-The last is the virtual clock for instructions instead of actions: each device runs its programs in the order of the plan. Each
-program takes as long as when it ran alone, and begins when its operands are there. Neither the host nor the links are waited for.
+The last is the virtual clock for instructions instead of actions: each device runs its programs in the order of the plan, as soon
+as their operands are there. Neither the host nor the links are waited for.
 """
 
 import math
@@ -17,53 +17,30 @@ from jaxpp.schedule.action import Action
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Device
 
-__all__ = ["Span", "Stamp", "beginning", "covered", "durations_of", "isolated_spans", "traced_spans", "watched_spans"]
-
 
 class Span(NamedTuple):
-    """One instruction of a step in time, in seconds from the start of the step.
+    """One instruction of a step in time, in seconds from the start of the step."""
 
-    Attributes:
-        label: ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
-        action: the action that it runs, or whose result it sends or copies; None for the rest of a step.
-        rank: where it ran, or arrived.
-        sends: whether it is a transfer.
-        start: its beginning.
-        end: when its result was there.
-        begun: when the host began to hand it over.
-        handed: when the host went on.
-        process: the number of the process whose host that is.
-        copies: whether it copies residuals to host memory, or back.
-    """
-
-    label: str
-    action: Action | None
-    rank: int
-    sends: bool
+    label: str  # ``2F0``, ``send 2F0 to stage 3``, ``update stage 1 level 0``, ...
+    action: Action | None  # that it runs, or whose result it sends or copies; None for the rest of a step
+    rank: int  # where it ran, or arrived
+    sends: bool  # whether it is a transfer
     start: float
-    end: float
-    begun: float
-    handed: float
-    process: int = 0
-    copies: bool = False
+    end: float  # when its result was there
+    begun: float  # when the host began to hand it over
+    handed: float  # when the host went on
+    process: int = 0  # whose host that is
+    copies: bool = False  # whether it copies residuals to host memory, or back
 
 
 class Stamp(NamedTuple):
-    """When something happened to an instruction, on the host's clock.
+    """When something happened to an instruction, on the host's clock."""
 
-    Attributes:
-        begun: when the host began to hand it over.
-        handed: when the host went on.
-        done: when the result was there.
-        asked: for a send between processes, when the host of the process that receives it had asked for it.
-        process: the number of the process whose host it was; the one that sends, of two.
-    """
-
-    begun: float
-    handed: float
-    done: float
-    asked: float = -math.inf
-    process: int = 0
+    begun: float  # when the host began to hand it over
+    handed: float  # when the host went on
+    done: float  # when the result was there
+    asked: float = -math.inf  # for a send between processes, when the host of the process that receives it had asked for it
+    process: int = 0  # whose host it was; the one that sends, of two
 
 
 def covered(spans: Iterable[Span]) -> float:
@@ -100,13 +77,13 @@ def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -
             return ready, ready + durations[number]
         rank = schedule.stage_to_rank[line.about.stage]
         start = max(ready, free[rank])
-        if line.about.copies is not None:
+        if line.about.copies is None:
+            end = free[rank] = start + durations[number]
+        else:
             link = rank, line.about.copies
             start = max(start, links[link])
-            links[link] = start + durations[number]
-            return start, links[link]
-        free[rank] = start + durations[number]
-        return start, free[rank]
+            end = links[link] = start + durations[number]
+        return start, end
 
     return _spans(plan, schedule, (), times_of)
 
@@ -163,11 +140,11 @@ def _spans(
     for number, line in enumerate(plan.instructions):
         start, end = times_of(number, line, max((there[slot] for slot in line.inputs), default=0.0))
         there.update((slot, end) for slot in line.outputs)
-        begun, handed = (at - zero for at in stamps[number][:2]) if stamps else (0.0, 0.0)
-        process = stamps[number].process if stamps else 0
+        begun, handed, _, _, process = stamps[number] if stamps else Stamp(zero, zero, zero)
         about, action = line.about, cast("Action | None", line.about.action)
         where = schedule.stage_to_rank[about.stage], about.sends
-        spans.append(Span(line.label, action, *where, start, end, begun, handed, process, about.copies is not None))
+        times = start, end, begun - zero, handed - zero
+        spans.append(Span(line.label, action, *where, *times, process, about.copies is not None))
     return tuple(spans)
 
 

@@ -6,9 +6,9 @@ different places on different backends:
 * CPU: each operation is an event of the thread that ran it, with the number of its run, its program and its device.
 * GPU, TPU: the plane of a device has a line "XLA Modules" with one event for each run.
 
-The name of a module is that of its program (``Program.name``) after ``jit_``. A plan hands the programs of a device over in a fixed
-order, and a compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction that runs
-the program there, step after step (``matched``). If the numbers do not match, that is an error.
+The name of a module is that of its program after ``jit_``. A plan hands the programs of a device over in a fixed order, and a
+compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction that runs the program
+there, step after step (``matched``).
 """
 
 import itertools
@@ -24,9 +24,6 @@ from jax.profiler import ProfileData
 from jaxpp.plan.plan import Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
-from jaxpp.types import Device
-
-__all__ = ["STEP", "Run", "Runs", "TraceError", "matched", "read_runs"]
 
 STEP = "jaxpp step"
 """The annotation of a step in a trace."""
@@ -58,25 +55,21 @@ class Runs(NamedTuple):
 
 
 def read_runs(folder: Path) -> Runs:
-    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``.
-
-    Raises:
-        FileNotFoundError: there is no trace in it.
-    """
-    with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return _read(folder)
-
-
-def _read(folder: Path) -> Runs:
+    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``; FileNotFoundError if there is none."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")
+    with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _runs_of(ProfileData.from_file(str(files[-1])))
+
+
+def _runs_of(data: Any) -> Runs:
+    """The runs of a ``ProfileData``, whose planes and events live as long as it does."""
     events: defaultdict[ProgramKey, dict[int, Run]] = defaultdict(dict)
     unnamed: dict[_RunKey, Run] = {}
     named: dict[_RunKey, tuple[str, Hashable]] = {}
     steps: list[float] = []
-    data = ProfileData.from_file(str(files[-1]))  # its planes and events live as long as it does
     for plane in data.planes:
         device = _DEVICE_PLANE.match(plane.name)
         for line in plane.lines:
@@ -99,8 +92,7 @@ def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_Ru
         if "run_id" not in found or "device_ordinal" not in found:
             continue
         key = found["device_ordinal"], found["run_id"]
-        start, end = event.start_ns / 1e9, event.end_ns / 1e9
-        runs[key] = _joined(runs.get(key), Run(start, end))
+        runs[key] = _joined(runs.get(key), Run(event.start_ns / 1e9, event.end_ns / 1e9))
         if "hlo_module" in found:
             names[key] = found["hlo_module"].removeprefix("jit_"), found.get("program_id")
 
@@ -123,10 +115,7 @@ class TraceError(Exception):
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
     """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
 
-    Nothing else in the trace may have programs of these names.
-
-    Raises:
-        TraceError: the trace has other runs than the plan.
+    Nothing else in the trace may have programs of these names: other runs than those of the plan are a TraceError.
     """
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
@@ -158,16 +147,13 @@ def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
     for number, line in enumerate(plan.instructions):
         if line.about.program:
             for device in filter(is_here, devices_of(line.about.device)):
-                calls[ordinal_of(device), line.about.program].setdefault(id(line.call), []).append(number)
+                # A trace numbers the devices of its process, but on CPU those of all.
+                local = None if device.platform == "cpu" else getattr(device, "local_hardware_id", None)
+                ordinal = device.id if local is None else local
+                calls[ordinal, line.about.program].setdefault(id(line.call), []).append(number)
     return {key: list(found.values()) for key, found in calls.items()}
 
 
 def _joined(known: Run | None, run: Run) -> Run:
     """A run of several operations, or on several devices, is from the first that begins to the last that ends."""
     return run if known is None else Run(min(known.start, run.start), max(known.end, run.end))
-
-
-def ordinal_of(device: Device) -> int:
-    """The number by which a trace knows a device: among those of its process, but on CPU among those of all."""
-    ordinal = None if device.platform == "cpu" else getattr(device, "local_hardware_id", None)
-    return device.id if ordinal is None else ordinal
