@@ -51,17 +51,11 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
 
 
 class Scaling(NamedTuple):
-    """How a loss is scaled.
+    """How a loss is scaled."""
 
-    Attributes:
-        example: the user's object, at the beginning.
-        scale: the number of the scale among its leaves.
-        fin_steps: the number of the count of finite steps since the last change.
-    """
-
-    example: Any
-    scale: int
-    fin_steps: int
+    example: Any  # the user's object, at the beginning
+    scale: int  # the number of the scale among its leaves
+    fin_steps: int  # the number of the count of finite steps since the last change
 
     def init(self) -> list[jax.Array]:
         """The leaves at the beginning."""

@@ -39,25 +39,15 @@ class UpdatePart(NamedTuple):
 
 
 class UpdateInputs(NamedTuple, Generic[_T]):
-    """Something about each input of an update.
+    """Something about each input of an update."""
 
-    Attributes:
-        grads: gradient leaves.
-        opt: optimizer leaves.
-        params: parameter leaves.
-        loss: the loss.
-        scale: the leaves of the loss scale, for a scaled loss.
-        old_state: model state leaves before the step, for a scaled loss.
-        new_state: model state leaves after the step, for a scaled loss.
-    """
-
-    grads: tuple[_T, ...]
-    opt: tuple[_T, ...]
-    params: tuple[_T, ...]
-    loss: tuple[_T, ...]
-    scale: tuple[_T, ...]
-    old_state: tuple[_T, ...]
-    new_state: tuple[_T, ...]
+    grads: tuple[_T, ...]  # gradient leaves
+    opt: tuple[_T, ...]  # optimizer leaves
+    params: tuple[_T, ...]  # parameter leaves
+    loss: tuple[_T, ...]  # the loss
+    scale: tuple[_T, ...]  # the leaves of the loss scale, for a scaled loss
+    old_state: tuple[_T, ...]  # model state leaves before the step, for a scaled loss
+    new_state: tuple[_T, ...]  # model state leaves after the step, for a scaled loss
 
     def refilled(self, values: Iterable[_U]) -> "UpdateInputs[_U]":
         """Other values, in groups of the same sizes."""
@@ -66,25 +56,15 @@ class UpdateInputs(NamedTuple, Generic[_T]):
 
 
 class UpdateResults(NamedTuple, Generic[_T]):
-    """Something about each result of an update.
+    """Something about each result of an update."""
 
-    Attributes:
-        params: new parameter leaves.
-        opt: new optimizer leaves.
-        state: model state leaves after the update, for a scaled loss.
-        scale: new leaves of the loss scale, for a scaled loss.
-        finite: whether all gradients were finite, for a scaled loss.
-        norm: the norm of the gradient.
-        squares: the square of the norm on each stage of ``Update.watched``.
-    """
-
-    params: tuple[_T, ...]
-    opt: tuple[_T, ...]
-    state: tuple[_T, ...]
-    scale: tuple[_T, ...]
-    finite: tuple[_T, ...]
-    norm: tuple[_T, ...]
-    squares: tuple[_T, ...]
+    params: tuple[_T, ...]  # new parameter leaves
+    opt: tuple[_T, ...]  # new optimizer leaves
+    state: tuple[_T, ...]  # model state leaves after the update, for a scaled loss
+    scale: tuple[_T, ...]  # new leaves of the loss scale, for a scaled loss
+    finite: tuple[_T, ...]  # whether all gradients were finite, for a scaled loss
+    norm: tuple[_T, ...]  # the norm of the gradient
+    squares: tuple[_T, ...]  # the square of the norm on each stage of ``Update.watched``
 
     def refilled(self, values: Iterable[_U]) -> "UpdateResults[_U]":
         """Other values, in groups of the same sizes."""
@@ -104,33 +84,19 @@ def opt_name(stage: int, leaf: int) -> Name:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer's init and update, traced and placed.
+    """An optimizer's init and update, traced and placed."""
 
-    Attributes:
-        graph: of the update, from ``UpdateInputs`` to ``UpdateResults``, both flat.
-        init_graph: of ``optimizer.init``, from parameter leaves to optimizer leaves.
-        tree: structure of the optimizer state.
-        owner: the stage of each parameter leaf.
-        opt_owner: the stage of each optimizer leaf.
-        parts: the part that each equation belongs to; an equation of None is repeated where it is needed.
-        watched: the stages that own parameters which are not frozen.
-        scaling: how the loss is scaled, or None.
-        state_owner: the stage of each model state leaf, if the loss is scaled.
-        loss_stage: the stage that has the loss, and its scale.
-        programs: made so far, for as long as a plan has them: they are the same at every batch size.
-    """
-
-    graph: Graph
-    init_graph: Graph
-    tree: Tree
-    owner: tuple[int, ...]
-    opt_owner: tuple[int, ...]
-    parts: tuple[UpdatePart | None, ...]
-    watched: tuple[int, ...]
-    scaling: Scaling | None
-    state_owner: tuple[int, ...]
-    loss_stage: int
-    programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)
+    graph: Graph  # of the update, from ``UpdateInputs`` to ``UpdateResults``, both flat
+    init_graph: Graph  # of ``optimizer.init``, from parameter leaves to optimizer leaves
+    tree: Tree  # structure of the optimizer state
+    owner: tuple[int, ...]  # the stage of each parameter leaf
+    opt_owner: tuple[int, ...]  # the stage of each optimizer leaf
+    parts: tuple[UpdatePart | None, ...]  # of each equation; an equation of None is repeated where it is needed
+    watched: tuple[int, ...]  # the stages that own parameters which are not frozen
+    scaling: Scaling | None  # how the loss is scaled, or None
+    state_owner: tuple[int, ...]  # the stage of each model state leaf, if the loss is scaled
+    loss_stage: int  # the stage that has the loss, and its scale
+    programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)  # the same at every batch size
 
     @property
     def scales(self) -> tuple[Name, ...]:

@@ -33,15 +33,10 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A value that is there before a step begins. It is put on its device when a step is compiled, and stays there.
+    """A value that is there before a step begins. It is put on its device when a step is compiled, and stays there."""
 
-    Attributes:
-        value: the value.
-        split: whether its first axis is the replicas, each of which gets its own part; otherwise each gets the whole.
-    """
-
-    value: Leaf
-    split: bool = False
+    value: Leaf  # the value
+    split: bool = False  # whether its first axis is the replicas, each of which gets its own part; otherwise each gets the whole
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -52,12 +47,10 @@ class Constant:
 class GroupMean(NamedTuple):
     """What a line calls to average gradients over replicas with the same parameters of their own.
 
-    Attributes:
-        avals: shape and dtype of each gradient, as one replica has it. The weights of the microbatches are inputs too, unless all
-            replicas weigh the same.
+    The weights of the microbatches are inputs too, unless all replicas weigh the same.
     """
 
-    avals: tuple[Aval, ...]
+    avals: tuple[Aval, ...]  # of the gradients, as one replica has them
 
 
 class MemoryCopy(enum.Enum):
@@ -73,27 +66,16 @@ Wait = Callable[..., Sequence[jax.Array]]
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a program that runs, a call, or a send.
+    """One line: a program that runs, a call, or a send."""
 
-    Attributes:
-        label: what it is, for people.
-        stage: the stage that it runs for, or sends to.
-        program: the program that runs, if one does.
-        donated: the arguments of the program whose buffers its results take over.
-        inputs: names of what it reads.
-        outputs: names of what it writes.
-        action: the action of the schedule that it runs, or whose result it sends or copies; None for the rest of a step.
-        call: what runs, if it is neither a program nor a send.
-    """
-
-    label: str
-    stage: int
-    program: Program | None
-    donated: tuple[int, ...]
-    inputs: tuple[Name, ...]
-    outputs: tuple[Name, ...]
-    action: Action | None = None
-    call: GroupMean | MemoryCopy | Wait | None = None
+    label: str  # what it is, for people
+    stage: int  # the stage that it runs for, or sends to
+    program: Program | None  # the program that runs, if one does
+    donated: tuple[int, ...]  # the arguments of the program whose buffers its results take over
+    inputs: tuple[Name, ...]  # names of what it reads
+    outputs: tuple[Name, ...]  # names of what it writes
+    action: Action | None = None  # that it runs, or whose result it sends or copies; None for the rest of a step
+    call: GroupMean | MemoryCopy | Wait | None = None  # what runs, if it is neither a program nor a send
 
     @property
     def is_send(self) -> bool:
@@ -116,14 +98,10 @@ class Builder:
     """Writes the lines of a step.
 
     A name that is written twice is one value that changes (an accumulator).
-
-    Attributes:
-        lines: written so far.
-        constants: the values that are there before the step.
     """
 
-    lines: list[Line] = field(default_factory=list)
-    constants: dict[Name, Constant] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)  # written so far
+    constants: dict[Name, Constant] = field(default_factory=dict)  # the values that are there before the step
 
     def compute(
         self,

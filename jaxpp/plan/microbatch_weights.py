@@ -27,17 +27,11 @@ __all__ = ["Weights", "weigh"]
 
 @dataclass
 class Weights:
-    """The weights of the microbatches of batches of one shape.
+    """The weights of the microbatches of batches of one shape."""
 
-    Attributes:
-        program: computes each microbatch's share of the total weight, from the batch leaves it needs.
-        run: computes the weights themselves, from the same leaves.
-        looked: whether a batch's were looked at.
-    """
-
-    program: Program
-    run: Callable[..., list[Array]]
-    looked: bool = False
+    program: Program  # computes each microbatch's share of the total weight, from the batch leaves it needs
+    run: Callable[..., list[Array]]  # computes the weights themselves, from the same leaves
+    looked: bool = False  # whether a batch's were looked at
 
     def look(self, leaves: Sequence[Leaf]) -> None:
         """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at.

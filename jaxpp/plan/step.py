@@ -30,22 +30,14 @@ class Leaves(NamedTuple, Generic[_T]):
     """Something for each leaf of a state: an array, a name, a shape, a home.
 
     A plan takes and gives the groups one after another, in this order.
-
-    Attributes:
-        params: the parameters that all replicas share.
-        own_params: the parameters of which each replica has its own (those of a task).
-        opt: the optimizer state of ``params``.
-        own_opt: the optimizer state of ``own_params``.
-        model_state: what the loss hands on from microbatch to microbatch.
-        loss_scale: the loss scale.
     """
 
-    params: Sequence[_T] = ()
-    own_params: Sequence[_T] = ()
-    opt: Sequence[_T] = ()
-    own_opt: Sequence[_T] = ()
-    model_state: Sequence[_T] = ()
-    loss_scale: Sequence[_T] = ()
+    params: Sequence[_T] = ()  # the parameters that all replicas share
+    own_params: Sequence[_T] = ()  # the parameters of which each replica has its own (those of a task)
+    opt: Sequence[_T] = ()  # the optimizer state of ``params``
+    own_opt: Sequence[_T] = ()  # the optimizer state of ``own_params``
+    model_state: Sequence[_T] = ()  # what the loss hands on from microbatch to microbatch
+    loss_scale: Sequence[_T] = ()  # the loss scale
 
     @property
     def all_params(self) -> list[_T]:
@@ -88,58 +80,33 @@ ZEROED = 1 << 25
 
 @dataclass(frozen=True)
 class GradientSums:
-    """How the gradients of a stage's own parameters are summed after the last backward.
+    """How the gradients of a stage's own parameters are summed after the last backward."""
 
-    Attributes:
-        packs: the small ones, which the backwards sum as vectors.
-        stays_packed: whether nothing before the update reads a packed one: no other stage, no replica.
-        leaves: those that are leaves when they are summed over the replicas.
-        coming_home: those that other stages sum, with these stages.
-    """
-
-    packs: tuple[Pack, ...]
-    stays_packed: bool
-    leaves: tuple[Ref, ...]
-    coming_home: tuple[tuple[int, Ref], ...]
+    packs: tuple[Pack, ...]  # the small ones, which the backwards sum as vectors
+    stays_packed: bool  # whether nothing before the update reads a packed one: no other stage, no replica
+    leaves: tuple[Ref, ...]  # those that are leaves when they are summed over the replicas
+    coming_home: tuple[tuple[int, Ref], ...]  # those that other stages sum, with these stages
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be lowered.
+    """What is to be lowered."""
 
-    Attributes:
-        cuts: the cut loss, once for each different microbatch size.
-        variants: ``cuts[variants[i]]`` is the one for microbatch i.
-        split: examples of a replica in each microbatch, and the replicas that have one fewer.
-        owner: the stage that owns each parameter leaf.
-        num_replicas: how many replicas share the work of a microbatch.
-        own: the parameters and gradients of which each replica has its own, by role and number.
-        params: shape of each parameter leaf.
-        state: shape of each model state leaf.
-        state_owner: the stage that keeps each model state leaf between steps.
-        batch: shape of each leaf of a replica's part of the batch.
-        shared: the batch leaves that every microbatch gets as they are.
-        key: shape of the raw key, or None.
-        implementation: of the key, if it was typed.
-        known: programs that are the same for batches of all sizes, by what they do, for as long as a plan has them.
-        weights: of the microbatches, computed from batch leaves; None when sizes decide.
-    """
-
-    cuts: tuple[CutLoss, ...]
-    variants: tuple[int, ...]
-    split: Split
-    owner: tuple[int, ...]
-    num_replicas: int
-    own: frozenset[tuple[Role, int]]
-    params: tuple[Aval, ...]
-    state: tuple[Aval, ...]
-    state_owner: tuple[int, ...]
-    batch: tuple[Aval, ...]
-    shared: frozenset[int]
-    key: Aval | None
-    implementation: str | None
-    weights: Weights | None
-    known: MutableMapping[Hashable, Program]
+    cuts: tuple[CutLoss, ...]  # the cut loss, once for each different microbatch size
+    variants: tuple[int, ...]  # ``cuts[variants[i]]`` is the one for microbatch i
+    split: Split  # examples of a replica in each microbatch, and the replicas that have one fewer
+    owner: tuple[int, ...]  # the stage that owns each parameter leaf
+    num_replicas: int  # how many replicas share the work of a microbatch
+    own: frozenset[tuple[Role, int]]  # the parameters and gradients of which each replica has its own, by role and number
+    params: tuple[Aval, ...]  # shape of each parameter leaf
+    state: tuple[Aval, ...]  # shape of each model state leaf
+    state_owner: tuple[int, ...]  # the stage that keeps each model state leaf between steps
+    batch: tuple[Aval, ...]  # shape of each leaf of a replica's part of the batch
+    shared: frozenset[int]  # the batch leaves that every microbatch gets as they are
+    key: Aval | None  # shape of the raw key, or None
+    implementation: str | None  # of the key, if it was typed
+    weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
+    known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
 
     @property
     def weigh(self) -> Program | None:

@@ -32,21 +32,13 @@ _POWERS = range(-1, 4)
 
 
 class Family(NamedTuple):
-    """What candidates with the same stage programs have in common.
-
-    Attributes:
-        num_stages: of the pipeline.
-        num_microbatches: of a batch; with the batch it says the size of a microbatch.
-        remat: ``"least"``, ``"keep"`` or ``"recompute"``, the same for all stages.
-        balance: what the stages have equal amounts of.
-        splits: whether backwards are split into I and W.
-    """
+    """What candidates with the same stage programs have in common."""
 
     num_stages: int
-    num_microbatches: int
-    remat: str
-    balance: str
-    splits: bool
+    num_microbatches: int  # of a batch; with the batch it says the size of a microbatch
+    remat: str  # ``"least"``, ``"keep"`` or ``"recompute"``, the same for all stages
+    balance: str  # what the stages have equal amounts of
+    splits: bool  # whether backwards are split into I and W
 
     @property
     def words(self) -> str:
@@ -57,17 +49,11 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """The options of one pipeline.
+    """The options of one pipeline."""
 
-    Attributes:
-        schedule: made for its ranks, stages and microbatches, under a name that ``Pipeline`` takes.
-        remat: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, the same for all stages.
-        balance: what the stages have equal amounts of.
-    """
-
-    schedule: Schedule
-    remat: str = "least"
-    balance: str = "flops"
+    schedule: Schedule  # made for its ranks, stages and microbatches, under a name that ``Pipeline`` takes
+    remat: str = "least"  # ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, the same for all stages
+    balance: str = "flops"  # what the stages have equal amounts of
 
     @cached_property
     def family(self) -> Family:
@@ -105,21 +91,13 @@ class Candidate:
 
 
 class Knob(NamedTuple):
-    """A choice between candidates.
+    """A choice between candidates."""
 
-    Attributes:
-        name: of its column in a table; a sentence about it begins with this name.
-        value: what a candidate chose.
-        phrase: a value among the options of a candidate.
-        words: a value in a sentence about the knob.
-        turns: the knobs that turn with it: candidates that differ in it alone may differ in these too.
-    """
-
-    name: str
-    value: Callable[[Candidate], int | str]
-    phrase: Callable[[int | str], str]
-    words: Callable[[int | str], str] = str
-    turns: tuple[str, ...] = ()
+    name: str  # of its column in a table; a sentence about it begins with this name
+    value: Callable[[Candidate], int | str]  # what a candidate chose
+    phrase: Callable[[int | str], str]  # a value among the options of a candidate
+    words: Callable[[int | str], str] = str  # a value in a sentence about the knob
+    turns: tuple[str, ...] = ()  # the knobs that turn with it: candidates that differ in it alone may differ in these too
 
 
 _OTHERS = ("schedule", "microbatches", "stages a rank", "balance", "remat")
@@ -139,28 +117,16 @@ def _counted(number: int | str, noun: str, plural: str = "s") -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """What is looked at. Every combination of these is a candidate, if there is such a schedule.
+    """What is looked at. Every combination of these is a candidate, if there is such a schedule."""
 
-    Attributes:
-        num_examples: of the batch: each microbatch has at least one of them.
-        num_ranks: numbers of ranks.
-        schedules: names of schedules.
-        stages_per_rank: numbers of stages on each rank; one for some schedules, two for others, and for those that interleave
-            stages two or more.
-        num_microbatches: numbers of microbatches; the usual ones if none are given, and 1 for ``naive``.
-        remat: what stages keep: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``.
-        balance: what stages have equal amounts of.
-        in_order: whether each stage must run its forwards in order, because the loss has a model state.
-    """
-
-    num_examples: int
+    num_examples: int  # of the batch: each microbatch has at least one of them
     num_ranks: tuple[int, ...]
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     stages_per_rank: tuple[int, ...] = (1, 2)
-    num_microbatches: tuple[int, ...] = ()
-    remat: tuple[str, ...] = ("least",)
-    balance: tuple[str, ...] = ("flops",)
-    in_order: bool = False
+    num_microbatches: tuple[int, ...] = ()  # numbers of microbatches; the usual ones if none are given, and 1 for ``naive``
+    remat: tuple[str, ...] = ("least",)  # what stages keep: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``
+    balance: tuple[str, ...] = ("flops",)  # what stages have equal amounts of
+    in_order: bool = False  # whether each stage must run its forwards in order, because the loss has a model state
 
 
 def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:

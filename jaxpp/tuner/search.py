@@ -45,37 +45,22 @@ class Machine(Protocol):
 
 
 class Limits(NamedTuple):
-    """What bounds a search.
+    """What bounds a search."""
 
-    Attributes:
-        hbm: bytes that each device has; None if that is not known.
-        seconds: how long families are measured; None to measure all.
-        num_measured: how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
-        processes: the process of each rank's device; one process unless given.
-        clock: seconds since some moment; in several processes, the same in all.
-    """
-
-    hbm: int | None = None
-    seconds: float | None = None
-    num_measured: int = 3
-    processes: tuple[int, ...] = ()
-    clock: Callable[[], float] = time.perf_counter
+    hbm: int | None = None  # bytes that each device has; None if that is not known
+    seconds: float | None = None  # how long families are measured; None to measure all
+    num_measured: int = 3  # how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
+    processes: tuple[int, ...] = ()  # the process of each rank's device; one process unless given
+    clock: Callable[[], float] = time.perf_counter  # seconds since some moment; in several processes, the same in all
 
 
 class Row(NamedTuple):
-    """A candidate with what is known of it.
+    """A candidate with what is known of it."""
 
-    Attributes:
-        candidate: its options.
-        predicted: seconds of a step.
-        peaks: bytes that the device of each rank holds at its peak; None if that was not asked.
-        measured: seconds of a step as it ran; None if it did not run.
-    """
-
-    candidate: Candidate
-    predicted: float
-    peaks: tuple[int, ...] | None = None
-    measured: float | None = None
+    candidate: Candidate  # its options
+    predicted: float  # seconds of a step
+    peaks: tuple[int, ...] | None = None  # bytes that the device of each rank holds at its peak; None if that was not asked
+    measured: float | None = None  # seconds of a step as it ran; None if it did not run
 
     @property
     def peak(self) -> int | None:
@@ -84,21 +69,13 @@ class Row(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        best: the choice.
-        rows: all candidates that were simulated, the fastest by prediction first.
-        costs: of the families that were measured.
-        left_out: why families or candidates could not be used.
-        unseen: families that the budget left no time for.
-    """
-
-    best: Row
-    rows: tuple[Row, ...]
-    costs: Mapping[Family, StepCosts]
-    left_out: Mapping[Family | Candidate, JaxppError]
-    unseen: tuple[Family, ...]
+    best: Row  # the choice
+    rows: tuple[Row, ...]  # all candidates that were simulated, the fastest by prediction first
+    costs: Mapping[Family, StepCosts]  # of the families that were measured
+    left_out: Mapping[Family | Candidate, JaxppError]  # why families or candidates could not be used
+    unseen: tuple[Family, ...]  # families that the budget left no time for
 
 
 _UNLIMITED = Limits()
