@@ -22,11 +22,7 @@ _FIELDS = ("scale", "fin_steps", "growth_factor", "backoff_factor", "growth_inte
 
 
 def check_loss_scale(loss_scale: Any) -> "Scaling | None":
-    """How to scale, from the object that the user passed; None without one.
-
-    Raises:
-        ArgumentError: it lacks a field, or holds numbers that cannot scale.
-    """
+    """How to scale, from the object that the user passed; None without one."""
     if loss_scale is None:
         return None
     example: Any = loss_scale  # the check below narrows the other name

@@ -40,11 +40,7 @@ _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'val
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
-    """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them.
-
-    Raises:
-        OptimizerError: it calls the loss (a line search).
-    """
+    """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
     update, opt_leaves, _ = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
     graph = trace_update(update, leaves, opt_leaves, leaves, loss)
@@ -63,22 +59,7 @@ def plan_update(
     states: Sequence[tuple[int, Aval]] = (),
     counted: Collection[int] | None = None,
 ) -> Update:
-    """Trace an optimizer on a spread tree and place its equations.
-
-    Args:
-        optimizer: any optax transformation.
-        params: tree of parameter shapes.
-        owner: the stage of each leaf.
-        loss_stage: the stage that has the loss.
-        loss: shape of the loss.
-        frozen: the leaves whose gradient it does not read; they are given none.
-        scaling: how the loss is scaled, if it is: then nothing changes where a gradient is not finite.
-        states: stage and shape of each model state leaf.
-        counted: the leaves that count in the norm that is reported; all unless given.
-
-    Raises:
-        OptimizerError: it calls the loss (a line search), or would move a large array between stages.
-    """
+    """Trace an optimizer on a spread tree and place its equations."""
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
     counted = range(len(leaves)) if counted is None else counted
@@ -137,12 +118,7 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
 
 
 def trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
-    """Trace an update.
-
-    Raises:
-        OptimizerError: it calls the loss (a line search).
-        Exception: whatever else it raises, unchanged, with a note.
-    """
+    """Trace an update."""
     try:
         return trace(update, *shapes)[0]
     except Exception as error:
@@ -215,11 +191,7 @@ class _Placer:
         return tuple(self.stage.get(var, HUB) for var in self.opt)
 
     def parts(self, paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
-        """The part that each equation belongs to.
-
-        Raises:
-            OptimizerError: an equation combines large values of several stages.
-        """
+        """The part that each equation belongs to."""
         place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in self.stage.items()}
         parts: list[UpdatePart | None] = []
         crossed: list[str] = []

@@ -34,15 +34,6 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, l
     """The slices that a pipeline holds, where its optimizer treats the rows of the stacked parameters by themselves.
 
     Where it does not, what is read row by row is held whole, as in the user's tree; a loop that was cut cannot run on a whole leaf.
-
-    Args:
-        optimizer: any optax transformation, or None.
-        whole: shapes of the user's parameter tree.
-        loops: the slices that loops over layers were cut into.
-        single: those of what is read row by row.
-
-    Raises:
-        OptimizerError: naming the parameters of loops that it does not treat so, and what it does with them.
     """
     slicing = slicing_of(loops, single)
     if optimizer is None or not slicing.any:
@@ -123,12 +114,7 @@ class _Treatments:
         return even | mates
 
     def of(self, leaf: int) -> tuple[list[tuple[str, list[str]]], str, str]:
-        """What is done to a parameter and its gradient.
-
-        Returns:
-            what is done to their rows, in order; what is not done row by row, if anything; and what their sum is used for, if for
-            anything but to be added to those of other leaves.
-        """
+        """What is done to a parameter and its gradient."""
         by_row, sums = {self.graph.inputs[leaf], self.graph.inputs[self.opt + leaf]}, set[Var]()
         waiting = sorted({i for var in by_row for i in self.users.get(var, ())})
         seen = set(waiting)

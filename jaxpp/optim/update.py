@@ -139,20 +139,7 @@ def add_update(
     *,
     donate: bool,
 ) -> UpdateResults[Name]:
-    """Add the update to a step.
-
-    Args:
-        builder: has the lines of the step up to its gradients.
-        update: what to add.
-        loss: the name of the loss.
-        states: the names of the new model state.
-        packed: the gradients that are parts of vectors: the name of the vector, and what is where in it.
-        own: the leaves of which each replica has its own.
-        donate: whether the programs take over the buffers of the old state.
-
-    Returns:
-        the names of the results.
-    """
+    """Add the update to a step."""
     return _Writer(builder, update, update.names(loss, states), packed, own, donate).run()
 
 

@@ -24,12 +24,7 @@ INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))
 
 
 def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
-    """Trace ``init(key)``: its graph, and the tree of parameter shapes.
-
-    Raises:
-        InitError: it converts a traced value to NumPy, which ``jax.jit`` cannot do either.
-        Exception: whatever else it raises, unchanged, with a note.
-    """
+    """Trace ``init(key)``: its graph, and the tree of parameter shapes."""
     trees: list[Tree] = []
 
     def flat(key: Key) -> list[Array]:

@@ -47,17 +47,7 @@ def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...
 
 
 def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None, *, offloaded: Sequence[Offloaded] = ()) -> Builder:
-    """Write the lines of one step up to its gradients.
-
-    Args:
-        step: what is lowered.
-        actions: in the order in which they are dispatched.
-        lasting: takes the lines that depend on parameters alone, for steps that run again and again with the same parameters.
-        offloaded: the stages and microbatches whose residuals wait in host memory.
-
-    Returns:
-        the lines; the model state after the step is on its owners, under the names that a further microbatch would read.
-    """
+    """Write the lines of one step up to its gradients."""
     builder = Builder()
     _feed(builder, lasting or builder, step)
     chosen, zeros = step.choose(actions)

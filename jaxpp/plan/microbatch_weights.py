@@ -34,14 +34,7 @@ class Weights:
     looked: bool = False  # whether a batch's were looked at
 
     def look(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at.
-
-        Args:
-            leaves: of the batch; with sub-meshes they have the replicas as their first axis.
-
-        Raises:
-            LossError: the weights add up to 0, or some are no numbers.
-        """
+        """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at."""
         used = [leaves[ref.index] for ref in self.program.inputs]
         if all(map(_is_whole, used)):
             _check([float(value) for value in jax.jit(self.run)(*map(_on_host, used))])
@@ -49,11 +42,7 @@ class Weights:
 
 
 def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
-    """What computes every microbatch's share of the total weight.
-
-    Raises:
-        LossError: a weight is no scalar, or the weights have no mean whatever the batch is.
-    """
+    """What computes every microbatch's share of the total weight."""
     parts = split.sizes
     leaves, tree = jax.tree.flatten(batch)
     lead = (num_replicas,) if num_replicas > 1 else ()

@@ -26,13 +26,7 @@ _Line = TypeVar("_Line", bound=Line)
 
 
 class Offloading:
-    """Writes the copies of a step to host memory and back, while the lines of its actions are written.
-
-    Args:
-        builder: takes the lines.
-        step: what is lowered.
-        offloaded: the stages and microbatches whose residuals leave.
-    """
+    """Writes the copies of a step to host memory and back, while the lines of its actions are written."""
 
     def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
         self._builder, self._step = builder, step
@@ -81,11 +75,7 @@ class Offloading:
 
 
 def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
-    """Lines without the copies that free nothing, because another stage on the device reads the same value later.
-
-    Returns:
-        the lines; and for the names of the copies left out the value itself, which stays where it is.
-    """
+    """Lines without the copies that free nothing, because another stage on the device reads the same value later."""
     last = last_uses(lines)
     leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST]
     readers = Counter(name for _, line in leaving for name in line.inputs)

@@ -75,21 +75,7 @@ _KIND = "jaxpp tune 2"
 
 
 class Devices:
-    """A ``Machine`` that runs steps on copies of the parameters; nothing that belongs to the caller is changed.
-
-    Args:
-        loss_fn: as ``Pipeline`` takes it.
-        optimizer: of all parameters.
-        init_or_params: a function of a key that makes the parameters, or the parameters; with ``has_state`` the pair.
-        batch: of a step.
-        key: of the function, and of the loss if that takes one; ``jax.random.key(0)`` unless given.
-        devices: for the ranks, in order; all devices unless given.
-        options: other arguments of ``Pipeline``, the same for all candidates.
-        keep: whether results are kept, in the user's cache folder (True) or in a folder of this name.
-
-    Raises:
-        JaxppError: for a loss, parameters, options or a batch that cannot be run.
-    """
+    """A ``Machine`` that runs steps on copies of the parameters; nothing that belongs to the caller is changed."""
 
     def __init__(
         self,
@@ -122,11 +108,7 @@ class Devices:
         return self._results.remark
 
     def costs(self, family: Family) -> StepCosts:
-        """Measure a family, unless it was measured before.
-
-        Raises:
-            JaxppError: the model cannot be cut so, or the batch not be split so.
-        """
+        """Measure a family, unless it was measured before."""
         name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
         costs = _from_json(self._results.get("costs", name))
         if costs is None:
@@ -166,11 +148,7 @@ class Devices:
         return Options.of(self._loss_fn, devices=self._devices, **given)
 
     def _open(self, candidate: Candidate) -> "_Steps":
-        """Trace, cut and place; nothing is compiled or made yet.
-
-        Raises:
-            JaxppError: the loss cannot be cut so, or the batch not be split so.
-        """
+        """Trace, cut and place; nothing is compiled or made yet."""
         options = self._options_of(candidate)
         shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
         variables = variables_of(options, shapes)
@@ -247,11 +225,7 @@ class Devices:
             self._pace.begin(self._runnable(Family(*family))[0], seconds)
 
     def _runnable(self, family: Family) -> tuple["_Steps", Candidate]:
-        """A candidate of a family for which there is room on the devices, as far as these say how much they have.
-
-        Raises:
-            ArgumentError: there is none.
-        """
+        """A candidate of a family for which there is room on the devices, as far as these say how much they have."""
         steps, _ = self._family(family)
         rooms = [room_of(steps.engine, None)]
         if not steps.engine.alone:
@@ -429,14 +403,7 @@ def one_at_a_time(family: Family, like: Schedule) -> Schedule:
 
 
 def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Sequence[SeenStep]) -> StepCosts:
-    """The costs of a family; of copies to host memory nothing is known here, nor of what ranks share.
-
-    Args:
-        plan: of the steps.
-        num_stages: of the pipeline.
-        free: steps at full speed.
-        apart: steps in which each instruction ran alone.
-    """
+    """The costs of a family; of copies to host memory nothing is known here, nor of what ranks share."""
     lines = plan.instructions
     alone = durations_of(plan, [step.seconds for step in apart])
     handing = durations_of(plan, [[stamp.handed - stamp.begun for stamp in step.stamps] for step in free])
@@ -508,13 +475,6 @@ def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bo
     program that runs on two threads alone has one of them beside another. So the number of ranks that compute at full speed at once
     is the one for which the prediction and the step agree; what is left over is how much longer, or less long, actions take in a
     step.
-
-    Args:
-        costs: of its family.
-        candidate: the one that was run.
-        seconds: that its step took.
-        shared: whether its ranks share what they compute with.
-        processes: the process of each rank, as ``step_seconds`` takes it.
     """
     schedule, most = candidate.schedule, float(candidate.schedule.num_ranks)
 

@@ -30,13 +30,7 @@ _SAME = 5e-4
 
 
 def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:
-    """The sentences: first how the choice ran, then one for each choice that there was.
-
-    Args:
-        found: what a search found.
-        hbm: the bytes that each device has, if that is known.
-        processes: as for ``step_seconds``.
-    """
+    """The sentences: first how the choice ran, then one for each choice that there was."""
     why = _Reasons(found, hbm, processes)
     knobs = sorted(KNOBS, key=lambda knob: (*_ALWAYS, "balance", "ranks").index(knob.name))
     return (why.ran(), *filter(None, map(why.about, knobs)), *why.one_device())

@@ -82,18 +82,7 @@ _UNLIMITED = Limits()
 
 
 def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False) -> SearchResult:
-    """The candidate whose step takes the least time, of those that fit.
-
-    Args:
-        machine: says what families cost, what candidates hold, and how long their steps take.
-        space: what is looked at.
-        limits: memory, time, and how many candidates are run.
-        saves: whether residuals may be offloaded or recomputed as well, if the fastest candidate does not fit.
-
-    Raises:
-        ArgumentError: no candidate, none that fits, or a budget too short for one family.
-        JaxppError: what the machine raised, if it could measure no family.
-    """
+    """The candidate whose step takes the least time, of those that fit."""
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
         run = _Search(machine, limits, bar)
         run.add(candidates(space))
@@ -125,11 +114,7 @@ class _Search:
         return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes)
 
     def add(self, more: Sequence[Candidate]) -> None:
-        """Measure the families of more candidates, and simulate them.
-
-        Raises:
-            JaxppError: what the machine raised first, if no family could be measured.
-        """
+        """Measure the families of more candidates, and simulate them."""
         if not self.candidates and not more:
             rule = "there is a schedule of the sizes asked for, and at least one example for each microbatch"
             raise ArgumentError("jaxpp.tune(...)", rule, "no candidate", "allow more schedules, or other counts")
@@ -188,12 +173,7 @@ class _Search:
         return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
     def result(self) -> SearchResult:
-        """Run the best candidates that fit, and choose.
-
-        Raises:
-            ArgumentError: none fits.
-            JaxppError: what the machine raised, if no candidate could be run.
-        """
+        """Run the best candidates that fit, and choose."""
         fitting, measured = list[Candidate](), dict[Candidate, float]()
         self.bar.total += self.limits.num_measured
         ordered = self.ordered()
