@@ -5,10 +5,9 @@ same microbatch size, keep the same residuals, and split their backwards alike. 
 compile, so families are measured, and candidates only simulated. Which schedule orders the programs, which rank runs them, and
 whether residuals wait in host memory makes no other program.
 
-To simulate a candidate costs milliseconds, so there may be many: every schedule at every size, with every choice of what stages
-keep and how the loss is cut. To measure a family costs seconds, so by default there are few numbers of microbatches: powers of two
-times the ranks, from half as many as there are ranks. Where a number near a power of two divides the batch evenly, it stands for
-the power, since microbatches of one size need one set of programs.
+To simulate a candidate costs milliseconds, so there may be many. To measure a family costs seconds, so by default there are few
+numbers of microbatches: powers of two times the ranks, from half as many as there are ranks. Where a number near a power of two
+divides the batch evenly, it stands for the power, since microbatches of one size need one set of programs.
 """
 
 import contextlib
@@ -27,8 +26,7 @@ from jaxpp.types import Arguments
 
 __all__ = ["KNOBS", "Candidate", "Family", "Knob", "Space", "candidates", "usual_microbatches"]
 
-_POWERS = range(-1, 4)
-"""Of two: the numbers of microbatches in parts of the number of ranks."""
+_POWERS = range(-1, 4)  # of two: the numbers of microbatches in parts of the number of ranks
 
 
 class Family(NamedTuple):
@@ -80,10 +78,7 @@ class Candidate:
 
     @property
     def options(self) -> Arguments:
-        """The arguments of ``Pipeline`` that differ between candidates.
-
-        The schedule is a name, or the schedule itself if it has other numbers of stages on a rank than its name stands for.
-        """
+        """The arguments of ``Pipeline`` that differ; the schedule itself where a rank has more stages than its name stands for."""
         schedule = self.schedule
         named = schedule.name in SCHEDULES and SCHEDULES[schedule.name].stages_per_rank == self.stages_per_rank
         sizes: Arguments = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
@@ -117,7 +112,7 @@ def _counted(number: int | str, noun: str, plural: str = "s") -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """What is looked at. Every combination of these is a candidate, if there is such a schedule."""
+    """What is looked at: every combination of these is a candidate, if there is such a schedule."""
 
     num_examples: int  # of the batch: each microbatch has at least one of them
     num_ranks: tuple[int, ...]
@@ -151,10 +146,7 @@ def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def candidates(space: Space) -> tuple[Candidate, ...]:
-    """All candidates, each once: of candidates that run the same actions in the same order, the first.
-
-    Residuals that would never leave their device make no candidate of their own.
-    """
+    """All candidates, each once; residuals that would never leave their device make no candidate of their own."""
     every: dict[Candidate, None] = {}
     for schedule in _schedules(space):
         for balance in space.balance:

@@ -3,11 +3,10 @@
 A family is traced, cut and compiled once, with a plain schedule. Everything about its candidates follows from a few of its steps:
 their times by the virtual clock, their memory by counting. What was measured is remembered in a file.
 
-In some of these steps the host waits for each instruction before it hands over the next, as when a profile is taken: there every
-program and every send takes what it takes alone. Other steps run at full speed: there the host takes for an instruction what it
-takes it to hand one over. A very small program runs in the thread that hands it over; it counts as what the host takes, and as next
-to nothing on its device. Then the costs are made to agree with a whole step (``fitted``), since what ranks that share cores take
-from one another shows only when they run together.
+In some of these steps the host waits for each instruction before it hands over the next: there every program and every send takes
+what it takes alone. Other steps run at full speed, and say what the host takes to hand an instruction over; a very small program
+runs in the thread that does so, and counts as that. Then the costs are made to agree with a whole step (``fitted``), since what
+ranks that share cores take from one another shows only when they run together.
 """
 
 import dataclasses
@@ -59,23 +58,21 @@ from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
 __all__ = ["Devices", "fitted", "one_at_a_time", "plain_schedule"]
 
-_MEASURED = 2.5
-"""Seconds for the steps of a family, beside a few that are looked at; twice as many for the first, which tells the pace."""
-_TIMED = 2.0
-"""Seconds for the steps of a candidate."""
-_WARM_UP = 3
-"""Steps that do not count: the first find the caches of other programs."""
-_LOOKS = 3
-"""Steps of each kind that are looked at."""
+_MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
+_TIMED = 2.0  # seconds for the steps of a candidate
+_WARM_UP = 3  # steps that do not count: the first find the caches of other programs
+_LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
-_MOST = 4.0
-"""How much longer actions may take in a step than alone, or less long."""
-_KIND = "jaxpp tune 2"
-"""What a file of results says of itself; another number for other contents."""
+_MOST = 4.0  # how much longer actions may take in a step than alone, or less long
+_KIND = "jaxpp tune 2"  # what a file of results says of itself; another number for other contents
 
 
 class Devices:
-    """A ``Machine`` that runs steps on copies of the parameters; nothing that belongs to the caller is changed."""
+    """A ``Machine`` that runs steps on copies of the parameters; nothing that belongs to the caller is changed.
+
+    ``options`` are those of ``Pipeline`` that all candidates share. Results are kept in the user's cache folder, or in that of
+    the name ``keep``.
+    """
 
     def __init__(
         self,
@@ -110,11 +107,7 @@ class Devices:
     def costs(self, family: Family) -> StepCosts:
         """Measure a family, unless it was measured before."""
         name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
-        costs = _from_json(self._results.get("costs", name))
-        if costs is None:
-            costs = self._measured(family)
-            self._results.put("costs", name, _as_json(costs))
-        return costs
+        return _from_json(self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family))))
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
@@ -134,14 +127,9 @@ class Devices:
         return self._result("steps", candidate, run)
 
     def _result(self, kind: str, candidate: Candidate, ask: Callable[[], Any]) -> Any:
-        """What is known of a candidate, or was asked now."""
         rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
         name = " ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), rows])
-        result = self._results.get(kind, name)
-        if result is None:
-            result = ask()
-            self._results.put(kind, name, result)
-        return result
+        return self._results.known(kind, name, ask)
 
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
@@ -152,7 +140,7 @@ class Devices:
         options = self._options_of(candidate)
         shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
         variables = variables_of(options, shapes)
-        key = self._key if Tracing(options).takes_key(variables, self._batch) else None
+        key = Tracing(options).key_for(variables, self._batch, self._key)
         return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
 
     def _variables(self) -> Tree:
@@ -168,7 +156,7 @@ class Devices:
         return self._made
 
     def _deciding_texts(self, whole: "_Steps") -> Mapping[str, str]:
-        """All that decides what a search measures: what two searches have in common if they would measure the same."""
+        """All that decides what a search measures."""
         engine, key = whole.engine, whole.key
         cut = engine.preparer.step(self._batch, key).cuts[0]
         kinds = Counter((device.platform, device.device_kind, device.process_index) for device in self._devices)
@@ -193,7 +181,7 @@ class Devices:
         return _Steps(steps.engine.with_schedule(options.schedule, options.offload), self._batch, steps.key, self._variables)
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
-        """The bytes that each device holds at its peak, of each rank in order; nothing that the family runs is compiled again."""
+        """Of each rank's device; nothing that the family runs is compiled again."""
         liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=self._family(family)[1])
         return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
 
@@ -202,16 +190,16 @@ class Devices:
         steps, plain = self._runnable(family)
         self._open_reference()
         engine = steps.engine
-        pace = self._pace.timed(steps, _MEASURED if self._pace.known else 2 * _MEASURED, looks=True)
+        pace = self._pace.timed(steps, 2 * _MEASURED if self._pace.reference is None else _MEASURED, looks=True)
         costs = _step_costs(steps.plan, family.num_stages, pace.free, pace.apart)
         if family.remat == "least":
             cut = engine.preparer.step(self._batch, steps.key).cuts[0]
             seconds, handed = copy_times(cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
-        if self._pace.known or not _shares_cores(engine.placement):
-            steps.release()
+        if self._pace.reference is not None or not _shares_cores(engine.placement):
+            steps.leaves = None
         else:
-            self._pace.begin(steps, pace.seconds)
+            self._pace = _Pace(steps, pace.seconds)
             self._results.put("reference", "of the pace", [list(family), pace.seconds])
         processes = tuple(place.devices[0].process_index for place in engine.placement.by_rank)
         shared = _shares_cores(engine.placement) or len(set(engine.placement.by_rank)) < len(processes)
@@ -220,9 +208,9 @@ class Devices:
     def _open_reference(self) -> None:
         """Open the family that told the pace when the file was written."""
         reference = self._results.get("reference", "of the pace")
-        if reference is not None and not self._pace.known:
+        if reference is not None and self._pace.reference is None:
             family, seconds = reference
-            self._pace.begin(self._runnable(Family(*family))[0], seconds)
+            self._pace = _Pace(self._runnable(Family(*family))[0], seconds)
 
     def _runnable(self, family: Family) -> tuple["_Steps", Candidate]:
         """A candidate of a family for which there is room on the devices, as far as these say how much they have."""
@@ -248,20 +236,11 @@ def _shares_cores(placement: Placement) -> bool:
     return placement.by_rank[0].devices[0].platform == "cpu"
 
 
-def _as_json(costs: StepCosts) -> dict[str, Any]:
-    values = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
-    return values | {name: {str(kind): own for kind, own in values[name].items()} for name in ("actions", "dispatch")}
-
-
-def _from_json(found: Mapping[str, Any] | None) -> StepCosts | None:
-    """The costs that were written; None for anything else."""
-    try:
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in dict(found or {}).items()}
-        for name in ("actions", "dispatch"):
-            values[name] = {Kind(kind): tuple(own) for kind, own in values[name].items()}
-        return StepCosts(**values)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+def _from_json(found: Mapping[str, Any]) -> StepCosts:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    for name in ("actions", "dispatch"):
+        values[name] = {Kind(kind): tuple(own) for kind, own in values[name].items()}
+    return StepCosts(**values)
 
 
 class _Steps:
@@ -269,7 +248,7 @@ class _Steps:
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, variables: Callable[[], Tree]):
         self.engine, self.batch, self.key, self._variables = engine, batch, key, variables
-        self._leaves: Leaves[Array] | None = None
+        self.leaves: Leaves[Array] | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -288,29 +267,24 @@ class _Steps:
         made, shared = engine.make_opt_state(leaves.all_params), len(names.opt)
         return leaves._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
 
-    def release(self) -> None:
-        """Let go of the state."""
-        self._leaves = None
-
     def step(self, observer: Stamps | None = None) -> SeenStep:
         """Run a step to its end."""
-        leaves = self._first() if self._leaves is None else self._leaves
-        self._leaves = None
+        leaves = self._first() if self.leaves is None else self.leaves
+        self.leaves = None
         begun = time.perf_counter()
         if observer is not None:
             observer.begin()
         outcome = self.engine.run("update", leaves, self.batch, self.key, observer=observer)
         jax.block_until_ready(outcome)
         ended = time.perf_counter()
-        self._leaves = outcome.state
+        self.leaves = outcome.state
         return SeenStep(begun, ended, () if observer is None else tuple(observer.stamps))
 
     def timed(self) -> float:
         """Seconds of a step; of several processes the longest."""
         seen = self.step()
-        if self.engine.alone:
-            return seen.ended - seen.begun
-        return float(rows_of_all(np.array([seen.ended - seen.begun], np.float32)).max())
+        taken = seen.ended - seen.begun
+        return taken if self.engine.alone else float(rows_of_all(np.array([taken], np.float32)).max())
 
     def told(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
         """Steps as all processes saw them: each tells the others, and all return the same."""
@@ -328,33 +302,24 @@ class _Paced(NamedTuple):
     apart: tuple[SeenStep, ...]  # steps in which each instruction waited for the one before
 
 
+@dataclasses.dataclass(frozen=True)
 class _Pace:
     """How fast the machine is at the moment, told by one step that is run again and again: the reference.
 
-    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds.
-    Families are measured one after another, so one that met a slow moment would look slow. So by turns with the steps of any family
-    run steps of the first family that was measured. If these take longer than they did at first, so did the others: seconds are
-    divided by that factor, turn by turn. Devices that compute for nobody else have no reference: there the factor is 1.
+    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds. A
+    family that met a slow moment would look slow. So its steps run by turns with steps of the first family that was measured: if
+    these take longer than they did at first, so did the others, and seconds are divided by that factor, turn by turn. Devices that
+    compute for nobody else have no reference: there the factor is 1.
     """
 
-    def __init__(self):
-        self._reference: _Steps | None = None
-        self._usual = 1.0
-
-    def begin(self, reference: _Steps, usual: float) -> None:
-        """From now on ``reference`` tells the speed; its step takes ``usual`` seconds at the speed that counts."""
-        self._reference, self._usual = reference, usual
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a reference."""
-        return self._reference is not None
+    reference: _Steps | None = None
+    usual: float = 0.0  # seconds of its step at the speed that counts
 
     def timed(self, steps: _Steps, budget: float, *, looks: bool = False) -> _Paced:
         """Run steps by turns with the reference, for so many seconds; before that, some are looked at if ``looks``."""
         first = min(steps.timed() for _ in range(_WARM_UP))
         seen = [steps.step(Stamps(waits=waits)).timed() for waits in (True, False) * (_LOOKS if looks else 0)]
-        count = min(40, max(6, math.ceil(budget / (first + self._usual * self.known))))
+        count = min(40, max(6, math.ceil(budget / (first + self.usual))))
         seconds, factors = list[float](), [self._factor()]
         for _ in range(count):
             seconds.append(steps.timed())
@@ -366,7 +331,7 @@ class _Pace:
 
     def _factor(self) -> float:
         """How much longer the reference takes now than at first."""
-        return 1.0 if self._reference is None else self._reference.timed() / self._usual
+        return 1.0 if self.reference is None else self.reference.timed() / self.usual
 
 
 def plain_schedule(family: Family, num_ranks: int) -> Schedule:
@@ -403,7 +368,7 @@ def one_at_a_time(family: Family, like: Schedule) -> Schedule:
 
 
 def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Sequence[SeenStep]) -> StepCosts:
-    """The costs of a family; of copies to host memory nothing is known here, nor of what ranks share."""
+    """The costs of a family, from steps at full speed and steps in which each instruction ran alone; without copies to the host."""
     lines = plan.instructions
     alone = durations_of(plan, [step.seconds for step in apart])
     handing = durations_of(plan, [[stamp.handed - stamp.begun for stamp in step.stamps] for step in free])
@@ -471,18 +436,14 @@ def _before(lines: Sequence[Instruction], first: int, free: Sequence[SeenStep], 
 def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bool, processes: Sequence[int] = ()) -> StepCosts:
     """The costs with which a step of this candidate is predicted as it was measured, if there are any.
 
-    Each program was measured alone, where it has the machine for itself. On forced CPU devices, ranks share the cores, and a
-    program that runs on two threads alone has one of them beside another. So the number of ranks that compute at full speed at once
-    is the one for which the prediction and the step agree; what is left over is how much longer, or less long, actions take in a
-    step.
+    Each program was measured alone. Where ranks share what they compute with, as forced CPU devices do, the number of ranks that
+    compute at full speed at once is the one for which the prediction and the step agree; what is left over is how much longer, or
+    less long, actions take in a step.
     """
     schedule, most = candidate.schedule, float(candidate.schedule.num_ranks)
 
     def predicted(with_these: StepCosts) -> float:
         return step_seconds(schedule, with_these, candidate.offload, processes)
-
-    def with_capacity(inverse: float) -> StepCosts:
-        return dataclasses.replace(costs, capacity=1 / inverse)
 
     def agreeing(changed: Callable[[float], StepCosts], low: float, high: float) -> StepCosts:
         """The costs between two numbers that agree best; the prediction grows with the number."""
@@ -491,16 +452,17 @@ def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bo
             low, high = (low, middle) if predicted(changed(middle)) > seconds else (middle, high)
         return changed((low + high) / 2)
 
-    found = agreeing(with_capacity, 1 / most, 1.0) if shared else dataclasses.replace(costs, capacity=most)
+    found = dataclasses.replace(costs, capacity=most)
+    if shared:
+        found = agreeing(lambda inverse: dataclasses.replace(costs, capacity=1 / inverse), 1 / most, 1.0)
     return found if abs(predicted(found) / seconds - 1) < 0.01 else agreeing(found.stretched, 1 / _MOST, _MOST)
 
 
 class _Results:
     """What was measured, by kind and name, in a file if there is one, so that a second search measures nothing.
 
-    The name of the file is a digest of all that decides the results of one problem on one machine. So a file never has to be
-    judged: what is in it holds, or the file has another name. A file that cannot be read is ignored, and written anew. Of several
-    processes the first reads and writes, and tells the others what it has read.
+    The name of the file is a digest of all that decides the results, so what is in it holds. A file that cannot be read is ignored,
+    and written anew. Of several processes the first reads and writes, and tells the others what it has read.
     """
 
     def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):
@@ -515,6 +477,14 @@ class _Results:
     def get(self, kind: str, name: str) -> Any:
         """What was kept under this name; None if nothing was."""
         return self._found.get(kind, {}).get(name)
+
+    def known(self, kind: str, name: str, ask: Callable[[], Any]) -> Any:
+        """What was kept under this name, or is asked now and kept."""
+        value = self.get(kind, name)
+        if value is None:
+            value = ask()
+            self.put(kind, name, value)
+        return value
 
     def put(self, kind: str, name: str, value: Any) -> None:
         """Keep a result, as JSON has it. A file that cannot be written is a remark, and no error."""

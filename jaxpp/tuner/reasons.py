@@ -23,10 +23,8 @@ _PARTS = {
     "dispatch": "waiting for dispatch",
     "rest": "the beginning and the update",
 }
-_ALWAYS = ("schedule", "microbatches", "stages a rank", "remat")
-"""The knobs that are told first, even of a search in which they had one value."""
-_SAME = 5e-4
-"""Of a step: a difference that is none."""
+_ALWAYS = ("schedule", "microbatches", "stages a rank", "remat")  # told first, even of a search in which they had one value
+_SAME = 5e-4  # of a step: a difference that is none
 
 
 def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The search: families are measured, all candidates simulated, those that fit are kept, and the best few are run.
 
-Memory is asked for last, because that takes longer than to simulate: of candidates in the order of their predicted time, until as
-many fit as will be run. Without a budget nothing depends on how long the search takes, so it finds the same in every process. With
-a budget, the family that promises most is measured next, by what a family that was measured lets expect of it (``estimate``).
+Memory is asked for last, because that takes longer than to simulate: of the fastest by prediction, until as many fit as will be
+run. Without a budget nothing depends on how long the search takes, so every process finds the same. With a budget, the family that
+promises most is measured next (``estimate``).
 """
 
 import dataclasses
@@ -24,8 +24,7 @@ from jaxpp.tuner.knobs import Candidate, Family, Space, candidates
 __all__ = ["Limits", "Machine", "Row", "SearchResult", "estimate", "nearest", "search"]
 
 _PATIENCE = 1  # seconds before a progress bar shows
-_SAVES = ("least", "offload", "recompute")
-"""What stages may keep where memory is short: as few bytes as repeat no work; the same, in host memory; their inputs alone."""
+_SAVES = ("least", "offload", "recompute")  # what stages may keep where memory is short
 
 
 class Machine(Protocol):
@@ -82,7 +81,7 @@ _UNLIMITED = Limits()
 
 
 def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False) -> SearchResult:
-    """The candidate whose step takes the least time, of those that fit."""
+    """The candidate whose step takes the least time, of those that fit; with ``saves`` stages may offload or recompute for that."""
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
         run = _Search(machine, limits, bar)
         run.add(candidates(space))
@@ -223,8 +222,8 @@ def nearest(family: Family, known: Sequence[Family]) -> Family:
 def estimate(family: Family, other: Family, costs: StepCosts, num_ranks: int) -> StepCosts:
     """What a family may cost, by what another one does; it decides which family is measured next, and nothing else.
 
-    A stage takes time in proportion to its part of the model and to the size of a microbatch, as does what it sends. To hand over
-    an action takes as long for any size. To recompute costs one more forward.
+    Computing and sending are in proportion to the size of a stage and a microbatch; to hand over an action takes as long for any
+    size; to recompute costs one more forward.
     """
     part, size = other.num_stages / family.num_stages, other.num_microbatches / family.num_microbatches
     count = family.num_stages

@@ -290,7 +290,7 @@ def test_seconds_are_those_at_the_speed_that_the_machine_had_at_first():
     speed = itertools.repeat(1.0)
     found = pace.timed(reference, budget=1.0)
     assert (found.seconds, found.factor) == (0.2, 1.0)
-    pace.begin(reference, found.seconds)
+    pace = _Pace(reference, found.seconds)
     speed = itertools.repeat(1.6)
     found = pace.timed(other, budget=5.0)
     assert math.isclose(found.seconds, 0.3)
