@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.loss_scale import Scaling
-from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat
+from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
@@ -32,11 +32,8 @@ from jaxpp.types import Array, Aval, Params, Tree
 
 __all__ = ["flat_update", "open_conditions", "plan_update", "state_bytes", "trace_update", "unread_gradients"]
 
-_MOVABLE = 1024
-"""The most elements of a value that may move between stages in an update."""
-
-_LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")
-"""What Python says of an update that wants to call the loss."""
+_MOVABLE = 1024  # the most elements of a value that may move between stages in an update
+_LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")  # an update that wants to call the loss
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
@@ -59,7 +56,11 @@ def plan_update(
     states: Sequence[tuple[int, Aval]] = (),
     counted: Collection[int] | None = None,
 ) -> Update:
-    """Trace an optimizer on a spread tree and place its equations."""
+    """Trace an optimizer on a spread tree of shapes and place its equations.
+
+    The gradients of ``frozen`` leaves are not read; ``counted`` leaves, all by default, count in the norm that is reported. With
+    ``scaling`` nothing changes where a gradient is not finite, nor does the model state (``states``: stages and shapes).
+    """
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
     counted = range(len(leaves)) if counted is None else counted
@@ -93,7 +94,7 @@ def plan_update(
         graph = open_conditions(graph)
     init_graph, _ = trace(init, leaves)
     others = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
-    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *others))
+    placer = _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), *others))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
     return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
@@ -123,16 +124,11 @@ def trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
         return trace(update, *shapes)[0]
     except Exception as error:
         if isinstance(error, TypeError) and _LINE_SEARCH.search(str(error)):
-            raise OptimizerError(
-                "optimizer",
-                "an optimizer sees gradients, its state, the parameters and the value of the loss, and cannot call the loss again",
-                str(error),
-                "use a transformation without a line search, such as optax.adamw or optax.sgd",
-            ) from error
-        error.add_note(
-            "jaxpp: raised while tracing the optimizer's update(grads, state, params); a transformation that takes more is given "
-            "value=loss"
-        )
+            sees = "gradients, its state, the parameters and the value of the loss"
+            rule, fix = f"an optimizer sees {sees}, and cannot call the loss again", "use a transformation without a line search"
+            raise OptimizerError("optimizer", rule, str(error), f"{fix}, such as optax.adamw or optax.sgd") from error
+        what = "the optimizer's update(grads, state, params)"
+        error.add_note(f"jaxpp: raised while tracing {what}; a transformation that takes more is given value=loss")
         raise
 
 
@@ -156,10 +152,9 @@ class _Placer:
     """Finds the owner of every optimizer leaf, then the level and stage of every equation."""
 
     def __init__(self, graph: Graph, inputs: UpdateInputs[Var], stages: UpdateInputs[int | None]):
-        """``stages`` are those of the inputs; None for an optimizer leaf that is to be placed."""
         self.graph, self.opt = graph, inputs.opt
         pairs = zip(flat(inputs), flat(stages), strict=True)
-        self.stage: dict[Var, int] = {var: stage for var, stage in pairs if stage is not None}
+        self.stage: dict[Var, int] = {var: stage for var, stage in pairs if stage is not None}  # None: to be placed
         self._follow()
 
     def _follow(self) -> None:
@@ -187,11 +182,9 @@ class _Placer:
             stage.update(dict.fromkeys(eqn.outvars, home))
 
     def opt_owner(self) -> tuple[int, ...]:
-        """The stage of each optimizer leaf."""
         return tuple(self.stage.get(var, HUB) for var in self.opt)
 
     def parts(self, paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
-        """The part that each equation belongs to."""
         place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in self.stage.items()}
         parts: list[UpdatePart | None] = []
         crossed: list[str] = []
@@ -212,13 +205,10 @@ class _Placer:
             parts.append(UpdatePart(level, home))
             place.update(dict.fromkeys(eqn.outvars, UpdatePart(level, home)))
         if crossed:
-            raise OptimizerError(
-                "optimizer",
-                "an update may combine small values of different stages (a norm), but not move large arrays between them",
-                crossed,
-                "use a transformation that treats each parameter by itself, or pass num_stages=1",
-                f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
-            )
+            rule = "an update may combine small values of different stages (a norm), but not move large arrays between them"
+            fix = "use a transformation that treats each parameter by itself, or pass num_stages=1"
+            names = f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+            raise OptimizerError("optimizer", rule, crossed, fix, names)
         return self._late(parts)
 
     def _late(self, parts: Sequence[UpdatePart | None]) -> tuple[UpdatePart | None, ...]:
@@ -268,11 +258,7 @@ def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
 
 
 def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) -> tuple[int, ...]:
-    """The bytes of the optimizer state that belong to each parameter leaf.
-
-    A leaf of the state belongs to the parameter whose path ends its own, as ``mu`` of adam does; the others, such as a step count,
-    belong to none.
-    """
+    """The bytes of the optimizer state that belong to each parameter leaf: those leaves whose path ends in the parameter's."""
     paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     num_bytes = [0] * len(paths)
     if optimizer is None:

@@ -2,8 +2,8 @@
 
 It may if it treats every row by itself: an elementwise update does, and so does a norm over all parameters, to which the slices
 add up. One that takes a norm of each parameter (lamb), or factors it (adafactor), or tells parameters apart by the last key of
-their path, does not. A leaf that is read row by row then stays whole; where a loop over the leaf is cut, the optimizer is refused.
-To find out, the update is traced on the user's tree and on the sliced one, and what happens to a leaf and to its slices compared.
+their path, does not. To find out, the update is traced on the user's tree and on the sliced one, and what happens to a leaf and to
+its slices is compared.
 """
 
 import heapq
@@ -28,12 +28,17 @@ Sizes = Sequence[tuple[int, ...]]
 """For each leaf the rows of each of its slices; empty for one that is not sliced."""
 
 _TREE = -1
+_FIX = (
+    "use an elementwise one such as optax.adamw or optax.lion, not in a wrapper that looks at whole arrays; give masks as trees (to"
+    " a function, a parameter's path ends in its rows); write the layers as a Python loop; or pass num_stages=1"
+)
 
 
 def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, loops: Sizes, single: Sizes) -> Slicing:
     """The slices that a pipeline holds, where its optimizer treats the rows of the stacked parameters by themselves.
 
-    Where it does not, what is read row by row is held whole, as in the user's tree; a loop that was cut cannot run on a whole leaf.
+    Where it does not, what is read row by row (``single``) is held whole, as in the user's tree; where a loop over layers was cut
+    (``loops``), which cannot run on a whole leaf, the optimizer is refused.
     """
     slicing = slicing_of(loops, single)
     if optimizer is None or not slicing.any:
@@ -46,7 +51,8 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, l
         slicing = slicing_of(loops, single)
         wrong = _objections(optimizer, plain, whole, slicing)
     if wrong:
-        raise _refusal(list(wrong.values()))
+        rule = "where a loop over layers is cut, the optimizer treats each layer of a stacked parameter by itself"
+        raise OptimizerError("optimizer", rule, list(wrong.values()), _FIX)
     return slicing
 
 
@@ -73,16 +79,6 @@ def _objections(
     if not wrong and assembled_shapes(sliced[1]) != plain[1]:
         wrong = {_TREE: "an optimizer state of another structure"}
     return wrong
-
-
-def _refusal(got: list[str]) -> OptimizerError:
-    return OptimizerError(
-        "optimizer",
-        "where a loop over layers is cut, the optimizer treats each layer of a stacked parameter by itself",
-        got,
-        "use an elementwise one such as optax.adamw or optax.lion, not in a wrapper that looks at whole arrays; give masks as trees"
-        " (to a function, a parameter's path ends in its rows); write the layers as a Python loop; or pass num_stages=1",
-    )
 
 
 def _traced(optimizer: optax.GradientTransformation, params: Params) -> tuple["_Treatments", Tree]:
@@ -114,7 +110,7 @@ class _Treatments:
         return even | mates
 
     def of(self, leaf: int) -> tuple[list[tuple[str, list[str]]], str, str]:
-        """What is done to a parameter and its gradient."""
+        """What is done to the rows of a parameter and its gradient; what else, if anything; what their sum does beside a norm."""
         by_row, sums = {self.graph.inputs[leaf], self.graph.inputs[self.opt + leaf]}, set[Var]()
         waiting = sorted({i for var in by_row for i in self.users.get(var, ())})
         seen = set(waiting)
