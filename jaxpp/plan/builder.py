@@ -19,8 +19,7 @@ from jaxpp.types import Aval, Leaf
 
 __all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "MemoryCopy", "Name", "last_uses"]
 
-CALLER = -1
-"""The stage number of values that come from the caller."""
+CALLER = -1  # the stage number of values that come from the caller
 
 
 class Name(NamedTuple):
@@ -35,7 +34,7 @@ class Name(NamedTuple):
 class Constant:
     """A value that is there before a step begins. It is put on its device when a step is compiled, and stays there."""
 
-    value: Leaf  # the value
+    value: Leaf
     split: bool = False  # whether its first axis is the replicas, each of which gets its own part; otherwise each gets the whole
 
     @property
@@ -60,22 +59,21 @@ class MemoryCopy(enum.Enum):
     TO_DEVICE = "to device"
 
 
-Wait = Callable[..., Sequence[jax.Array]]
-"""What a line calls on the host, given arrays."""
+Call = GroupMean | MemoryCopy | Callable[..., Sequence[jax.Array]]  # what a line does that is neither a program nor a send
 
 
 @dataclass(frozen=True)
 class Line:
     """One line: a program that runs, a call, or a send."""
 
-    label: str  # what it is, for people
-    stage: int  # the stage that it runs for, or sends to
-    program: Program | None  # the program that runs, if one does
+    label: str  # for people
+    stage: int  # for which it runs, or to which it sends
+    program: Program | None
     donated: tuple[int, ...]  # the arguments of the program whose buffers its results take over
-    inputs: tuple[Name, ...]  # names of what it reads
-    outputs: tuple[Name, ...]  # names of what it writes
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
     action: Action | None = None  # that it runs, or whose result it sends or copies; None for the rest of a step
-    call: GroupMean | MemoryCopy | Wait | None = None  # what runs, if it is neither a program nor a send
+    call: Call | None = None
 
     @property
     def is_send(self) -> bool:
@@ -84,7 +82,7 @@ class Line:
 
     @property
     def copies(self) -> MemoryCopy | None:
-        """Where to it copies values, if it copies values to host memory or back."""
+        """Where to it copies values, if it copies any to host memory or back."""
         return self.call if isinstance(self.call, MemoryCopy) else None
 
     @property
@@ -95,13 +93,10 @@ class Line:
 
 @dataclass
 class Builder:
-    """Writes the lines of a step.
+    """Writes the lines of a step; a name that is written twice is one value that changes (an accumulator)."""
 
-    A name that is written twice is one value that changes (an accumulator).
-    """
-
-    lines: list[Line] = field(default_factory=list)  # written so far
-    constants: dict[Name, Constant] = field(default_factory=dict)  # the values that are there before the step
+    lines: list[Line] = field(default_factory=list)
+    constants: dict[Name, Constant] = field(default_factory=dict)
 
     def compute(
         self,
@@ -118,22 +113,13 @@ class Builder:
         self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action))
 
     def call(
-        self,
-        label: str,
-        call: GroupMean | MemoryCopy | Wait,
-        stage: int,
-        inputs: Sequence[Name],
-        outputs: Sequence[Name],
-        action: Action | None = None,
+        self, label: str, call: Call, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None
     ) -> None:
         """Run what is not one program."""
         self.lines.append(Line(label, stage, None, (), tuple(inputs), tuple(outputs), action, call))
 
     def send(self, label: str, source: Name, target: Name, action: Action | None = None) -> None:
-        """Make the value called ``source`` known to the stage of ``target`` by that name.
-
-        Where the value is there already, as it is within a stage, ``target`` becomes another name for it, and nothing is sent.
-        """
+        """Make a value known to the stage of ``target`` by that name; where it is there already, nothing is sent."""
         self.lines.append(Line(label, target.stage, None, (), (source,), (target,), action))
 
     def copy(self) -> "Builder":

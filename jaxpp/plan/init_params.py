@@ -19,8 +19,7 @@ from jaxpp.types import Array, Key, Tree
 
 __all__ = ["INIT_KEY", "closed_function", "lower_init", "trace_init"]
 
-INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))
-"""The key that parameters are made from."""
+INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))  # that parameters are made from
 
 
 def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:

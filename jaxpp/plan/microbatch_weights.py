@@ -1,8 +1,7 @@
 """The weights of the microbatches, where the user says what they are: one program, run once a step.
 
-Weights that add up to nothing, or are no numbers, make a step of NaN. Those that are the same whatever the batch are refused when
-they are traced. Others are looked at once for each batch shape, before its first step: looking waits for them, and a step that
-trains does not.
+Weights that add up to nothing, or are no numbers, make a step of NaN. Constant ones are refused when they are traced; others are
+looked at once for each batch shape, before its first step: looking waits for them, and a step that trains does not.
 """
 
 import math
@@ -31,7 +30,7 @@ class Weights:
 
     program: Program  # computes each microbatch's share of the total weight, from the batch leaves it needs
     run: Callable[..., list[Array]]  # computes the weights themselves, from the same leaves
-    looked: bool = False  # whether a batch's were looked at
+    looked: bool = False
 
     def look(self, leaves: Sequence[Leaf]) -> None:
         """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at."""
@@ -42,20 +41,18 @@ class Weights:
 
 
 def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
-    """What computes every microbatch's share of the total weight."""
+    """What computes every microbatch's share of the total weight; the leaves of a batch of several replicas have these in front."""
     parts = split.sizes
     leaves, tree = jax.tree.flatten(batch)
     lead = (num_replicas,) if num_replicas > 1 else ()
-    leaves = [
-        leaf if k in shared else jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, weak_type=leaf.weak_type)
-        for k, leaf in enumerate(leaves)
-    ]
+    for k in set(range(len(leaves))).difference(shared):
+        leaves[k] = jax.ShapeDtypeStruct((*lead, *leaves[k].shape), leaves[k].dtype, weak_type=leaves[k].weak_type)
 
     def scales(*batch_leaves: Array) -> list[Array]:
-        rows = (
-            [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)] if lead else []
-        )
-        pieces = [piece for leaves in rows or [batch_leaves] for piece in slice_batch(leaves, parts, shared)]
+        rows = [batch_leaves]
+        if lead:
+            rows = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)]
+        pieces = [piece for leaves in rows for piece in slice_batch(leaves, parts, shared)]
         weights = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
         if any(value.shape != () for value in weights):
             shape = describe(next(value for value in weights if value.shape != ()))
@@ -69,8 +66,7 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
     _check_constants(graph)
     read = set(variables(atom for eqn in graph.eqns for atom in eqn.invars))
     used = [k for k, var in enumerate(graph.inputs) if var in read]
-    constants = list(graph.constants)
-    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *constants], graph.outputs)
+    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *graph.constants], graph.outputs)
     values = list(graph.constants.values())
     refs = tuple(Ref(Role.BATCH, k, shared=k in shared) for k in used)
     shapes = shapes_of(leaves[k] for k in used)

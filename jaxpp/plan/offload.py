@@ -1,9 +1,8 @@
 """Residuals that wait in host memory, as lines: out after their forward, back right before the action ahead of their backward.
 
 Which stages and microbatches these are follows from the rows (``schedule.offload``). What moves of them is what the backward reads
-and nothing else needs: residuals that the forward has made, and activations that have arrived. Parameters, what is made of them
-alone, keys and parts of the batch stay. The values that come back have names of their own, because a name that is written twice is
-one value that changes.
+and nothing else needs: residuals that the forward has made, and activations that have arrived. The values that come back have names
+of their own, because a name that is written twice is one value that changes.
 """
 
 from collections import Counter, defaultdict
@@ -34,16 +33,14 @@ class Offloading:
         self._return: defaultdict[Action, list[Action]] = defaultdict(list)
         for moved in offloaded:
             self._return[moved.ahead].append(moved.forward)
-        self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}
+        self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}  # of what moved, what waits, and what is back
         self._back: dict[Name, Name] = {}
 
     def take_out(self, action: Action) -> None:
         """Write what leaves after an action, if residuals of it do."""
         if action in self._leave and (names := self._moving(action)):
-            waiting, back = (
-                [name._replace(ref=Ref(role, k, shared=name.ref.shared)) for k, name in enumerate(names)]
-                for role in (Role.OFFLOADED, Role.FETCHED)
-            )
+            waiting = [name._replace(ref=Ref(Role.OFFLOADED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
+            back = [name._replace(ref=replace(name.ref, role=Role.FETCHED)) for name in waiting]
             self._names[action] = names, waiting, back
             self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
 
@@ -75,7 +72,10 @@ class Offloading:
 
 
 def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
-    """Lines without the copies that free nothing, because another stage on the device reads the same value later."""
+    """Lines without the copies that free nothing, because another stage on the device reads the same value later.
+
+    For the names of the copies left out there is the value itself, which stays where it is.
+    """
     last = last_uses(lines)
     leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST]
     readers = Counter(name for _, line in leaving for name in line.inputs)

@@ -17,24 +17,24 @@ __all__ = ["About", "Instruction", "Plan", "SlotNumbers"]
 class Instruction(NamedTuple):
     """One line of a plan."""
 
-    label: str  # what it is, for people: ``2F0``, ``send ...``
+    label: str  # for people: ``2F0``, ``send ...``
     call: Callable[..., Sequence[Array]]  # a compiled program, or a send; takes one array an input and returns one an output
-    inputs: tuple[int, ...]  # slots it reads
-    outputs: tuple[int, ...]  # slots it writes
-    free: tuple[int, ...]  # slots whose value nobody reads after it
-    about: "About"  # what it is, for those who watch
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    free: tuple[int, ...]  # the slots whose value nobody reads after it
+    about: "About"
 
 
 class About(NamedTuple):
-    """What an instruction is about."""
+    """What an instruction is about, for those who watch."""
 
     device: Device  # where it runs, or where it sends to
-    stage: int  # for which stage
+    stage: int
     action: Hashable | None  # that it runs, or whose result it sends or copies; None for the rest of a step
-    sends: bool  # whether it is a send
+    sends: bool
     program: str  # what the program that runs is called in a trace; empty for sends
     watch: int  # in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1
-    copies: MemoryCopy | None = None  # where to it copies residuals, if it copies residuals to host memory or back
+    copies: MemoryCopy | None = None  # where to it copies residuals, if it copies any
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What is to be lowered, and the names of its values.
 
-A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves: all that decides the lines of a step,
-but for the order of its actions. ``Leaves`` are the leaves of a state by what they are, instead of by their place in a flat list.
+A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves. ``Leaves`` are the leaves of a state by
+what they are, instead of by their place in a flat list.
 """
 
 import itertools
@@ -27,26 +27,23 @@ _S = TypeVar("_S")
 
 
 class Leaves(NamedTuple, Generic[_T]):
-    """Something for each leaf of a state: an array, a name, a shape, a home.
-
-    A plan takes and gives the groups one after another, in this order.
-    """
+    """Something for each leaf of a state: an array, a name, a shape, a home. A plan takes and gives the groups in this order."""
 
     params: Sequence[_T] = ()  # the parameters that all replicas share
     own_params: Sequence[_T] = ()  # the parameters of which each replica has its own (those of a task)
     opt: Sequence[_T] = ()  # the optimizer state of ``params``
     own_opt: Sequence[_T] = ()  # the optimizer state of ``own_params``
     model_state: Sequence[_T] = ()  # what the loss hands on from microbatch to microbatch
-    loss_scale: Sequence[_T] = ()  # the loss scale
+    loss_scale: Sequence[_T] = ()
 
     @property
     def all_params(self) -> list[_T]:
-        """The parameters, shared and own, in the order in which they are numbered."""
+        """In the order in which they are numbered."""
         return [*self.params, *self.own_params]
 
     @property
     def all_opt(self) -> list[_T]:
-        """The optimizer state, shared and own, in the order in which its leaves are numbered."""
+        """In the order in which they are numbered."""
         return [*self.opt, *self.own_opt]
 
     @property
@@ -74,8 +71,7 @@ class Leaves(NamedTuple, Generic[_T]):
         return self._replace(own_params=values[:count], own_opt=values[count:])
 
 
-ZEROED = 1 << 25
-"""Bytes of a stage's sums up to which they are zeroed when a step begins."""
+ZEROED = 1 << 25  # bytes of a stage's sums up to which they are zeroed when a step begins
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class GradientSums:
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be lowered."""
+    """What is to be lowered: all that decides the lines of a step, but for the order of its actions."""
 
     cuts: tuple[CutLoss, ...]  # the cut loss, once for each different microbatch size
     variants: tuple[int, ...]  # ``cuts[variants[i]]`` is the one for microbatch i
