@@ -3,15 +3,13 @@
 A step is written in five passes by one ``Builder``:
 
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
-2. *begin*: one program a stage for all that it does once: it splits the stage's batch leaves, folds its keys, computes what depends
-   on parameters alone and the weights of the microbatches, and zeroes the sums that no first backward makes;
+2. *begin*: one program a stage for all that it does once: it splits batches, folds keys, computes what depends on parameters alone
+   and the weights of the microbatches, and zeroes the sums that no first backward makes;
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
    those of model state that another stage keeps; around them the copies of residuals that wait in host memory (``offload.py``);
 4. *sums*: small gradients become leaves where one is read (``Step.sums`` decides that), tied ones go home and are summed, and
    gradients, loss and aux are summed over the replicas, once;
-5. *reduce*: aux values that were held for the end of the step are reduced.
-
-The optimizer's lines follow (``optim/update.py``).
+5. *reduce*: aux values that were held for the end of the step are reduced. The optimizer's lines follow (``optim/update.py``).
 """
 
 import functools
@@ -47,7 +45,11 @@ def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...
 
 
 def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None, *, offloaded: Sequence[Offloaded] = ()) -> Builder:
-    """Write the lines of one step up to its gradients."""
+    """Write the lines of one step up to its gradients, of actions in the order in which they are dispatched.
+
+    ``lasting`` takes the lines that depend on parameters alone, for steps that run again and again with the same parameters. The
+    model state after the step is on its owners, under the names that a further microbatch would read.
+    """
     builder = Builder()
     _feed(builder, lasting or builder, step)
     chosen, zeros = step.choose(actions)
@@ -87,7 +89,7 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
 
 
 class _Part(NamedTuple):
-    """A part of the program that begins a step: a function, what it reads, the shapes of what it reads, and what it makes."""
+    """A part of the program that begins a step."""
 
     function: Callable[..., Sequence[Array]]
     inputs: Sequence[Name]
@@ -96,18 +98,14 @@ class _Part(NamedTuple):
 
 
 def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], lasting: Builder | None) -> None:
-    """One program for all that a stage does once per step before its first forward.
-
-    What depends on parameters alone is a program of its own among the lines of ``lasting``, if these are given.
-    """
+    """One program for all that a stage does once per step; with ``lasting``, what depends on parameters alone is another."""
     statics = []
     for variant, code in enumerate(step.codes(stage)):
         constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): Constant(v) for k, v in enumerate(code.constants)}
         for target in (builder, lasting or builder):
             target.constants |= constants
-        inputs, outputs = (
-            [local_name(stage, ref, -1, variant) for ref in refs] for refs in (code.statics.inputs, code.statics.outputs)
-        )
+        inputs = [local_name(stage, ref, -1, variant) for ref in code.statics.inputs]
+        outputs = [local_name(stage, ref, -1, variant) for ref in code.statics.outputs]
         if lasting is None:
             statics.append(_Part(code.statics.function, inputs, code.statics.avals, outputs))
         elif outputs:
@@ -133,7 +131,6 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
 
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
-    """The batch leaves, split into microbatches; one microbatch is the batch."""
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:
@@ -194,11 +191,9 @@ def _shares(step: Step) -> list[Constant]:
 
 
 def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: Offloading) -> None:
-    """Write one action and the sends it feeds."""
     stage, _, i = action
-    variant = step.variants[i]
+    variant, label = step.variants[i], str(action)
     cut = step.cuts[variant]
-    label = str(action)
     inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
     builder.compute(label, program, stage, inputs, outputs, action=action)
@@ -223,10 +218,9 @@ class _ModelState:
 
     def supply(self, action: Action, program: Program) -> None:
         """Send an action the model state that it reads and its stage does not have."""
-        stage, _, i = action
         for ref in program.inputs:
             if ref.role == Role.STATE:
-                self._bring(ref.index, i, stage, str(action))
+                self._bring(ref.index, action.microbatch, action.stage, str(action))
 
     def note(self, action: Action, program: Program) -> None:
         """Note the model state that a forward has made."""
@@ -241,7 +235,6 @@ class _ModelState:
             self._bring(leaf, len(self._step.sizes), stage, "the step")
 
     def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
-        """Make a leaf, as a microbatch finds it, known to a stage; it is sent there if need be."""
         source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
         if target not in self._there:
             self._there.add(target)
@@ -250,7 +243,6 @@ class _ModelState:
             self._builder.send(f"send {path} to stage {stage} for {reader}", source if near == target else near, target)
 
     def _find(self, leaf: int, microbatch: int) -> Name:
-        """Where a leaf is that no microbatch has changed since."""
         while (leaf, microbatch) not in self._made:
             microbatch -= 1
             loss = self._step.cuts[self._step.variants[microbatch]].loss
@@ -337,7 +329,10 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
     own = [ref for ref in sums.leaves if (Role.GRAD, ref.index) in step.own]
-    _mean_of_own(builder, step, stage, own)
+    if own:  # each over the replicas with the same
+        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+        mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]
+        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in own), *scales], means)
     totals = [(ref, step.params[ref.index]) for ref in sums.leaves if ref not in own]
     if stage == step.loss_stage:
         forward = step.codes(stage)[0].forward
@@ -355,27 +350,19 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
         builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names, ())
 
 
-def _mean_of_own(builder: Builder, step: Step, stage: int, refs: Sequence[Ref]) -> None:
-    """The gradients of parameters of which each replica has its own, each over the replicas with the same."""
-    if refs:
-        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
-        mean = GroupMean(tuple(step.params[ref.index] for ref in refs))
-        totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
-        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in refs), *scales], totals)
-
-
 def _sum_rows(*values: Array) -> list[Array]:
     """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
     return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
 
 def _reduce(builder: Builder, step: Step) -> None:
+    count = len(step.sizes)
     for stage in range(step.num_stages):
         forwards = [step.cuts[variant].stages[stage].forward for variant in step.variants]
         for ref in forwards[0].outputs:
             if ref.role != Role.ROWS:
                 continue
-            reducer, count = step.cuts[0].reducers[ref.index], len(step.sizes)
+            reducer = step.cuts[0].reducers[ref.index]
             names = [*(Name(stage, ref, i) for i in range(count)), *(Name(stage, Ref(Role.SCALE), i) for i in range(count))]
             avals = [forward.results[forward.outputs.index(ref)] for forward in forwards]
             avals += [jax.ShapeDtypeStruct((), scale_dtype())] * count
