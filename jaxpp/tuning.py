@@ -182,7 +182,6 @@ class Tuning:
         return f"{self._picture()}{html_table(self._cells())}{html_remarks(self.remarks())}"
 
     def _picture(self) -> str:
-        """The figure, no wider than the page; nothing without matplotlib."""
         if not has_matplotlib():
             return ""
         return figure_html(self.figure(), self.heading)
@@ -319,7 +318,6 @@ def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
 
 
 def _check_options(options: Arguments) -> None:
-    """Refuse options that tune decides, and options with which there is more than one device a rank."""
     if decided := [f"{name}={shown(options[name])}" for name in _DECIDED if name in options]:
         fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
         raise ArgumentError("jaxpp.tune(...)", "tune finds the schedule, the number of stages and the cuts itself", decided, fix)
@@ -329,7 +327,6 @@ def _check_options(options: Arguments) -> None:
 
 
 def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
-    """Refuse parameters that all devices together have no room for."""
     if hbm is not None and num_bytes > hbm * num_devices:
         need, room = bytes_in_words(num_bytes), bytes_in_words(hbm)
         got = f"parameters of {need}, and {num_devices} device{'s' * (num_devices != 1)} of {room}"

@@ -16,8 +16,6 @@ import numpy as np
 from jaxpp.errors import ArgumentError
 from jaxpp.types import Array
 
-__all__ = ["Scaling", "check_loss_scale"]
-
 _FIELDS = ("scale", "fin_steps", "growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
 
 

@@ -30,8 +30,6 @@ from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, 
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Array, Aval, Params, Tree
 
-__all__ = ["flat_update", "open_conditions", "plan_update", "state_bytes", "trace_update", "unread_gradients"]
-
 _MOVABLE = 1024  # the most elements of a value that may move between stages in an update
 _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")  # an update that wants to call the loss
 

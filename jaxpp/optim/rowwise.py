@@ -22,8 +22,6 @@ from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.types import Params, Tree
 
-__all__ = ["Sizes", "slicing_for"]
-
 Sizes = Sequence[tuple[int, ...]]
 """For each leaf the rows of each of its slices; empty for one that is not sliced."""
 

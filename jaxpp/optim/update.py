@@ -22,8 +22,6 @@ from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, DType, Tree
 
-__all__ = ["HUB", "Update", "UpdateInputs", "UpdatePart", "UpdateResults", "add_update", "flat", "opt_name", "refilled"]
-
 HUB = 0  # the stage where scalars of several stages meet; its backward ends last, so nothing waits for it longer
 
 _T = TypeVar("_T")

@@ -17,8 +17,6 @@ from jaxpp.schedule.action import Action
 from jaxpp.stages.program import Program, Ref
 from jaxpp.types import Aval, Leaf
 
-__all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "MemoryCopy", "Name", "last_uses"]
-
 CALLER = -1  # the stage number of values that come from the caller
 
 

@@ -17,8 +17,6 @@ from jaxpp.stages.jaxpr import Atom, shapes_of, variables
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, Key, Tree
 
-__all__ = ["INIT_KEY", "closed_function", "lower_init", "trace_init"]
-
 INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))  # that parameters are made from
 
 

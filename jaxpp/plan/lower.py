@@ -36,8 +36,6 @@ from jaxpp.stages.loss.microbatch import Split, fold_keys, scale_dtype, slice_ba
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, Aval
 
-__all__ = ["add_gradients", "add_wait", "add_zero_gradients", "forward_actions", "lower"]
-
 
 def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
     """The order without backwards, each stage as on a rank of its own: microbatch i reaches stage s in slot i + s."""
@@ -217,13 +215,11 @@ class _ModelState:
         self._sent: dict[tuple[Name, int], Name] = {}
 
     def supply(self, action: Action, program: Program) -> None:
-        """Send an action the model state that it reads and its stage does not have."""
         for ref in program.inputs:
             if ref.role == Role.STATE:
                 self._bring(ref.index, action.microbatch, action.stage, str(action))
 
     def note(self, action: Action, program: Program) -> None:
-        """Note the model state that a forward has made."""
         stage, _, i = action
         made = {(ref.index, i + 1): state_name(stage, ref.index, i + 1) for ref in program.outputs if ref.role == Role.STATE}
         self._made |= made

@@ -21,8 +21,6 @@ from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, Batch, Leaf
 
-__all__ = ["Weights", "weigh"]
-
 
 @dataclass
 class Weights:
@@ -75,7 +73,6 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
 
 
 def _check_constants(graph: Graph) -> None:
-    """Refuse weights that do not depend on the batch, and have no mean."""
     of_batch = descendants(graph, graph.inputs)
     fixed = [atom for atom in graph.outputs[1:] if isinstance(atom, Literal) or atom not in of_batch]
     if fixed:
@@ -86,7 +83,6 @@ def _check_constants(graph: Graph) -> None:
 
 
 def _check(weights: Sequence[float], *, whole: bool = True) -> None:
-    """Refuse weights that have no mean."""
     if all(map(math.isfinite, weights)) and (sum(weights) != 0 or not whole):
         return
     rule = "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0"
@@ -95,7 +91,6 @@ def _check(weights: Sequence[float], *, whole: bool = True) -> None:
 
 
 def _is_whole(leaf: Leaf) -> bool:
-    """Whether all values of a leaf are in this process."""
     return leaf.is_fully_addressable if isinstance(leaf, jax.Array) else isinstance(leaf, np.ndarray) or np.isscalar(leaf)
 
 

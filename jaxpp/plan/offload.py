@@ -19,8 +19,6 @@ from jaxpp.schedule.action import Action
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.program import Ref, Role
 
-__all__ = ["Offloading", "leave_out_needless"]
-
 _Line = TypeVar("_Line", bound=Line)
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from jaxpp.plan.builder import MemoryCopy
 from jaxpp.types import Array, Device
 
-__all__ = ["About", "Instruction", "Plan", "SlotNumbers"]
-
 
 class Instruction(NamedTuple):
     """One line of a plan."""

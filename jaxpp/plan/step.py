@@ -20,8 +20,6 @@ from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Pack, Program, Ref
 from jaxpp.stages.stage import StageCode
 from jaxpp.types import Aval
 
-__all__ = ["ZEROED", "GradientSums", "Leaves", "Step", "local_name", "param_name", "scale_name", "state_name", "total_name"]
-
 _T = TypeVar("_T")
 _S = TypeVar("_S")
 

@@ -15,8 +15,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.reasons import time_in_words
 from jaxpp.tuner.search import Row
 
-__all__ = ["frontier", "tuning_figure"]
-
 _WIDTH, _TALL, _MOST_LISTED = 9.375, 4.9, 19  # inches: 900 pixels of a page; lines of the list
 _DOT, _NUMBER = 30.0, 7.5  # square points of a mark; points of a number
 _SHAPES = {"least": ("o", "circle"), "keep": ("D", "diamond"), "offload": ("^", "triangle"), "recompute": ("s", "square")}
@@ -104,7 +102,6 @@ def _colours() -> Mapping[str, str]:
 
 
 def _listing(title: str, points: Sequence[_Point], best: Row, first: int) -> Iterator[str]:
-    """The lines of the list beside the figure."""
     if points:
         yield title
     for number, (_, _, row) in enumerate(points, first):
@@ -128,7 +125,6 @@ def _scale(axis: Axes, values: Sequence[float]) -> None:
 
 
 def _draw(axes: Axes, points: Sequence[_Point], line: Sequence[_Point]) -> None:
-    """The marks and the frontier."""
     axes.step([p.x for p in line], [p.y for p in line], where="post", color=INK, linewidth=0.9, label="frontier", zorder=1.5)
     for name, colour in _colours().items():
         for remat, (shape, _) in _SHAPES.items():
@@ -144,7 +140,6 @@ def _draw(axes: Axes, points: Sequence[_Point], line: Sequence[_Point]) -> None:
 
 
 def _write_numbers(axes: Axes, points: Sequence[_Point]) -> None:
-    """A number beside each point, where no other number stands."""
     written: list[tuple[float, float]] = []
     for number, point in enumerate(points, 1):
         x, y = axes.transData.transform((point.x, point.y)) * 72 / axes.figure.dpi

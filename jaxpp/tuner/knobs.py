@@ -24,8 +24,6 @@ from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.types import Arguments
 
-__all__ = ["KNOBS", "Candidate", "Family", "Knob", "Space", "candidates", "usual_microbatches"]
-
 _POWERS = range(-1, 4)  # of two: the numbers of microbatches in parts of the number of ranks
 
 
@@ -40,7 +38,7 @@ class Family(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The sizes, for people."""
+        """For people."""
         recompute = ", recomputed" * (self.remat == "recompute")
         return f"{_counted(self.num_stages, 'stage')}, {_counted(self.num_microbatches, 'microbatch', 'es')}{recompute}"
 
@@ -72,7 +70,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """The options, for people."""
+        """For people."""
         schedule, *others = (knob.phrase(knob.value(self)) for knob in KNOBS)
         return f"{schedule} with {', '.join(others)}"
 
@@ -172,10 +170,6 @@ def _schedules(space: Space) -> Iterator[Schedule]:
 
 def _is_mixed(schedule: Schedule) -> bool:
     """Whether some stage runs its forwards in another order than that of the microbatches."""
-    latest = dict.fromkeys(range(schedule.num_stages), -1)
-    for stage, kind, microbatch in schedule.order:
-        if kind == Kind.F:
-            if microbatch < latest[stage]:
-                return True
-            latest[stage] = microbatch
-    return False
+    forwards = [action for action in schedule.order if action.kind == Kind.F]
+    rows = [[action.microbatch for action in forwards if action.stage == stage] for stage in range(schedule.num_stages)]
+    return any(row != sorted(row) for row in rows)

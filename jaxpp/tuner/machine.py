@@ -56,8 +56,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.knobs import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
-__all__ = ["Devices", "fitted", "one_at_a_time", "plain_schedule"]
-
 _MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
 _TIMED = 2.0  # seconds for the steps of a candidate
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
@@ -156,7 +154,6 @@ class Devices:
         return self._made
 
     def _deciding_texts(self, whole: "_Steps") -> Mapping[str, str]:
-        """All that decides what a search measures."""
         engine, key = whole.engine, whole.key
         cut = engine.preparer.step(self._batch, key).cuts[0]
         kinds = Counter((device.platform, device.device_kind, device.process_index) for device in self._devices)
@@ -168,7 +165,6 @@ class Devices:
         }
 
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
-        """A family that is compiled, with the temporaries of its programs."""
         if family not in self._families:
             schedule = plain_schedule(family, len(self._devices))
             steps = self._open(Candidate(schedule, family.remat, family.balance))
@@ -206,7 +202,6 @@ class Devices:
         return fitted(costs.slowed(1 / pace.factor), plain, pace.seconds, shared=shared, processes=processes)
 
     def _open_reference(self) -> None:
-        """Open the family that told the pace when the file was written."""
         reference = self._results.get("reference", "of the pace")
         if reference is not None and self._pace.reference is None:
             family, seconds = reference
@@ -261,14 +256,12 @@ class _Steps:
         return Company(self.engine, self.batch, self.key, align_clocks())
 
     def _first(self) -> Leaves[Array]:
-        """A state of its own on the devices."""
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
         leaves = first_leaves(engine, InitArguments(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
         made, shared = engine.make_opt_state(leaves.all_params), len(names.opt)
         return leaves._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
 
     def step(self, observer: Stamps | None = None) -> SeenStep:
-        """Run a step to its end."""
         leaves = self._first() if self.leaves is None else self.leaves
         self.leaves = None
         begun = time.perf_counter()
@@ -330,7 +323,6 @@ class _Pace:
         return _Paced(own, statistics.median(between), tuple(seen[1::2]), tuple(seen[::2]))
 
     def _factor(self) -> float:
-        """How much longer the reference takes now than at first."""
         return 1.0 if self.reference is None else self.reference.timed() / self.usual
 
 
@@ -475,11 +467,9 @@ class _Results:
         self._found: dict[str, dict[str, Any]] = json.loads(text)["found"] if text else {}
 
     def get(self, kind: str, name: str) -> Any:
-        """What was kept under this name; None if nothing was."""
         return self._found.get(kind, {}).get(name)
 
     def known(self, kind: str, name: str, ask: Callable[[], Any]) -> Any:
-        """What was kept under this name, or is asked now and kept."""
         value = self.get(kind, name)
         if value is None:
             value = ask()

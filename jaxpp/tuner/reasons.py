@@ -12,8 +12,6 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.knobs import KNOBS, Candidate, Knob
 from jaxpp.tuner.search import Row, SearchResult
 
-__all__ = ["reasons", "time_in_words"]
-
 _PARTS = {
     "compute": "computing",
     "bubble": "the bubble",
@@ -42,7 +40,6 @@ class _Reasons(NamedTuple):
     processes: Sequence[int]
 
     def ran(self) -> str:
-        """What a step takes."""
         best = self.found.best
         step = f"{best.candidate.words}: a step takes {time_in_words(best.predicted)} by prediction"
         if best.measured is None:
@@ -68,7 +65,6 @@ class _Reasons(NamedTuple):
         return f"{chosen}; {'; '.join(told)}."
 
     def _only(self, knob: Knob) -> str:
-        """Why there was no other choice."""
         best = self.found.best
         if knob.name != "remat" or best.candidate.remat != "least":
             return "the only choice that was looked at"
@@ -114,7 +110,6 @@ class _Reasons(NamedTuple):
         return parts(candidate.schedule, self.found.costs[candidate.family], candidate.offload, self.processes)
 
     def one_device(self) -> tuple[str, ...]:
-        """What one device would take for the same work, if that is a question."""
         best = self.found.best.candidate
         if any(row.candidate.schedule.num_ranks == 1 for row in self.found.rows):
             return ()
@@ -127,7 +122,6 @@ class _Reasons(NamedTuple):
 
 
 def _beside(knob: Knob, one: Candidate, other: Candidate) -> str:
-    """In what else a neighbour differs, if it does."""
     knobs = [beside for beside in KNOBS if beside.name in ("schedule", "microbatches", "remat") and beside.name != knob.name]
     differ = [beside.phrase(beside.value(one)) for beside in knobs if beside.value(one) != beside.value(other)]
     return f" ({', '.join(differ)})" * bool(differ)

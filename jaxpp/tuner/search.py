@@ -21,8 +21,6 @@ from jaxpp.schedule.action import Kind
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.knobs import Candidate, Family, Space, candidates
 
-__all__ = ["Limits", "Machine", "Row", "SearchResult", "estimate", "nearest", "search"]
-
 _PATIENCE = 1  # seconds before a progress bar shows
 _SAVES = ("least", "offload", "recompute")  # what stages may keep where memory is short
 
@@ -113,7 +111,6 @@ class _Search:
         return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes)
 
     def add(self, more: Sequence[Candidate]) -> None:
-        """Measure the families of more candidates, and simulate them."""
         if not self.candidates and not more:
             rule = "there is a schedule of the sizes asked for, and at least one example for each microbatch"
             raise ArgumentError("jaxpp.tune(...)", rule, "no candidate", "allow more schedules, or other counts")
