@@ -6,9 +6,10 @@ numbers the names, finds the last reader of each value, and frees the value ther
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from jaxpp.schedule.action import Action
 from jaxpp.stages.program import Program, Ref
 from jaxpp.types import Aval, Leaf
+
+_Line = TypeVar("_Line", bound="Line")
 
 CALLER = -1  # the stage number of values that come from the caller
 
@@ -57,7 +60,7 @@ class MemoryCopy(enum.Enum):
     TO_DEVICE = "to device"
 
 
-Call = GroupMean | MemoryCopy | Callable[..., Sequence[jax.Array]]  # what a line does that is neither a program nor a send
+LineCall = GroupMean | MemoryCopy | Callable[..., Sequence[jax.Array]]  # what a line does that is neither a program nor a send
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Line:
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     action: Action | None = None  # that it runs, or whose result it sends or copies; None for the rest of a step
-    call: Call | None = None
+    call: LineCall | None = None
 
     @property
     def is_send(self) -> bool:
@@ -111,7 +114,7 @@ class Builder:
         self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action))
 
     def call(
-        self, label: str, call: Call, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None
+        self, label: str, call: LineCall, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None
     ) -> None:
         """Run what is not one program."""
         self.lines.append(Line(label, stage, None, (), tuple(inputs), tuple(outputs), action, call))
@@ -128,3 +131,30 @@ class Builder:
 def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:
     """The number of the last line that reads or writes each name; the value is freed there."""
     return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}
+
+
+def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
+    """Lines without the copies that free nothing, because another stage on the device reads the same value later.
+
+    For the names of the copies left out there is the value itself, which stays where it is.
+    """
+    last = last_uses(lines)
+    leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST]
+    readers = Counter(name for _, line in leaving for name in line.inputs)
+    stays: dict[Name, Name] = {}
+    for number, line in leaving:
+        pairs = zip(line.inputs, line.outputs, strict=True)
+        stays |= {copy: name for name, copy in pairs if readers[name] > 1 or last[name] > number}
+    for line in lines:
+        if line.call == MemoryCopy.TO_DEVICE:
+            stays |= {back: stays[copy] for copy, back in zip(line.inputs, line.outputs, strict=True) if copy in stays}
+    return ([*filter(None, (_without(line, stays) for line in lines))] if stays else list(lines)), stays
+
+
+def _without(line: _Line, stays: dict[Name, Name]) -> _Line | None:
+    """A line where some values stay; None if it has nothing left to copy."""
+    if not line.copies:
+        return replace(line, inputs=tuple(stays.get(name, name) for name in line.inputs))
+    pairs = [pair for pair in zip(line.inputs, line.outputs, strict=True) if stays.keys().isdisjoint(pair)]
+    inputs, outputs = zip(*pairs, strict=True) if pairs else ((), ())
+    return replace(line, inputs=inputs, outputs=outputs) if pairs else None

@@ -6,7 +6,7 @@ A step is written in five passes by one ``Builder``:
 2. *begin*: one program a stage for all that it does once: it splits batches, folds keys, computes what depends on parameters alone
    and the weights of the microbatches, and zeroes the sums that no first backward makes;
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
-   those of model state that another stage keeps; around them the copies of residuals that wait in host memory (``offload.py``);
+   those of model state that another stage keeps; around them the copies of residuals that wait in host memory;
 4. *sums*: small gradients become leaves where one is read (``Step.sums`` decides that), tied ones go home and are summed, and
    gradients, loss and aux are summed over the replicas, once;
 5. *reduce*: aux values that were held for the end of the step are reduced. The optimizer's lines follow (``optim/update.py``).
@@ -14,6 +14,7 @@ A step is written in five passes by one ``Builder``:
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,8 +25,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxpp.errors import CutError
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Name
-from jaxpp.plan.offload import Offloading
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, MemoryCopy, Name
 from jaxpp.plan.step import GradientSums, Step, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
@@ -53,7 +53,7 @@ def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None,
     chosen, zeros = step.choose(actions)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
         _begin(builder, step, stage, zeros[stage], lasting)
-    passing, offloading, programs = _ModelState(builder, step), Offloading(builder, step, offloaded), dict(chosen)
+    passing, offloading, programs = _ModelState(builder, step), _Offloading(builder, step, offloaded), dict(chosen)
     for action in actions:
         offloading.bring_back(action)
         if (program := programs.get(action)) is not None:
@@ -188,7 +188,60 @@ def _shares(step: Step) -> list[Constant]:
     return shares
 
 
-def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: Offloading) -> None:
+class _Offloading:
+    """Writes the copies of a step to host memory and back, while the lines of its actions are written.
+
+    Which stages and microbatches these are follows from the rows (``schedule.offload``). What moves of them is what the backward
+    reads and nothing else needs: residuals that the forward has made, and activations that have arrived. It goes out after the
+    forward, and comes back right before the action ahead of the backward, under names of its own, because a name that is written
+    twice is one value that changes.
+    """
+
+    def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
+        self._builder, self._step = builder, step
+        self._leave = {moved.forward for moved in offloaded}
+        self._return: defaultdict[Action, list[Action]] = defaultdict(list)
+        for moved in offloaded:
+            self._return[moved.ahead].append(moved.forward)
+        self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}  # of what moved, what waits, and what is back
+        self._back: dict[Name, Name] = {}
+
+    def take_out(self, action: Action) -> None:
+        """Write what leaves after an action, if residuals of it do."""
+        if action in self._leave and (names := self._moving(action)):
+            waiting = [name._replace(ref=Ref(Role.OFFLOADED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
+            back = [name._replace(ref=replace(name.ref, role=Role.FETCHED)) for name in waiting]
+            self._names[action] = names, waiting, back
+            self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
+
+    def bring_back(self, ahead: Action) -> None:
+        """Write what comes back right before an action, whether it has anything to do or not."""
+        for action in self._return.get(ahead, ()):
+            if action in self._names:
+                names, waiting, back = self._names[action]
+                self._builder.call(f"fetch {action}", MemoryCopy.TO_DEVICE, action.stage, waiting, back, action)
+                self._back |= zip(names, back, strict=True)
+
+    def current(self, names: Sequence[Name]) -> list[Name]:
+        """The names under which values can be read now: others for those that have been away."""
+        return [self._back.get(name, name) for name in names]
+
+    def _moving(self, action: Action) -> list[Name]:
+        """What a microbatch's backward reads that its forward has made, or was sent."""
+        stage, _, i = action
+        variant = self._step.variants[i]
+        code = self._step.cuts[variant].stages[stage]
+        made = {ref for ref in code.forward.outputs if ref.role == Role.RESIDUAL}
+        refs: dict[Ref, None] = {}
+        for backward in code.backward.values():
+            for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True):
+                plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+                if plain and (ref in made or ref.role == Role.ACTIVATION):
+                    refs[ref] = None
+        return [local_name(stage, ref, i, variant) for ref in refs]
+
+
+def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: _Offloading) -> None:
     stage, _, i = action
     variant, label = step.variants[i], str(action)
     cut = step.cuts[variant]
