@@ -10,6 +10,7 @@ import numbers
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -100,16 +101,13 @@ class Tuning:
     @cached_property
     def with_memory(self) -> tuple[Row, ...]:
         """All candidates with their peaks, as far as they are known; asks for those that the search did not need."""
+        rows = list(self.rows)
         with progress(self.rows, after=_PATIENCE, desc="memory of all candidates") as bar:
-            return tuple(map(self._asked, bar))
-
-    def _asked(self, row: Row) -> Row:
-        if row.peaks is not None or row.candidate in self.found.left_out:
-            return row
-        try:
-            return row._replace(peaks=self.ask(row.candidate))
-        except JaxppError:
-            return row
+            for k, row in enumerate(bar):
+                if row.peaks is None and row.candidate not in self.found.left_out:
+                    with suppress(JaxppError):
+                        rows[k] = row._replace(peaks=self.ask(row.candidate))
+        return tuple(rows)
 
     def figure(self, width: float | None = None) -> Figure:
         """Predicted time of a step against the memory of the fullest device, a mark for each candidate, as a matplotlib ``Figure``.
@@ -178,12 +176,8 @@ class Tuning:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"{self._picture()}{html_table(self._cells())}{html_remarks(self.remarks())}"
-
-    def _picture(self) -> str:
-        if not has_matplotlib():
-            return ""
-        return figure_html(self.figure(), self.heading)
+        picture = figure_html(self.figure(), self.heading) if has_matplotlib() else ""
+        return f"{picture}{html_table(self._cells())}{html_remarks(self.remarks())}"
 
 
 def _sizes(peaks: Sequence[int]) -> str:

@@ -52,7 +52,7 @@ def unread_gradients(optimizer: optax.GradientTransformation, params: Params, lo
     """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
     update, opt_leaves, _ = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
-    graph = trace_update(update, leaves, opt_leaves, leaves, loss)
+    graph = _trace_update(update, leaves, opt_leaves, leaves, loss)
     read = ancestors(graph, variables(graph.outputs))
     return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
 
@@ -101,7 +101,7 @@ def plan_update(
     scale = () if scaling is None else shapes_of(scaling.init())
     state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
     inputs = UpdateInputs[Aval](tuple(leaves), tuple(opt_leaves), tuple(leaves), (loss,), scale, state, state)
-    graph = trace_update(update, inputs)
+    graph = _trace_update(update, inputs)
     if len(set(owner)) > 1:
         graph = open_conditions(graph)
     init_graph, _ = trace(init, leaves)
@@ -130,8 +130,7 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
     return update, opt_leaves, opt_tree
 
 
-def trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
-    """Trace an update."""
+def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
     try:
         return trace(update, *shapes)[0]
     except Exception as error:
@@ -332,7 +331,7 @@ def _objections(
 def _traced(optimizer: optax.GradientTransformation, params: Params) -> tuple["_Treatments", Tree]:
     update, opt_leaves, tree = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
-    graph = open_conditions(trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype())))
+    graph = open_conditions(_trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype())))
     return _Treatments(graph, len(leaves)), tree.unflatten(opt_leaves)
 
 

@@ -43,7 +43,6 @@ from jaxpp.options import Options
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.measure import copy_times
-from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
@@ -51,6 +50,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import ActionRow
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.knobs import KNOBS, Candidate, Family
@@ -91,7 +91,14 @@ class Devices:
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
         whole = self._open(Candidate(make("naive", 1, 1), "keep"))
         self.param_bytes = sum(map(count_bytes, jax.tree.leaves(whole.engine.layout.given[0])))
-        name = hashlib.sha256(json.dumps(self._deciding_texts(whole), sort_keys=True).encode()).hexdigest()[:32]
+        engine, kinds = whole.engine, Counter((each.platform, each.device_kind, each.process_index) for each in self._devices)
+        texts = {  # all that decides what a search measures
+            **opening_texts(engine.options, engine.placed, whole.cut, batch, whole.key),
+            "key": "none" if whole.key is None else describe(whole.key),
+            "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
+            "cores": str(os.cpu_count()),
+        }
+        name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
         self._families: dict[Family, tuple[_Steps, Needs]] = {}
         self._pace = _Pace()
@@ -105,7 +112,11 @@ class Devices:
     def costs(self, family: Family) -> StepCosts:
         """Measure a family, unless it was measured before."""
         name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
-        return _from_json(self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family))))
+        found = self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family)))
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        for table in ("actions", "dispatch"):
+            values[table] = {Kind(kind): tuple(own) for kind, own in values[table].items()}
+        return StepCosts(**values)
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
@@ -153,17 +164,6 @@ class Devices:
             self._made, self._makes = jax.device_get(jax.jit(self._made)(self._key)), False
         return self._made
 
-    def _deciding_texts(self, whole: "_Steps") -> Mapping[str, str]:
-        engine, key = whole.engine, whole.key
-        cut = engine.preparer.step(self._batch, key).cuts[0]
-        kinds = Counter((device.platform, device.device_kind, device.process_index) for device in self._devices)
-        return {
-            **opening_texts(engine.options, engine.placed, cut, self._batch, key),
-            "key": "none" if key is None else describe(key),
-            "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
-            "cores": str(os.cpu_count()),
-        }
-
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
         if family not in self._families:
             schedule = plain_schedule(family, len(self._devices))
@@ -189,16 +189,17 @@ class Devices:
         pace = self._pace.timed(steps, 2 * _MEASURED if self._pace.reference is None else _MEASURED, looks=True)
         costs = _step_costs(steps.plan, family.num_stages, pace.free, pace.apart)
         if family.remat == "least":
-            cut = engine.preparer.step(self._batch, steps.key).cuts[0]
-            seconds, handed = copy_times(cut, engine.placement.places)
+            seconds, handed = copy_times(steps.cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
-        if self._pace.reference is not None or not _shares_cores(engine.placement):
+        places = engine.placement.by_rank
+        on_cores = places[0].devices[0].platform == "cpu"  # which devices share with one another and with whatever else runs there
+        if self._pace.reference is not None or not on_cores:
             steps.leaves = None
         else:
             self._pace = _Pace(steps, pace.seconds)
             self._results.put("reference", "of the pace", [list(family), pace.seconds])
-        processes = tuple(place.devices[0].process_index for place in engine.placement.by_rank)
-        shared = _shares_cores(engine.placement) or len(set(engine.placement.by_rank)) < len(processes)
+        processes = tuple(place.devices[0].process_index for place in places)
+        shared = on_cores or len(set(places)) < len(places)
         return fitted(costs.slowed(1 / pace.factor), plain, pace.seconds, shared=shared, processes=processes)
 
     def _open_reference(self) -> None:
@@ -226,24 +227,16 @@ class Devices:
         raise ArgumentError("jaxpp.tune(...)", rule, got, "allow more stages or microbatches, or a smaller batch")
 
 
-def _shares_cores(placement: Placement) -> bool:
-    """Whether the devices share the cores of the machine with one another and with whatever else runs there."""
-    return placement.by_rank[0].devices[0].platform == "cpu"
-
-
-def _from_json(found: Mapping[str, Any]) -> StepCosts:
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    for name in ("actions", "dispatch"):
-        values[name] = {Kind(kind): tuple(own) for kind, own in values[name].items()}
-    return StepCosts(**values)
-
-
 class _Steps:
     """An engine and, once it runs, a state: steps that run one after another. ``variables`` makes the first parameters."""
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, variables: Callable[[], Tree]):
         self.engine, self.batch, self.key, self._variables = engine, batch, key, variables
         self.leaves: Leaves[Array] | None = None
+
+    @property
+    def cut(self) -> CutLoss:
+        return self.engine.preparer.step(self.batch, self.key).cuts[0]
 
     @cached_property
     def plan(self) -> Plan:
@@ -461,10 +454,9 @@ class _Results:
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpp" / "tune"
         folder = usual if isinstance(keep, bool) else Path(keep)
         self._path = folder / name if keep is not False and jax.process_index() == 0 else None
-        text, self.remark = self._read()
+        self._found, self.remark = self._read()
         if several:
-            text, self.remark = json.loads(texts_of_all(json.dumps([text, self.remark]))[0])
-        self._found: dict[str, dict[str, Any]] = json.loads(text)["found"] if text else {}
+            self._found, self.remark = json.loads(texts_of_all(json.dumps([self._found, self.remark]))[0])
 
     def get(self, kind: str, name: str) -> Any:
         return self._found.get(kind, {}).get(name)
@@ -492,15 +484,15 @@ class _Results:
             with suppress(OSError):
                 partial.unlink()
 
-    def _read(self) -> tuple[str, str]:
-        """The text of the file, if it holds results; and what is wrong with it, if something is."""
-        path = self._path
-        if path is None or not path.exists():
-            return "", ""
+    def _read(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """The results in the file; and what is wrong with it, if something is."""
+        if self._path is None or not self._path.exists():
+            return {}, ""
+        wrong = "it is no file of jaxpp.tune"
         try:
-            text = path.read_text()
-            said = json.loads(text)
-            good = said["kind"] == _KIND and all(isinstance(each, dict) for each in said["found"].values())
+            said = json.loads(self._path.read_text())
+            if said["kind"] == _KIND and all(isinstance(each, dict) for each in said["found"].values()):
+                return said["found"], ""
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return "", f"{path} is ignored, and will be written anew: {type(error).__name__}: {error}"
-        return (text, "") if good else ("", f"{path} is ignored, and will be written anew: it is no file of jaxpp.tune")
+            wrong = f"{type(error).__name__}: {error}"
+        return {}, f"{self._path} is ignored, and will be written anew: {wrong}"
