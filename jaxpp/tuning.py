@@ -33,9 +33,8 @@ from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tuner.findings import reasons, time_in_words, tuning_figure
-from jaxpp.tuner.knobs import KNOBS, Candidate, Space
 from jaxpp.tuner.machine import Devices
-from jaxpp.tuner.search import Limits, Row, SearchResult, search
+from jaxpp.tuner.search import KNOBS, Candidate, Limits, Row, SearchResult, Space, search
 from jaxpp.types import Arguments, Batch, Device, Key, LossFn, Tree
 
 __all__ = ["Tuning", "tune"]

@@ -50,11 +50,9 @@ _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'val
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
     """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
-    update, opt_leaves, _ = flat_update(optimizer, params)
-    leaves = jax.tree.leaves(params)
-    graph = _trace_update(update, leaves, opt_leaves, leaves, loss)
+    graph, _ = _traced(optimizer, params, loss)
     read = ancestors(graph, variables(graph.outputs))
-    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
+    return frozenset(k for k, var in enumerate(graph.inputs[: len(jax.tree.leaves(params))]) if var not in read)
 
 
 def plan_update(
@@ -128,6 +126,13 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
         return [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
 
     return update, opt_leaves, opt_tree
+
+
+def _traced(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
+    """The plain update as a graph, and the shapes of the optimizer's state."""
+    update, opt_leaves, opt_tree = flat_update(optimizer, params)
+    leaves = jax.tree.leaves(params)
+    return _trace_update(update, leaves, opt_leaves, leaves, loss), opt_tree.unflatten(opt_leaves)
 
 
 def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
@@ -290,7 +295,7 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, l
     slicing = slicing_of(loops, single)
     if optimizer is None or not slicing.any:
         return slicing
-    plain = _traced(optimizer, whole)
+    plain = _Treatments(optimizer, whole)
     wrong = _objections(optimizer, plain, whole, slicing)
     while wrong and any(single):
         cannot = {leaf for leaf in wrong if leaf != _TREE and single[leaf]} or set(range(len(single)))
@@ -303,46 +308,37 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, l
     return slicing
 
 
-def _objections(
-    optimizer: optax.GradientTransformation, plain: "tuple[_Treatments, Tree]", whole: Params, slicing: Slicing
-) -> dict[int, str]:
+def _objections(optimizer: optax.GradientTransformation, plain: "_Treatments", whole: Params, slicing: Slicing) -> dict[int, str]:
     """What an optimizer does with sliced leaves that it may not, by leaf; or what is wrong with the trees, under ``_TREE``."""
     if not slicing.any:
         return {}
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
     held = slicing.of(whole)
     try:
-        sliced = _traced(optimizer, held)
+        sliced = _Treatments(optimizer, held)
     except Exception as error:  # noqa: BLE001  (whatever the optimizer makes of such a tree)
         return {_TREE: f"{type(error).__name__}: {error}"}
     wrong: dict[int, str] = {}
     for leaf, sizes in enumerate(slicing.sizes):
         if sizes:
-            whole_done, odd, _ = plain[0].of(leaf)
-            parts = [sliced[0].of(k) for k in slicing.leaves([leaf])]
+            whole_done, odd, _ = plain.of(leaf)
+            parts = [sliced.of(k) for k in slicing.leaves([leaf])]
             summed = next((use for _, _, use in parts if use), "")  # of slices: the only leaf's sum is the sum over all, too
             odd = odd or summed or ("" if all(done == whole_done for done, _, _ in parts) else "other equations for its slices")
             wrong |= {leaf: f"{paths[leaf]}: {odd}"} if odd else {}
-    if not wrong and assembled_shapes(sliced[1]) != plain[1]:
+    if not wrong and assembled_shapes(sliced.state) != plain.state:
         wrong = {_TREE: "an optimizer state of another structure"}
     return wrong
-
-
-def _traced(optimizer: optax.GradientTransformation, params: Params) -> tuple["_Treatments", Tree]:
-    update, opt_leaves, tree = flat_update(optimizer, params)
-    leaves = jax.tree.leaves(params)
-    graph = open_conditions(_trace_update(update, leaves, opt_leaves, leaves, jax.ShapeDtypeStruct((), scale_dtype())))
-    return _Treatments(graph, len(leaves)), tree.unflatten(opt_leaves)
 
 
 class _Treatments:
     """Finds what an update does with a parameter, following its own equations alone."""
 
-    def __init__(self, graph: Graph, num_params: int):
-        self.graph = graph
-        self.users = graph.users()
-        self.opt = len(graph.inputs) - num_params - 1
-        self.num_params = num_params
+    def __init__(self, optimizer: optax.GradientTransformation, params: Params):
+        graph, self.state = _traced(optimizer, params, jax.ShapeDtypeStruct((), scale_dtype()))
+        self.graph, self.num_params = open_conditions(graph), len(jax.tree.leaves(params))
+        self.users = self.graph.users()
+        self.opt = len(self.graph.inputs) - self.num_params - 1
         self.alike = self._alike()
 
     def _alike(self) -> set[Var]:

@@ -16,8 +16,7 @@ from jaxpp.observe.evaluate import Parts, alone, parts
 from jaxpp.schedule.draw.canvas import INK, Axes, Entry, Figure, draw_key, group_colour, matplotlib_module, new_figure
 from jaxpp.schedule.registry import SCHEDULES
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.knobs import KNOBS, Candidate, Knob
-from jaxpp.tuner.search import Row, SearchResult
+from jaxpp.tuner.search import KNOBS, Candidate, Knob, Row, SearchResult
 
 _PARTS = {
     "compute": "computing",

@@ -53,7 +53,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.knobs import KNOBS, Candidate, Family
+from jaxpp.tuner.search import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
 _MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace

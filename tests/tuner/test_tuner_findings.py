@@ -9,8 +9,7 @@ from jaxpp.observe.evaluate import alone, parts, step_seconds
 from jaxpp.schedule import SCHEDULES
 from jaxpp.schedule.draw.canvas import group_colour
 from jaxpp.tuner.findings import time_in_words
-from jaxpp.tuner.knobs import Space
-from jaxpp.tuner.search import Limits, search
+from jaxpp.tuner.search import Limits, Space, search
 from jaxpp.tuning import Tuning
 from tests.tuner.virtual_machine import MIB, Virtual
 

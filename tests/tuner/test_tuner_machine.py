@@ -18,8 +18,8 @@ from jaxpp.observe.evaluate import step_seconds
 from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
-from jaxpp.tuner.knobs import Candidate, Family
 from jaxpp.tuner.machine import Devices, _Pace, fitted, one_at_a_time, plain_schedule
+from jaxpp.tuner.search import Candidate, Family
 from tests.models import gpt_case, mlp_case
 
 CASE = mlp_case(batch_size=12, width=8, depth=7)
