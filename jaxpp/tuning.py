@@ -270,7 +270,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     check_optimizer(loss_fn, optimizer)
     _check_options(options)
     places = check_devices(devices)
-    limits = Limits(None if hbm is None else parse_bytes(hbm), _seconds_of(seconds), _count_of(num_measured))
+    limits = _limits_of(hbm, seconds, num_measured)
     counts = _counts_of("num_microbatches", num_microbatches) if num_microbatches is not None else ()
     space = Space(
         num_examples=check_batch(batch, min(counts, default=1), shared=_listed(options.get("shared", ()))),
@@ -302,8 +302,7 @@ def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
     hbm = limits.hbm or (int(everywhere) if everywhere < math.inf else None)
     began, processes = time.perf_counter(), tuple(device.process_index for device in devices)
 
-    def clock() -> float:
-        """Of the process for which most time has passed."""
+    def clock() -> float:  # of the process for which most time has passed
         return float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
 
     return limits._replace(hbm=hbm, processes=processes, clock=clock)
@@ -363,17 +362,13 @@ def _remat_of(value: object) -> tuple[str, ...]:
     return _several("remat", value, _REMAT.__contains__, rule, 'pass remat=("least", "recompute"), for example')
 
 
-def _seconds_of(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-        rule = "the budget is a number of seconds above 0, or None"
-        raise ArgumentError("jaxpp.tune(..., seconds=...)", rule, shown(value), "pass seconds=60, or leave it out to measure all")
-    return float(value)
-
-
-def _count_of(num_measured: object) -> int:
+def _limits_of(hbm: float | str | None, seconds: float | None, num_measured: int) -> Limits:
+    room = None if hbm is None else parse_bytes(hbm)
+    real = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if seconds is not None and not (real and 0 < float(seconds) < math.inf):
+        rule, fix = "the budget is a number of seconds above 0, or None", "pass seconds=60, or leave it out to measure all"
+        raise ArgumentError("jaxpp.tune(..., seconds=...)", rule, shown(seconds), fix)
     if not is_count(num_measured):
         rule = "the number of candidates that are run is a whole number of at least 0"
         raise ArgumentError("jaxpp.tune(..., num_measured=...)", rule, shown(num_measured), "pass num_measured=3")
-    return int(num_measured)  # pyright: ignore[reportArgumentType]
+    return Limits(room, None if seconds is None else float(seconds), int(num_measured))

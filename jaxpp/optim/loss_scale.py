@@ -30,8 +30,7 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
         raise ArgumentError("loss_scale", rule, repr(loss_scale), "pass flax.training.dynamic_scale.DynamicScale()")
     odd = [f"{name}={value!r}" for name, value in known.items() if name != "minimum_scale" and np.shape(value) != ()]
     odd += [f"{name}=None" for name in ("scale", "fin_steps") if known[name] is None]
-    marked: Any = dataclasses.replace(example, scale=0, fin_steps=1)
-    order = jax.tree.leaves(marked)
+    order = jax.tree.leaves(dataclasses.replace(example, scale=0, fin_steps=1))
     if odd or sorted(order, key=str) != [0, 1]:
         rule = "a loss scale is a pytree of two numbers, scale and fin_steps"
         raise ArgumentError("loss_scale", rule, odd or f"leaves {order}", "pass flax.training.dynamic_scale.DynamicScale()")
@@ -53,8 +52,10 @@ class Scaling(NamedTuple):
 
     def init(self) -> list[jax.Array]:
         """The leaves at the beginning."""
-        scale, fin_steps = jnp.asarray(self.example.scale, jnp.float32), jnp.asarray(self.example.fin_steps, int)
-        values = {self.scale: scale, self.fin_steps: fin_steps}
+        values = {
+            self.scale: jnp.asarray(self.example.scale, jnp.float32),
+            self.fin_steps: jnp.asarray(self.example.fin_steps, int),
+        }
         return [values[k] for k in sorted(values)]
 
     def unscale(self, grads: Sequence[Array], leaves: Sequence[Array]) -> tuple[list[Array], Array]:

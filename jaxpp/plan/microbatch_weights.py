@@ -52,9 +52,8 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
             rows = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)]
         pieces = [piece for leaves in rows for piece in slice_batch(leaves, parts, shared)]
         weights = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
-        if any(value.shape != () for value in weights):
-            shape = describe(next(value for value in weights if value.shape != ()))
-            raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
+        if odd := [describe(value) for value in weights if value.shape != ()]:
+            raise LossError("weight", "a weight is one scalar a microbatch", odd[0], "reduce it, for example with .sum()")
         counts = np.ones((num_replicas, len(parts)))
         counts[num_replicas - split.num_idle :, -1] = 0
         stacked = jnp.where(counts.ravel() > 0, jnp.stack(weights).astype(scale_dtype()), 0)

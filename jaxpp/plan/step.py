@@ -208,9 +208,9 @@ class Step:
 
         An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
         """
-        begun: list[set[Ref]] = [set() for _ in range(self.num_stages)]
-        late: list[set[Ref]] = [set(self.accumulators(stage)) for stage in range(self.num_stages)]
-        small = [sum(map(count_bytes, self.accumulators(stage).values())) <= ZEROED for stage in range(self.num_stages)]
+        sums = [self.accumulators(stage) for stage in range(self.num_stages)]
+        small = [sum(map(count_bytes, own.values())) <= ZEROED for own in sums]
+        begun, late = [set[Ref]() for _ in sums], [set(own) for own in sums]
         chosen = []
         for action in actions:
             stage, kind, microbatch = action
@@ -223,8 +223,7 @@ class Step:
                 chosen.append((action, backward.first if fresh else backward.then))
                 begun[stage] |= backward.made
                 late[stage] -= backward.made if fresh else set()
-        zeros = [{ref: aval for ref, aval in self.accumulators(s).items() if ref in late[s]} for s in range(self.num_stages)]
-        return chosen, zeros
+        return chosen, [{ref: aval for ref, aval in own.items() if ref in late[stage]} for stage, own in enumerate(sums)]
 
 
 def _programs(code: StageCode) -> list[Program]:

@@ -251,8 +251,7 @@ class _Steps:
     def _first(self) -> Leaves[Array]:
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
         leaves = first_leaves(engine, InitArguments(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
-        made, shared = engine.make_opt_state(leaves.all_params), len(names.opt)
-        return leaves._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
+        return leaves._replace(opt=engine.make_opt_state(leaves.all_params), loss_scale=engine.make_loss_scale())
 
     def step(self, observer: Stamps | None = None) -> SeenStep:
         leaves = self._first() if self.leaves is None else self.leaves
