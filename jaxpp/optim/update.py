@@ -13,7 +13,7 @@ from jax.extend.core import Var
 
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.plan.builder import Builder, Name
-from jaxpp.plan.init_params import closed_function
+from jaxpp.plan.lower import closed_function
 from jaxpp.plan.step import param_name, scale_name, state_name, total_name
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
