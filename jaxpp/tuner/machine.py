@@ -47,7 +47,6 @@ from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import ActionRow
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
@@ -216,7 +215,7 @@ class Devices:
             rooms = [json.loads(text) for text in texts_of_all(json.dumps(rooms[0]))]
         room = min((each for each in rooms if each is not None), default=None)
         usual = steps.engine.options.schedule
-        for schedule in (usual, one_at_a_time(family, usual)):
+        for schedule in (usual, one_at_a_time(usual)):
             candidate = Candidate(schedule, family.remat, family.balance)
             tried = steps if schedule is usual else self._steps(candidate)
             peak = max(self._peaks_of(tried, family))
@@ -330,25 +329,19 @@ def plain_schedule(family: Family, num_ranks: int) -> Schedule:
     return make("zb-h1" if family.splits else "1f1b", stages, microbatches)
 
 
-def one_at_a_time(family: Family, like: Schedule) -> Schedule:
+def one_at_a_time(like: Schedule) -> Schedule:
     """The same actions on the same ranks, one microbatch after the other: it holds the residuals of one.
 
     Example:
-        >>> family = Family(2, 2, "least", "flops", splits=True)
-        >>> [" ".join(map(str, row)) for row in one_at_a_time(family, plain_schedule(family, 2)).rows]
+        >>> [" ".join(map(str, row)) for row in one_at_a_time(make("zb-h1", 2, 2)).rows]
         ['0F0 0I0 0W0 0F1 0I1 0W1', '1F0 1I0 1W0 1F1 1I1 1W1']
     """
-    backward = (Kind.I, Kind.W) if family.splits else (Kind.B,)
 
-    def row(rank: int) -> ActionRow:
-        stages = [stage for stage, owner in enumerate(like.stage_to_rank) if owner == rank]
-        actions = list[Action]()
-        for i in range(family.num_microbatches):
-            actions += [Action(stage, Kind.F, i) for stage in stages]
-            actions += [Action(stage, kind, i) for stage in reversed(stages) for kind in backward]
-        return tuple(actions)
+    def turn(action: Action) -> tuple[int, bool, int, Kind]:
+        backward = action.kind != Kind.F
+        return action.microbatch, backward, -action.stage if backward else action.stage, action.kind
 
-    return Schedule("one at a time", tuple(map(row, range(like.num_ranks))), like.stage_to_rank)
+    return Schedule("one at a time", tuple(tuple(sorted(row, key=turn)) for row in like.rows), like.stage_to_rank)
 
 
 def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Sequence[SeenStep]) -> StepCosts:
@@ -398,23 +391,16 @@ def _transfers(lines: Sequence[Instruction], alone: Sequence[float], num_stages:
         action, target = line.about.action, line.about.stage
         if line.about.sends and isinstance(action, Action) and target != action.stage:
             sums[target - 1 if target > action.stage else target, action] += alone[number]
-    pools: defaultdict[int, list[float]] = defaultdict(list)
-    for (boundary, _), seconds in sums.items():
-        pools[boundary].append(seconds)
     usual = statistics.median(sums.values()) if sums else 0.0
-    return tuple(statistics.median(pools[s]) if pools[s] else usual for s in range(num_stages - 1))
+    pools = [[seconds for (boundary, _), seconds in sums.items() if boundary == stage] for stage in range(num_stages - 1)]
+    return tuple(statistics.median(pool) if pool else usual for pool in pools)
 
 
 def _before(lines: Sequence[Instruction], first: int, free: Sequence[SeenStep], alone: Sequence[float]) -> float:
     """From the beginning of a step until its first action can begin: it is handed over, and its stage has been set up."""
-    times = []
-    for step in free:
-        ready = step.stamps[first].begun - step.begun
-        for number in range(first):
-            if lines[number].about.stage == lines[first].about.stage:
-                ready = max(ready, step.stamps[number].handed - step.begun + alone[number])
-        times.append(ready)
-    return statistics.median(times)
+    own = [number for number in range(first) if lines[number].about.stage == lines[first].about.stage]
+    ready = [max([step.stamps[first].begun, *(step.stamps[k].handed + alone[k] for k in own)]) - step.begun for step in free]
+    return statistics.median(ready)
 
 
 def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bool, processes: Sequence[int] = ()) -> StepCosts:

@@ -240,7 +240,7 @@ def test_fitted_costs_predict_the_step_that_was_run(machine, seconds):
 def test_families_that_hardly_fit_are_measured_one_microbatch_at_a_time(tmp_path, monkeypatch):
     machine, family = devices(tmp_path, devices=jax.devices()[:2]), Family(2, 6, "least", "flops", splits=False)
     usual = plain_schedule(family, 2)
-    single = one_at_a_time(family, usual)
+    single = one_at_a_time(usual)
     most, least = (max(machine.peaks(Candidate(schedule))) for schedule in (usual, single))
     assert least < most
     ran = []
