@@ -32,12 +32,11 @@ _SAME = 5e-4  # of a step: a difference that is none
 _WIDTH, _TALL, _MOST_LISTED = 9.375, 4.9, 19  # inches: 900 pixels of a page; lines of the list
 _DOT, _NUMBER = 30.0, 7.5  # square points of a mark; points of a number
 _SHAPES = {"least": ("o", "circle"), "keep": ("D", "diamond"), "offload": ("^", "triangle"), "recompute": ("s", "square")}
-_PLACES = tuple(
+_PLACES = tuple(  # points from a mark to its number, the nearest first
     (far * across, far * up)
     for far in (8, 14, 20, 27)
     for across, up in ((-1, -0.7), (1, 0.7), (1, -0.7), (-1, 0.7), (0, -1.1), (0, 1.1), (-1.2, 0), (1.2, 0))
 )
-"""Points from a mark to its number, the nearest first."""
 
 
 def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:
@@ -92,9 +91,8 @@ class _Reasons(NamedTuple):
         """Of numbers of microbatches the next below and above; else the best neighbour, and the best that was not slower."""
         best = self.found.best
         if knob.name == "microbatches":
-            own, counts = best.candidate.schedule.num_microbatches, {}
-            for row in reversed(near):
-                counts[row.candidate.schedule.num_microbatches] = row
+            own = best.candidate.schedule.num_microbatches
+            counts = {row.candidate.schedule.num_microbatches: row for row in reversed(near)}
             next_to = [max((n for n in counts if n < own), default=None), min((n for n in counts if n > own), default=None)]
             return [counts[n] for n in next_to if n is not None]
         faster = [row for row in near if row.predicted < best.predicted * (1 - _SAME)]

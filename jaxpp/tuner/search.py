@@ -312,11 +312,7 @@ class _Search:
             return min(waiting, key=lambda family: (family not in usual, family.num_microbatches))
         if self.limits.seconds is None:
             return waiting[0]
-        best = dict.fromkeys(waiting, math.inf)
-        for candidate in self.candidates:
-            if candidate.family in best:
-                best[candidate.family] = min(best[candidate.family], self._promise(candidate))
-        return min(waiting, key=best.__getitem__)
+        return min((candidate for candidate in self.candidates if candidate.family in waiting), key=self._promise).family
 
     def _promise(self, candidate: Candidate) -> float:
         """The seconds of a step, by what the nearest family costs."""
