@@ -10,6 +10,7 @@ import numbers
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -31,11 +32,9 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
-from jaxpp.tuner.figure import tuning_figure
-from jaxpp.tuner.knobs import KNOBS, Candidate, Space
+from jaxpp.tuner.findings import reasons, time_in_words, tuning_figure
 from jaxpp.tuner.machine import Devices
-from jaxpp.tuner.reasons import reasons, time_in_words
-from jaxpp.tuner.search import Limits, Row, SearchResult, search
+from jaxpp.tuner.search import KNOBS, Candidate, Limits, Row, SearchResult, Space, search
 from jaxpp.types import Arguments, Batch, Device, Key, LossFn, Tree
 
 __all__ = ["Tuning", "tune"]
@@ -101,16 +100,13 @@ class Tuning:
     @cached_property
     def with_memory(self) -> tuple[Row, ...]:
         """All candidates with their peaks, as far as they are known; asks for those that the search did not need."""
+        rows = list(self.rows)
         with progress(self.rows, after=_PATIENCE, desc="memory of all candidates") as bar:
-            return tuple(map(self._asked, bar))
-
-    def _asked(self, row: Row) -> Row:
-        if row.peaks is not None or row.candidate in self.found.left_out:
-            return row
-        try:
-            return row._replace(peaks=self.ask(row.candidate))
-        except JaxppError:
-            return row
+            for k, row in enumerate(bar):
+                if row.peaks is None and row.candidate not in self.found.left_out:
+                    with suppress(JaxppError):
+                        rows[k] = row._replace(peaks=self.ask(row.candidate))
+        return tuple(rows)
 
     def figure(self, width: float | None = None) -> Figure:
         """Predicted time of a step against the memory of the fullest device, a mark for each candidate, as a matplotlib ``Figure``.
@@ -179,13 +175,8 @@ class Tuning:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"{self._picture()}{html_table(self._cells())}{html_remarks(self.remarks())}"
-
-    def _picture(self) -> str:
-        """The figure, no wider than the page; nothing without matplotlib."""
-        if not has_matplotlib():
-            return ""
-        return figure_html(self.figure(), self.heading)
+        picture = figure_html(self.figure(), self.heading) if has_matplotlib() else ""
+        return f"{picture}{html_table(self._cells())}{html_remarks(self.remarks())}"
 
 
 def _sizes(peaks: Sequence[int]) -> str:
@@ -279,7 +270,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     check_optimizer(loss_fn, optimizer)
     _check_options(options)
     places = check_devices(devices)
-    limits = Limits(None if hbm is None else parse_bytes(hbm), _seconds_of(seconds), _count_of(num_measured))
+    limits = _limits_of(hbm, seconds, num_measured)
     counts = _counts_of("num_microbatches", num_microbatches) if num_microbatches is not None else ()
     space = Space(
         num_examples=check_batch(batch, min(counts, default=1), shared=_listed(options.get("shared", ()))),
@@ -311,15 +302,13 @@ def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
     hbm = limits.hbm or (int(everywhere) if everywhere < math.inf else None)
     began, processes = time.perf_counter(), tuple(device.process_index for device in devices)
 
-    def clock() -> float:
-        """Of the process for which most time has passed."""
+    def clock() -> float:  # of the process for which most time has passed
         return float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
 
     return limits._replace(hbm=hbm, processes=processes, clock=clock)
 
 
 def _check_options(options: Arguments) -> None:
-    """Refuse options that tune decides, and options with which there is more than one device a rank."""
     if decided := [f"{name}={shown(options[name])}" for name in _DECIDED if name in options]:
         fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
         raise ArgumentError("jaxpp.tune(...)", "tune finds the schedule, the number of stages and the cuts itself", decided, fix)
@@ -329,7 +318,6 @@ def _check_options(options: Arguments) -> None:
 
 
 def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
-    """Refuse parameters that all devices together have no room for."""
     if hbm is not None and num_bytes > hbm * num_devices:
         need, room = bytes_in_words(num_bytes), bytes_in_words(hbm)
         got = f"parameters of {need}, and {num_devices} device{'s' * (num_devices != 1)} of {room}"
@@ -374,17 +362,13 @@ def _remat_of(value: object) -> tuple[str, ...]:
     return _several("remat", value, _REMAT.__contains__, rule, 'pass remat=("least", "recompute"), for example')
 
 
-def _seconds_of(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-        rule = "the budget is a number of seconds above 0, or None"
-        raise ArgumentError("jaxpp.tune(..., seconds=...)", rule, shown(value), "pass seconds=60, or leave it out to measure all")
-    return float(value)
-
-
-def _count_of(num_measured: object) -> int:
+def _limits_of(hbm: float | str | None, seconds: float | None, num_measured: int) -> Limits:
+    room = None if hbm is None else parse_bytes(hbm)
+    real = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if seconds is not None and not (real and 0 < float(seconds) < math.inf):
+        rule, fix = "the budget is a number of seconds above 0, or None", "pass seconds=60, or leave it out to measure all"
+        raise ArgumentError("jaxpp.tune(..., seconds=...)", rule, shown(seconds), fix)
     if not is_count(num_measured):
         rule = "the number of candidates that are run is a whole number of at least 0"
         raise ArgumentError("jaxpp.tune(..., num_measured=...)", rule, shown(num_measured), "pass num_measured=3")
-    return int(num_measured)  # pyright: ignore[reportArgumentType]
+    return Limits(room, None if seconds is None else float(seconds), int(num_measured))

@@ -21,8 +21,7 @@ from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
-from jaxpp.plan.init_params import INIT_KEY, lower_init
-from jaxpp.plan.lower import add_gradients, add_wait, add_zero_gradients, forward_actions, lower
+from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan

@@ -15,7 +15,7 @@ from jaxpp.engine.state import State
 from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
-from jaxpp.plan.init_params import trace_init
+from jaxpp.plan.lower import trace_init
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.runtime.transfer import put

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
-from jaxpp.optim.owners import plan_update, state_bytes, unread_gradients
-from jaxpp.optim.rowwise import slicing_for
+from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name

@@ -16,17 +16,11 @@ import numpy as np
 from jaxpp.errors import ArgumentError
 from jaxpp.types import Array
 
-__all__ = ["Scaling", "check_loss_scale"]
-
 _FIELDS = ("scale", "fin_steps", "growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
 
 
 def check_loss_scale(loss_scale: Any) -> "Scaling | None":
-    """How to scale, from the object that the user passed; None without one.
-
-    Raises:
-        ArgumentError: it lacks a field, or holds numbers that cannot scale.
-    """
+    """How to scale, from the object that the user passed; None without one."""
     if loss_scale is None:
         return None
     example: Any = loss_scale  # the check below narrows the other name
@@ -36,8 +30,7 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
         raise ArgumentError("loss_scale", rule, repr(loss_scale), "pass flax.training.dynamic_scale.DynamicScale()")
     odd = [f"{name}={value!r}" for name, value in known.items() if name != "minimum_scale" and np.shape(value) != ()]
     odd += [f"{name}=None" for name in ("scale", "fin_steps") if known[name] is None]
-    marked: Any = dataclasses.replace(example, scale=0, fin_steps=1)
-    order = jax.tree.leaves(marked)
+    order = jax.tree.leaves(dataclasses.replace(example, scale=0, fin_steps=1))
     if odd or sorted(order, key=str) != [0, 1]:
         rule = "a loss scale is a pytree of two numbers, scale and fin_steps"
         raise ArgumentError("loss_scale", rule, odd or f"leaves {order}", "pass flax.training.dynamic_scale.DynamicScale()")
@@ -51,22 +44,18 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
 
 
 class Scaling(NamedTuple):
-    """How a loss is scaled.
+    """How a loss is scaled."""
 
-    Attributes:
-        example: the user's object, at the beginning.
-        scale: the number of the scale among its leaves.
-        fin_steps: the number of the count of finite steps since the last change.
-    """
-
-    example: Any
-    scale: int
-    fin_steps: int
+    example: Any  # the user's object, at the beginning
+    scale: int  # the number of the scale among its leaves
+    fin_steps: int  # the number of the count of finite steps since the last change
 
     def init(self) -> list[jax.Array]:
         """The leaves at the beginning."""
-        scale, fin_steps = jnp.asarray(self.example.scale, jnp.float32), jnp.asarray(self.example.fin_steps, int)
-        values = {self.scale: scale, self.fin_steps: fin_steps}
+        values = {
+            self.scale: jnp.asarray(self.example.scale, jnp.float32),
+            self.fin_steps: jnp.asarray(self.example.fin_steps, int),
+        }
         return [values[k] for k in sorted(values)]
 
     def unscale(self, grads: Sequence[Array], leaves: Sequence[Array]) -> tuple[list[Array], Array]:

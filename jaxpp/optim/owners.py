@@ -8,9 +8,15 @@ clip_by_global_norm three, with only scalars between them, packed into one vecto
 
 An optimizer state leaf belongs to the stage whose gradients it is combined with; what is combined with none (a step count)
 belongs to stage 0. A condition over all leaves (``optax.MultiSteps``, ``optax.apply_if_finite``) becomes one choice a leaf.
+
+An optimizer may run on the slices of a stacked parameter if it treats every row by itself (``slicing_for``): an elementwise update
+does, and so does a norm over all parameters, to which the slices add up. One that takes a norm of each parameter (lamb), or factors
+it (adafactor), or tells parameters apart by the last key of their path, does not. To find out, the update is traced on the user's
+tree and on the sliced one, and what happens to a leaf and to its slices is compared.
 """
 
 import functools
+import heapq
 import math
 import operator
 import re
@@ -23,33 +29,30 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.loss_scale import Scaling
-from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat
+from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
+from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, is_cast, kind_of, number_in, shapes_of, variables
+from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.stacked import Slicing, assembled_shapes, slicing_of
 from jaxpp.types import Array, Aval, Params, Tree
 
-__all__ = ["flat_update", "open_conditions", "plan_update", "state_bytes", "trace_update", "unread_gradients"]
-
-_MOVABLE = 1024
-"""The most elements of a value that may move between stages in an update."""
-
-_LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")
-"""What Python says of an update that wants to call the loss."""
+_Sizes = Sequence[tuple[int, ...]]  # for each leaf the rows of each of its slices; empty for one that is not sliced
+_TREE = -1  # among the leaves of which something is wrong: the tree
+_ROWWISE = (
+    "use an elementwise one such as optax.adamw or optax.lion, not in a wrapper that looks at whole arrays; give masks as trees (to"
+    " a function, a parameter's path ends in its rows); write the layers as a Python loop; or pass num_stages=1"
+)
+_MOVABLE = 1024  # the most elements of a value that may move between stages in an update
+_LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")  # an update that wants to call the loss
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
-    """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them.
-
-    Raises:
-        OptimizerError: it calls the loss (a line search).
-    """
-    update, opt_leaves, _ = flat_update(optimizer, params)
-    leaves = jax.tree.leaves(params)
-    graph = trace_update(update, leaves, opt_leaves, leaves, loss)
+    """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
+    graph, _ = _traced(optimizer, params, loss)
     read = ancestors(graph, variables(graph.outputs))
-    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
+    return frozenset(k for k, var in enumerate(graph.inputs[: len(jax.tree.leaves(params))]) if var not in read)
 
 
 def plan_update(
@@ -63,21 +66,10 @@ def plan_update(
     states: Sequence[tuple[int, Aval]] = (),
     counted: Collection[int] | None = None,
 ) -> Update:
-    """Trace an optimizer on a spread tree and place its equations.
+    """Trace an optimizer on a spread tree of shapes and place its equations.
 
-    Args:
-        optimizer: any optax transformation.
-        params: tree of parameter shapes.
-        owner: the stage of each leaf.
-        loss_stage: the stage that has the loss.
-        loss: shape of the loss.
-        frozen: the leaves whose gradient it does not read; they are given none.
-        scaling: how the loss is scaled, if it is: then nothing changes where a gradient is not finite.
-        states: stage and shape of each model state leaf.
-        counted: the leaves that count in the norm that is reported; all unless given.
-
-    Raises:
-        OptimizerError: it calls the loss (a line search), or would move a large array between stages.
+    The gradients of ``frozen`` leaves are not read; ``counted`` leaves, all by default, count in the norm that is reported. With
+    ``scaling`` nothing changes where a gradient is not finite, nor does the model state (``states``: stages and shapes).
     """
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
@@ -107,12 +99,12 @@ def plan_update(
     scale = () if scaling is None else shapes_of(scaling.init())
     state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
     inputs = UpdateInputs[Aval](tuple(leaves), tuple(opt_leaves), tuple(leaves), (loss,), scale, state, state)
-    graph = trace_update(update, inputs)
+    graph = _trace_update(update, inputs)
     if len(set(owner)) > 1:
         graph = open_conditions(graph)
     init_graph, _ = trace(init, leaves)
     others = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
-    placer = _Placer(graph, inputs.refilled(graph.inputs), UpdateInputs(tuple(owner), *others))
+    placer = _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), *others))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
     return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
@@ -136,27 +128,23 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
     return update, opt_leaves, opt_tree
 
 
-def trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
-    """Trace an update.
+def _traced(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
+    """The plain update as a graph, and the shapes of the optimizer's state."""
+    update, opt_leaves, opt_tree = flat_update(optimizer, params)
+    leaves = jax.tree.leaves(params)
+    return _trace_update(update, leaves, opt_leaves, leaves, loss), opt_tree.unflatten(opt_leaves)
 
-    Raises:
-        OptimizerError: it calls the loss (a line search).
-        Exception: whatever else it raises, unchanged, with a note.
-    """
+
+def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
     try:
         return trace(update, *shapes)[0]
     except Exception as error:
         if isinstance(error, TypeError) and _LINE_SEARCH.search(str(error)):
-            raise OptimizerError(
-                "optimizer",
-                "an optimizer sees gradients, its state, the parameters and the value of the loss, and cannot call the loss again",
-                str(error),
-                "use a transformation without a line search, such as optax.adamw or optax.sgd",
-            ) from error
-        error.add_note(
-            "jaxpp: raised while tracing the optimizer's update(grads, state, params); a transformation that takes more is given "
-            "value=loss"
-        )
+            sees = "gradients, its state, the parameters and the value of the loss"
+            rule, fix = f"an optimizer sees {sees}, and cannot call the loss again", "use a transformation without a line search"
+            raise OptimizerError("optimizer", rule, str(error), f"{fix}, such as optax.adamw or optax.sgd") from error
+        what = "the optimizer's update(grads, state, params)"
+        error.add_note(f"jaxpp: raised while tracing {what}; a transformation that takes more is given value=loss")
         raise
 
 
@@ -180,10 +168,9 @@ class _Placer:
     """Finds the owner of every optimizer leaf, then the level and stage of every equation."""
 
     def __init__(self, graph: Graph, inputs: UpdateInputs[Var], stages: UpdateInputs[int | None]):
-        """``stages`` are those of the inputs; None for an optimizer leaf that is to be placed."""
         self.graph, self.opt = graph, inputs.opt
         pairs = zip(flat(inputs), flat(stages), strict=True)
-        self.stage: dict[Var, int] = {var: stage for var, stage in pairs if stage is not None}
+        self.stage: dict[Var, int] = {var: stage for var, stage in pairs if stage is not None}  # None: to be placed
         self._follow()
 
     def _follow(self) -> None:
@@ -211,15 +198,9 @@ class _Placer:
             stage.update(dict.fromkeys(eqn.outvars, home))
 
     def opt_owner(self) -> tuple[int, ...]:
-        """The stage of each optimizer leaf."""
         return tuple(self.stage.get(var, HUB) for var in self.opt)
 
     def parts(self, paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
-        """The part that each equation belongs to.
-
-        Raises:
-            OptimizerError: an equation combines large values of several stages.
-        """
         place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in self.stage.items()}
         parts: list[UpdatePart | None] = []
         crossed: list[str] = []
@@ -240,13 +221,10 @@ class _Placer:
             parts.append(UpdatePart(level, home))
             place.update(dict.fromkeys(eqn.outvars, UpdatePart(level, home)))
         if crossed:
-            raise OptimizerError(
-                "optimizer",
-                "an update may combine small values of different stages (a norm), but not move large arrays between them",
-                crossed,
-                "use a transformation that treats each parameter by itself, or pass num_stages=1",
-                f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
-            )
+            rule = "an update may combine small values of different stages (a norm), but not move large arrays between them"
+            fix = "use a transformation that treats each parameter by itself, or pass num_stages=1"
+            names = f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+            raise OptimizerError("optimizer", rule, crossed, fix, names)
         return self._late(parts)
 
     def _late(self, parts: Sequence[UpdatePart | None]) -> tuple[UpdatePart | None, ...]:
@@ -296,11 +274,7 @@ def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
 
 
 def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) -> tuple[int, ...]:
-    """The bytes of the optimizer state that belong to each parameter leaf.
-
-    A leaf of the state belongs to the parameter whose path ends its own, as ``mu`` of adam does; the others, such as a step count,
-    belong to none.
-    """
+    """The bytes of the optimizer state that belong to each parameter leaf: those leaves whose path ends in the parameter's."""
     paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     num_bytes = [0] * len(paths)
     if optimizer is None:
@@ -310,3 +284,113 @@ def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) 
         if leaf is not None:
             num_bytes[leaf] += count_bytes(aval)
     return tuple(num_bytes)
+
+
+def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, loops: _Sizes, single: _Sizes) -> Slicing:
+    """The slices that a pipeline holds, where its optimizer treats the rows of the stacked parameters by themselves.
+
+    Where it does not, what is read row by row (``single``) is held whole, as in the user's tree; where a loop over layers was cut
+    (``loops``), which cannot run on a whole leaf, the optimizer is refused.
+    """
+    slicing = slicing_of(loops, single)
+    if optimizer is None or not slicing.any:
+        return slicing
+    plain = _Treatments(optimizer, whole)
+    wrong = _objections(optimizer, plain, whole, slicing)
+    while wrong and any(single):
+        cannot = {leaf for leaf in wrong if leaf != _TREE and single[leaf]} or set(range(len(single)))
+        single = [() if leaf in cannot else sizes for leaf, sizes in enumerate(single)]
+        slicing = slicing_of(loops, single)
+        wrong = _objections(optimizer, plain, whole, slicing)
+    if wrong:
+        rule = "where a loop over layers is cut, the optimizer treats each layer of a stacked parameter by itself"
+        raise OptimizerError("optimizer", rule, list(wrong.values()), _ROWWISE)
+    return slicing
+
+
+def _objections(optimizer: optax.GradientTransformation, plain: "_Treatments", whole: Params, slicing: Slicing) -> dict[int, str]:
+    """What an optimizer does with sliced leaves that it may not, by leaf; or what is wrong with the trees, under ``_TREE``."""
+    if not slicing.any:
+        return {}
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
+    held = slicing.of(whole)
+    try:
+        sliced = _Treatments(optimizer, held)
+    except Exception as error:  # noqa: BLE001  (whatever the optimizer makes of such a tree)
+        return {_TREE: f"{type(error).__name__}: {error}"}
+    wrong: dict[int, str] = {}
+    for leaf, sizes in enumerate(slicing.sizes):
+        if sizes:
+            whole_done, odd, _ = plain.of(leaf)
+            parts = [sliced.of(k) for k in slicing.leaves([leaf])]
+            summed = next((use for _, _, use in parts if use), "")  # of slices: the only leaf's sum is the sum over all, too
+            odd = odd or summed or ("" if all(done == whole_done for done, _, _ in parts) else "other equations for its slices")
+            wrong |= {leaf: f"{paths[leaf]}: {odd}"} if odd else {}
+    if not wrong and assembled_shapes(sliced.state) != plain.state:
+        wrong = {_TREE: "an optimizer state of another structure"}
+    return wrong
+
+
+class _Treatments:
+    """Finds what an update does with a parameter, following its own equations alone."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, params: Params):
+        graph, self.state = _traced(optimizer, params, jax.ShapeDtypeStruct((), scale_dtype()))
+        self.graph, self.num_params = open_conditions(graph), len(jax.tree.leaves(params))
+        self.users = self.graph.users()
+        self.opt = len(self.graph.inputs) - self.num_params - 1
+        self.alike = self._alike()
+
+    def _alike(self) -> set[Var]:
+        """The arrays made of scalars alone, each of one number, and those made row by row of them and of optimizer leaves."""
+        even, mates = set[Var](), set(self.graph.inputs[self.num_params : self.opt])
+        for eqn in self.graph.eqns:
+            arrays = [var for var in variables(eqn.invars) if aval_of(var).shape != () and var not in even]
+            if not arrays and (kind_of(eqn) in ELEMENTWISE or kind_of(eqn) == "broadcast_in_dim"):
+                even.update(eqn.outvars)
+            elif mates.issuperset(arrays) and kind_of(eqn) in ELEMENTWISE:
+                mates.update(eqn.outvars)
+        return even | mates
+
+    def of(self, leaf: int) -> tuple[list[tuple[str, list[str]]], str, str]:
+        """What is done to the rows of a parameter and its gradient; what else, if anything; what their sum does beside a norm."""
+        by_row, sums = {self.graph.inputs[leaf], self.graph.inputs[self.opt + leaf]}, set[Var]()
+        waiting = sorted({i for var in by_row for i in self.users.get(var, ())})
+        seen = set(waiting)
+        done: list[tuple[str, list[str]]] = []
+        odd = use = ""
+        while waiting:
+            eqn = self.graph.eqns[heapq.heappop(waiting)]
+            operands = variables(eqn.invars)
+            reached = by_row
+            if not sums.isdisjoint(operands):
+                kept, fine = _summed(eqn, sums)
+                reached = sums if kept else None
+                use = use or ("" if fine else eqn.primitive.name)
+            else:
+                done.append((eqn.primitive.name, [str(atom) for atom in eqn.invars if isinstance(atom, Literal)]))
+                alike = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
+                if kind_of(eqn) == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
+                    reached = sums
+                elif kind_of(eqn) not in ELEMENTWISE or not all(alike):
+                    odd = odd or eqn.primitive.name
+            if reached is not None:
+                reached.update(eqn.outvars)
+                for i in {i for var in eqn.outvars for i in self.users.get(var, ())} - seen:
+                    seen.add(i)
+                    heapq.heappush(waiting, i)
+        return done, odd, use
+
+
+def _summed(eqn: JaxprEqn, sums: set[Var]) -> tuple[bool, bool]:
+    """For an equation that reads the sum of a leaf: whether its result is such a sum again, and whether it may.
+
+    A sum may be added to those of other leaves, as in a norm over all; after that it is no leaf's. Zero is added to the first.
+    """
+    if is_cast(eqn):
+        return True, True
+    others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in sums]
+    if kind_of(eqn) not in ("add", "add_any") or len(others) > 1:
+        return False, False
+    zero = all(number_in(atom) == 0 for atom in others)
+    return zero, zero or not any(isinstance(atom, Literal) for atom in others)

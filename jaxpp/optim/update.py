@@ -1,10 +1,10 @@
 """An optimizer's update, traced and placed (``owners.py``), and its lines: one program a stage and level, and their sends."""
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import jax
@@ -13,7 +13,7 @@ from jax.extend.core import Var
 
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.plan.builder import Builder, Name
-from jaxpp.plan.init_params import closed_function
+from jaxpp.plan.lower import closed_function
 from jaxpp.plan.step import param_name, scale_name, state_name, total_name
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
@@ -22,13 +22,11 @@ from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, DType, Tree
 
-__all__ = ["HUB", "Update", "UpdateInputs", "UpdatePart", "UpdateResults", "add_update", "flat", "opt_name"]
-
-HUB = 0
-"""The stage where scalars of several stages meet. Its backward ends last, so nothing waits for it longer."""
+HUB = 0  # the stage where scalars of several stages meet; its backward ends last, so nothing waits for it longer
 
 _T = TypeVar("_T")
-_U = TypeVar("_U")
+_Packed = Mapping[int, tuple[Name, Pack]]  # gradients that are parts of vectors: the name of the vector, and what is where in it
+_Own = Collection[tuple[Role, int]]  # the leaves of which each replica has its own
 
 
 class UpdatePart(NamedTuple):
@@ -39,62 +37,38 @@ class UpdatePart(NamedTuple):
 
 
 class UpdateInputs(NamedTuple, Generic[_T]):
-    """Something about each input of an update.
-
-    Attributes:
-        grads: gradient leaves.
-        opt: optimizer leaves.
-        params: parameter leaves.
-        loss: the loss.
-        scale: the leaves of the loss scale, for a scaled loss.
-        old_state: model state leaves before the step, for a scaled loss.
-        new_state: model state leaves after the step, for a scaled loss.
-    """
+    """Something about each input of an update."""
 
     grads: tuple[_T, ...]
     opt: tuple[_T, ...]
     params: tuple[_T, ...]
     loss: tuple[_T, ...]
-    scale: tuple[_T, ...]
-    old_state: tuple[_T, ...]
-    new_state: tuple[_T, ...]
-
-    def refilled(self, values: Iterable[_U]) -> "UpdateInputs[_U]":
-        """Other values, in groups of the same sizes."""
-        supply = iter(values)
-        return UpdateInputs(*(tuple(itertools.islice(supply, len(group))) for group in self))
+    scale: tuple[_T, ...]  # this and what follows: for a scaled loss alone
+    old_state: tuple[_T, ...]  # the model state before the step
+    new_state: tuple[_T, ...]  # the model state after it
 
 
 class UpdateResults(NamedTuple, Generic[_T]):
-    """Something about each result of an update.
-
-    Attributes:
-        params: new parameter leaves.
-        opt: new optimizer leaves.
-        state: model state leaves after the update, for a scaled loss.
-        scale: new leaves of the loss scale, for a scaled loss.
-        finite: whether all gradients were finite, for a scaled loss.
-        norm: the norm of the gradient.
-        squares: the square of the norm on each stage of ``Update.watched``.
-    """
+    """Something about each result of an update."""
 
     params: tuple[_T, ...]
     opt: tuple[_T, ...]
-    state: tuple[_T, ...]
+    state: tuple[_T, ...]  # the model state after the update, for a scaled loss
     scale: tuple[_T, ...]
-    finite: tuple[_T, ...]
-    norm: tuple[_T, ...]
-    squares: tuple[_T, ...]
-
-    def refilled(self, values: Iterable[_U]) -> "UpdateResults[_U]":
-        """Other values, in groups of the same sizes."""
-        supply = iter(values)
-        return UpdateResults(*(tuple(itertools.islice(supply, len(group))) for group in self))
+    finite: tuple[_T, ...]  # whether all gradients were finite, for a scaled loss
+    norm: tuple[_T, ...]  # of the gradient
+    squares: tuple[_T, ...]  # the square of the norm on each stage of ``Update.watched``
 
 
 def flat(groups: UpdateInputs[_T] | UpdateResults[_T]) -> list[_T]:
     """All of the groups, in order."""
     return [value for group in groups for value in group]
+
+
+def refilled(groups: UpdateInputs[Any] | UpdateResults[Any], values: Iterable[_T]) -> Iterator[tuple[_T, ...]]:
+    """Other values, in groups of the same sizes."""
+    supply = iter(values)
+    return (tuple(itertools.islice(supply, len(group))) for group in groups)
 
 
 def opt_name(stage: int, leaf: int) -> Name:
@@ -104,33 +78,19 @@ def opt_name(stage: int, leaf: int) -> Name:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer's init and update, traced and placed.
+    """An optimizer's init and update, traced and placed."""
 
-    Attributes:
-        graph: of the update, from ``UpdateInputs`` to ``UpdateResults``, both flat.
-        init_graph: of ``optimizer.init``, from parameter leaves to optimizer leaves.
-        tree: structure of the optimizer state.
-        owner: the stage of each parameter leaf.
-        opt_owner: the stage of each optimizer leaf.
-        parts: the part that each equation belongs to; an equation of None is repeated where it is needed.
-        watched: the stages that own parameters which are not frozen.
-        scaling: how the loss is scaled, or None.
-        state_owner: the stage of each model state leaf, if the loss is scaled.
-        loss_stage: the stage that has the loss, and its scale.
-        programs: made so far, for as long as a plan has them: they are the same at every batch size.
-    """
-
-    graph: Graph
-    init_graph: Graph
-    tree: Tree
-    owner: tuple[int, ...]
-    opt_owner: tuple[int, ...]
-    parts: tuple[UpdatePart | None, ...]
-    watched: tuple[int, ...]
-    scaling: Scaling | None
-    state_owner: tuple[int, ...]
-    loss_stage: int
-    programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)
+    graph: Graph  # of the update, from ``UpdateInputs`` to ``UpdateResults``, both flat
+    init_graph: Graph  # of ``optimizer.init``, from parameter leaves to optimizer leaves
+    tree: Tree  # structure of the optimizer state
+    owner: tuple[int, ...]  # the stage of each parameter leaf
+    opt_owner: tuple[int, ...]  # the stage of each optimizer leaf
+    parts: tuple[UpdatePart | None, ...]  # of each equation; an equation of None is repeated where it is needed
+    watched: tuple[int, ...]  # the stages that own parameters which are not frozen
+    scaling: Scaling | None  # how the loss is scaled, or None
+    state_owner: tuple[int, ...]  # the stage of each model state leaf, if the loss is scaled
+    loss_stage: int  # the stage that has the loss, and its scale
+    programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)  # the same at every batch size
 
     @property
     def scales(self) -> tuple[Name, ...]:
@@ -156,37 +116,14 @@ class Update:
         )
 
 
-_NEW = 1
-"""Marks the name of a parameter or optimizer leaf as the one after the update."""
-
-_LARGE = 1 << 27
-"""Bytes of arguments above which an update holds little at once, rather than update all leaves side by side."""
+_NEW = 1  # marks the name of a parameter or optimizer leaf as the one after the update
+_LARGE = 1 << 27  # bytes of arguments above which an update holds little at once, rather than update all leaves side by side
 
 
 def add_update(
-    builder: Builder,
-    update: Update,
-    loss: Name,
-    states: Sequence[Name],
-    packed: Mapping[int, tuple[Name, Pack]],
-    own: Collection[tuple[Role, int]],
-    *,
-    donate: bool,
+    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, own: _Own, *, donate: bool
 ) -> UpdateResults[Name]:
-    """Add the update to a step.
-
-    Args:
-        builder: has the lines of the step up to its gradients.
-        update: what to add.
-        loss: the name of the loss.
-        states: the names of the new model state.
-        packed: the gradients that are parts of vectors: the name of the vector, and what is where in it.
-        own: the leaves of which each replica has its own.
-        donate: whether the programs take over the buffers of the old state.
-
-    Returns:
-        the names of the results.
-    """
+    """Add the update to a step that has its gradients; ``states`` are those of the new model state."""
     return _Writer(builder, update, update.names(loss, states), packed, own, donate).run()
 
 
@@ -198,24 +135,15 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, vector: Array) -> Array:
-        """The array that is there."""
         return jax.lax.slice(vector, (self.start,), (self.end,)).reshape(self.shape)
 
 
 class _Writer:
     """Writes one line a stage and level, and the sends between them."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        update: Update,
-        names: UpdateInputs[Name],
-        packed: Mapping[int, tuple[Name, Pack]],
-        own: Collection[tuple[Role, int]],
-        donate: bool,
-    ):
+    def __init__(self, builder: Builder, update: Update, names: UpdateInputs[Name], packed: _Packed, own: _Own, donate: bool):
         self.builder, self.update, self.donate = builder, update, donate
-        graph, inputs = update.graph, names.refilled(update.graph.inputs)
+        graph, inputs = update.graph, UpdateInputs(*refilled(names, update.graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
         self.stages = flat(update.result_stages)
@@ -240,7 +168,6 @@ class _Writer:
         self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
 
     def _result_parts(self) -> list[UpdatePart]:
-        """The part that makes each result."""
         graph, producers = self.update.graph, self.update.graph.producers()
         eqns = [producers.get(atom) if isinstance(atom, Var) else None for atom in graph.outputs]
         made = [None if eqn is None else self.update.parts[eqn] for eqn in eqns]
@@ -254,7 +181,7 @@ class _Writer:
         for part, mine in chosen.items():
             names = self._compute(part, mine)
             results.update(zip(mine, names, strict=True))
-        return self.update.result_stages.refilled([self._bring(k, results[k]) for k in range(len(results))])
+        return UpdateResults(*refilled(self.update.result_stages, [self._bring(k, results[k]) for k in range(len(results))]))
 
     def _bring(self, k: int, name: Name) -> Name:
         """A result made away from its owner (a scalar, or what a condition over all leaves makes) is sent there."""
@@ -295,11 +222,8 @@ class _Writer:
             return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
 
         numbers = {name: k for k, name in enumerate(names_in)}
-        places = (
-            tuple((numbers[name], at) for name, at in held),
-            tuple(order[var] for var in returned),
-            tuple(tuple(order[var] for var in group) for group in packs.values()),
-        )
+        groups = tuple(tuple(order[var] for var in group) for group in packs.values())
+        places = tuple((numbers[name], at) for name, at in held), tuple(order[var] for var in returned), groups
         comparable = ComparableFunction(function, run.does and (run.does, len(results), *places))  # all that the function reads
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]

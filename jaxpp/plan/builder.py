@@ -6,9 +6,10 @@ numbers the names, finds the last reader of each value, and frees the value ther
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,10 +18,9 @@ from jaxpp.schedule.action import Action
 from jaxpp.stages.program import Program, Ref
 from jaxpp.types import Aval, Leaf
 
-__all__ = ["CALLER", "Builder", "Constant", "GroupMean", "Line", "MemoryCopy", "Name", "last_uses"]
+_Line = TypeVar("_Line", bound="Line")
 
-CALLER = -1
-"""The stage number of values that come from the caller."""
+CALLER = -1  # the stage number of values that come from the caller
 
 
 class Name(NamedTuple):
@@ -33,15 +33,10 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A value that is there before a step begins. It is put on its device when a step is compiled, and stays there.
-
-    Attributes:
-        value: the value.
-        split: whether its first axis is the replicas, each of which gets its own part; otherwise each gets the whole.
-    """
+    """A value that is there before a step begins. It is put on its device when a step is compiled, and stays there."""
 
     value: Leaf
-    split: bool = False
+    split: bool = False  # whether its first axis is the replicas, each of which gets its own part; otherwise each gets the whole
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -52,12 +47,10 @@ class Constant:
 class GroupMean(NamedTuple):
     """What a line calls to average gradients over replicas with the same parameters of their own.
 
-    Attributes:
-        avals: shape and dtype of each gradient, as one replica has it. The weights of the microbatches are inputs too, unless all
-            replicas weigh the same.
+    The weights of the microbatches are inputs too, unless all replicas weigh the same.
     """
 
-    avals: tuple[Aval, ...]
+    avals: tuple[Aval, ...]  # of the gradients, as one replica has them
 
 
 class MemoryCopy(enum.Enum):
@@ -67,33 +60,21 @@ class MemoryCopy(enum.Enum):
     TO_DEVICE = "to device"
 
 
-Wait = Callable[..., Sequence[jax.Array]]
-"""What a line calls on the host, given arrays."""
+LineCall = GroupMean | MemoryCopy | Callable[..., Sequence[jax.Array]]  # what a line does that is neither a program nor a send
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a program that runs, a call, or a send.
+    """One line: a program that runs, a call, or a send."""
 
-    Attributes:
-        label: what it is, for people.
-        stage: the stage that it runs for, or sends to.
-        program: the program that runs, if one does.
-        donated: the arguments of the program whose buffers its results take over.
-        inputs: names of what it reads.
-        outputs: names of what it writes.
-        action: the action of the schedule that it runs, or whose result it sends or copies; None for the rest of a step.
-        call: what runs, if it is neither a program nor a send.
-    """
-
-    label: str
-    stage: int
+    label: str  # for people
+    stage: int  # for which it runs, or to which it sends
     program: Program | None
-    donated: tuple[int, ...]
+    donated: tuple[int, ...]  # the arguments of the program whose buffers its results take over
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
-    action: Action | None = None
-    call: GroupMean | MemoryCopy | Wait | None = None
+    action: Action | None = None  # that it runs, or whose result it sends or copies; None for the rest of a step
+    call: LineCall | None = None
 
     @property
     def is_send(self) -> bool:
@@ -102,7 +83,7 @@ class Line:
 
     @property
     def copies(self) -> MemoryCopy | None:
-        """Where to it copies values, if it copies values to host memory or back."""
+        """Where to it copies values, if it copies any to host memory or back."""
         return self.call if isinstance(self.call, MemoryCopy) else None
 
     @property
@@ -113,14 +94,7 @@ class Line:
 
 @dataclass
 class Builder:
-    """Writes the lines of a step.
-
-    A name that is written twice is one value that changes (an accumulator).
-
-    Attributes:
-        lines: written so far.
-        constants: the values that are there before the step.
-    """
+    """Writes the lines of a step; a name that is written twice is one value that changes (an accumulator)."""
 
     lines: list[Line] = field(default_factory=list)
     constants: dict[Name, Constant] = field(default_factory=dict)
@@ -140,22 +114,13 @@ class Builder:
         self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action))
 
     def call(
-        self,
-        label: str,
-        call: GroupMean | MemoryCopy | Wait,
-        stage: int,
-        inputs: Sequence[Name],
-        outputs: Sequence[Name],
-        action: Action | None = None,
+        self, label: str, call: LineCall, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None
     ) -> None:
         """Run what is not one program."""
         self.lines.append(Line(label, stage, None, (), tuple(inputs), tuple(outputs), action, call))
 
     def send(self, label: str, source: Name, target: Name, action: Action | None = None) -> None:
-        """Make the value called ``source`` known to the stage of ``target`` by that name.
-
-        Where the value is there already, as it is within a stage, ``target`` becomes another name for it, and nothing is sent.
-        """
+        """Make a value known to the stage of ``target`` by that name; where it is there already, nothing is sent."""
         self.lines.append(Line(label, target.stage, None, (), (source,), (target,), action))
 
     def copy(self) -> "Builder":
@@ -166,3 +131,30 @@ class Builder:
 def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:
     """The number of the last line that reads or writes each name; the value is freed there."""
     return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}
+
+
+def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
+    """Lines without the copies that free nothing, because another stage on the device reads the same value later.
+
+    For the names of the copies left out there is the value itself, which stays where it is.
+    """
+    last = last_uses(lines)
+    leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST]
+    readers = Counter(name for _, line in leaving for name in line.inputs)
+    stays: dict[Name, Name] = {}
+    for number, line in leaving:
+        pairs = zip(line.inputs, line.outputs, strict=True)
+        stays |= {copy: name for name, copy in pairs if readers[name] > 1 or last[name] > number}
+    for line in lines:
+        if line.call == MemoryCopy.TO_DEVICE:
+            stays |= {back: stays[copy] for copy, back in zip(line.inputs, line.outputs, strict=True) if copy in stays}
+    return ([*filter(None, (_without(line, stays) for line in lines))] if stays else list(lines)), stays
+
+
+def _without(line: _Line, stays: dict[Name, Name]) -> _Line | None:
+    """A line where some values stay; None if it has nothing left to copy."""
+    if not line.copies:
+        return replace(line, inputs=tuple(stays.get(name, name) for name in line.inputs))
+    pairs = [pair for pair in zip(line.inputs, line.outputs, strict=True) if stays.keys().isdisjoint(pair)]
+    inputs, outputs = zip(*pairs, strict=True) if pairs else ((), ())
+    return replace(line, inputs=inputs, outputs=outputs) if pairs else None

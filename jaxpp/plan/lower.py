@@ -1,21 +1,23 @@
-"""Lowering: a schedule and a cut loss become the lines of a plan.
+"""Lowering: a schedule and a cut loss become the lines of a plan, and so does ``init``.
 
 A step is written in five passes by one ``Builder``:
 
 1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
-2. *begin*: one program a stage for all that it does once: it splits the stage's batch leaves, folds its keys, computes what depends
-   on parameters alone and the weights of the microbatches, and zeroes the sums that no first backward makes;
+2. *begin*: one program a stage for all that it does once: it splits batches, folds keys, computes what depends on parameters alone
+   and the weights of the microbatches, and zeroes the sums that no first backward makes;
 3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
-   those of model state that another stage keeps; around them the copies of residuals that wait in host memory (``offload.py``);
+   those of model state that another stage keeps; around them the copies of residuals that wait in host memory;
 4. *sums*: small gradients become leaves where one is read (``Step.sums`` decides that), tied ones go home and are summed, and
    gradients, loss and aux are summed over the replicas, once;
-5. *reduce*: aux values that were held for the end of the step are reduced.
+5. *reduce*: aux values that were held for the end of the step are reduced. The optimizer's lines follow (``optim/update.py``).
 
-The optimizer's lines follow (``optim/update.py``).
+Parameters and optimizer state are made where they will live. ``init`` is traced once and divided by owner, so the whole model is
+never on one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(key)`` gives it.
 """
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,22 +25,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 from jaxtyping import Float
 
-from jaxpp.errors import CutError
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Name
-from jaxpp.plan.offload import Offloading
+from jaxpp.errors import CutError, InitError
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, MemoryCopy, Name
 from jaxpp.plan.step import GradientSums, Step, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded
-from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
+from jaxpp.stages.graph import Graph, Piece, partition, trace
+from jaxpp.stages.jaxpr import Atom, shapes_of, variables
 from jaxpp.stages.loss.aux import REDUCERS, Reducer, join
 from jaxpp.stages.loss.microbatch import Split, fold_keys, scale_dtype, slice_batch
 from jaxpp.stages.program import Pack, Program, Ref, Role
-from jaxpp.types import Array, Aval
+from jaxpp.types import Array, Aval, Key, Tree
 
-__all__ = ["add_gradients", "add_wait", "add_zero_gradients", "forward_actions", "lower"]
+INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))  # that parameters are made from
 
 
 def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -47,23 +51,17 @@ def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...
 
 
 def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None, *, offloaded: Sequence[Offloaded] = ()) -> Builder:
-    """Write the lines of one step up to its gradients.
+    """Write the lines of one step up to its gradients, of actions in the order in which they are dispatched.
 
-    Args:
-        step: what is lowered.
-        actions: in the order in which they are dispatched.
-        lasting: takes the lines that depend on parameters alone, for steps that run again and again with the same parameters.
-        offloaded: the stages and microbatches whose residuals wait in host memory.
-
-    Returns:
-        the lines; the model state after the step is on its owners, under the names that a further microbatch would read.
+    ``lasting`` takes the lines that depend on parameters alone, for steps that run again and again with the same parameters. The
+    model state after the step is on its owners, under the names that a further microbatch would read.
     """
     builder = Builder()
     _feed(builder, lasting or builder, step)
     chosen, zeros = step.choose(actions)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
         _begin(builder, step, stage, zeros[stage], lasting)
-    passing, offloading, programs = _ModelState(builder, step), Offloading(builder, step, offloaded), dict(chosen)
+    passing, offloading, programs = _ModelState(builder, step), _Offloading(builder, step, offloaded), dict(chosen)
     for action in actions:
         offloading.bring_back(action)
         if (program := programs.get(action)) is not None:
@@ -97,7 +95,7 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
 
 
 class _Part(NamedTuple):
-    """A part of the program that begins a step: a function, what it reads, the shapes of what it reads, and what it makes."""
+    """A part of the program that begins a step."""
 
     function: Callable[..., Sequence[Array]]
     inputs: Sequence[Name]
@@ -106,18 +104,14 @@ class _Part(NamedTuple):
 
 
 def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], lasting: Builder | None) -> None:
-    """One program for all that a stage does once per step before its first forward.
-
-    What depends on parameters alone is a program of its own among the lines of ``lasting``, if these are given.
-    """
+    """One program for all that a stage does once per step; with ``lasting``, what depends on parameters alone is another."""
     statics = []
     for variant, code in enumerate(step.codes(stage)):
         constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): Constant(v) for k, v in enumerate(code.constants)}
         for target in (builder, lasting or builder):
             target.constants |= constants
-        inputs, outputs = (
-            [local_name(stage, ref, -1, variant) for ref in refs] for refs in (code.statics.inputs, code.statics.outputs)
-        )
+        inputs = [local_name(stage, ref, -1, variant) for ref in code.statics.inputs]
+        outputs = [local_name(stage, ref, -1, variant) for ref in code.statics.outputs]
         if lasting is None:
             statics.append(_Part(code.statics.function, inputs, code.statics.avals, outputs))
         elif outputs:
@@ -143,7 +137,6 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
 
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
-    """The batch leaves, split into microbatches; one microbatch is the batch."""
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:
@@ -203,12 +196,63 @@ def _shares(step: Step) -> list[Constant]:
     return shares
 
 
-def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: Offloading) -> None:
-    """Write one action and the sends it feeds."""
+class _Offloading:
+    """Writes the copies of a step to host memory and back, while the lines of its actions are written.
+
+    Which stages and microbatches these are follows from the rows (``schedule.offload``). What moves of them is what the backward
+    reads and nothing else needs: residuals that the forward has made, and activations that have arrived. It goes out after the
+    forward, and comes back right before the action ahead of the backward, under names of its own, because a name that is written
+    twice is one value that changes.
+    """
+
+    def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
+        self._builder, self._step = builder, step
+        self._leave = {moved.forward for moved in offloaded}
+        self._return: defaultdict[Action, list[Action]] = defaultdict(list)
+        for moved in offloaded:
+            self._return[moved.ahead].append(moved.forward)
+        self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}  # of what moved, what waits, and what is back
+        self._back: dict[Name, Name] = {}
+
+    def take_out(self, action: Action) -> None:
+        """Write what leaves after an action, if residuals of it do."""
+        if action in self._leave and (names := self._moving(action)):
+            waiting = [name._replace(ref=Ref(Role.OFFLOADED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
+            back = [name._replace(ref=replace(name.ref, role=Role.FETCHED)) for name in waiting]
+            self._names[action] = names, waiting, back
+            self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
+
+    def bring_back(self, ahead: Action) -> None:
+        """Write what comes back right before an action, whether it has anything to do or not."""
+        for action in self._return.get(ahead, ()):
+            if action in self._names:
+                names, waiting, back = self._names[action]
+                self._builder.call(f"fetch {action}", MemoryCopy.TO_DEVICE, action.stage, waiting, back, action)
+                self._back |= zip(names, back, strict=True)
+
+    def current(self, names: Sequence[Name]) -> list[Name]:
+        """The names under which values can be read now: others for those that have been away."""
+        return [self._back.get(name, name) for name in names]
+
+    def _moving(self, action: Action) -> list[Name]:
+        """What a microbatch's backward reads that its forward has made, or was sent."""
+        stage, _, i = action
+        variant = self._step.variants[i]
+        code = self._step.cuts[variant].stages[stage]
+        made = {ref for ref in code.forward.outputs if ref.role == Role.RESIDUAL}
+        refs: dict[Ref, None] = {}
+        for backward in code.backward.values():
+            for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True):
+                plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+                if plain and (ref in made or ref.role == Role.ACTIVATION):
+                    refs[ref] = None
+        return [local_name(stage, ref, i, variant) for ref in refs]
+
+
+def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: _Offloading) -> None:
     stage, _, i = action
-    variant = step.variants[i]
+    variant, label = step.variants[i], str(action)
     cut = step.cuts[variant]
-    label = str(action)
     inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
     builder.compute(label, program, stage, inputs, outputs, action=action)
@@ -232,14 +276,11 @@ class _ModelState:
         self._sent: dict[tuple[Name, int], Name] = {}
 
     def supply(self, action: Action, program: Program) -> None:
-        """Send an action the model state that it reads and its stage does not have."""
-        stage, _, i = action
         for ref in program.inputs:
             if ref.role == Role.STATE:
-                self._bring(ref.index, i, stage, str(action))
+                self._bring(ref.index, action.microbatch, action.stage, str(action))
 
     def note(self, action: Action, program: Program) -> None:
-        """Note the model state that a forward has made."""
         stage, _, i = action
         made = {(ref.index, i + 1): state_name(stage, ref.index, i + 1) for ref in program.outputs if ref.role == Role.STATE}
         self._made |= made
@@ -251,7 +292,6 @@ class _ModelState:
             self._bring(leaf, len(self._step.sizes), stage, "the step")
 
     def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
-        """Make a leaf, as a microbatch finds it, known to a stage; it is sent there if need be."""
         source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
         if target not in self._there:
             self._there.add(target)
@@ -260,7 +300,6 @@ class _ModelState:
             self._builder.send(f"send {path} to stage {stage} for {reader}", source if near == target else near, target)
 
     def _find(self, leaf: int, microbatch: int) -> Name:
-        """Where a leaf is that no microbatch has changed since."""
         while (leaf, microbatch) not in self._made:
             microbatch -= 1
             loss = self._step.cuts[self._step.variants[microbatch]].loss
@@ -347,7 +386,10 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
     own = [ref for ref in sums.leaves if (Role.GRAD, ref.index) in step.own]
-    _mean_of_own(builder, step, stage, own)
+    if own:  # each over the replicas with the same
+        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+        mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]
+        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in own), *scales], means)
     totals = [(ref, step.params[ref.index]) for ref in sums.leaves if ref not in own]
     if stage == step.loss_stage:
         forward = step.codes(stage)[0].forward
@@ -365,27 +407,19 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
         builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names, ())
 
 
-def _mean_of_own(builder: Builder, step: Step, stage: int, refs: Sequence[Ref]) -> None:
-    """The gradients of parameters of which each replica has its own, each over the replicas with the same."""
-    if refs:
-        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
-        mean = GroupMean(tuple(step.params[ref.index] for ref in refs))
-        totals = [total_name(stage, Role.GRAD, ref.index) for ref in refs]
-        builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in refs), *scales], totals)
-
-
 def _sum_rows(*values: Array) -> list[Array]:
     """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
     return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
 
 def _reduce(builder: Builder, step: Step) -> None:
+    count = len(step.sizes)
     for stage in range(step.num_stages):
         forwards = [step.cuts[variant].stages[stage].forward for variant in step.variants]
         for ref in forwards[0].outputs:
             if ref.role != Role.ROWS:
                 continue
-            reducer, count = step.cuts[0].reducers[ref.index], len(step.sizes)
+            reducer = step.cuts[0].reducers[ref.index]
             names = [*(Name(stage, ref, i) for i in range(count)), *(Name(stage, Ref(Role.SCALE), i) for i in range(count))]
             avals = [forward.results[forward.outputs.index(ref)] for forward in forwards]
             avals += [jax.ShapeDtypeStruct((), scale_dtype())] * count
@@ -415,3 +449,49 @@ def _across(program: Program, num_replicas: int, split: Split) -> Program:
 
     avals = tuple(jax.ShapeDtypeStruct((num_replicas, *aval.shape), aval.dtype) for aval in program.avals)
     return replace(program, function=function, avals=avals, spans=True)
+
+
+def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
+    """Trace ``init(key)``: its graph, and the tree of parameter shapes."""
+    trees: list[Tree] = []
+
+    def flat(key: Key) -> list[Array]:
+        leaves, tree = jax.tree.flatten(init(key))
+        trees.append(tree)
+        return [jnp.array(leaf, copy=True) for leaf in leaves]
+
+    try:
+        graph, shapes = trace(flat, key)
+    except jax.errors.TracerArrayConversionError as error:
+        rule = "init is traced by jax.jit, so that each device makes only its own parameters"
+        fix = "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)"
+        raise InitError("Pipeline.init(init, key, batch)", rule, "a conversion to NumPy inside init", fix) from error
+    except Exception as error:
+        error.add_note("jaxpp: raised while tracing init")
+        raise
+    return graph, trees[-1].unflatten(shapes)
+
+
+def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Sequence[Atom]) -> ComparableFunction:
+    """A piece as a function of ``inputs``, its constants put in."""
+    constants = {var: graph.constants[var] for var in piece.inputs if var in graph.constants}
+    run = graph.function(piece.eqns, [*inputs, *constants], atoms)
+    does = fingerprint([graph.eqns[i] for i in piece.eqns], inputs, atoms, constants)
+    return ComparableFunction(lambda *args: run(*args, *constants.values()), does)
+
+
+def lower_init(graph: Graph, sources_of: Sequence[Name], made: Sequence[Name], what: str = "init") -> Builder:
+    """The lines that make leaves of a state from the key, or from other leaves, each stage its own."""
+    builder, sources = Builder(), dict(zip(graph.inputs, sources_of, strict=True))
+    for stage in sorted({name.stage for name in made}):
+        mine = [k for k, name in enumerate(made) if name.stage == stage]
+        atoms = [graph.outputs[k] for k in mine]
+        piece = partition(graph, [None] * len(graph.eqns), dict.fromkeys(variables(atoms), stage)).get(stage, Piece())
+        inputs = [var for var in piece.inputs if var in sources]
+        names_in, names_out = [sources[var]._replace(stage=stage) for var in inputs], [made[k] for k in mine]
+        for var, name in zip(inputs, names_in, strict=True):
+            builder.send(f"send {name.ref.role} {name.ref.index} to stage {stage}", sources[var], name)
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
+        program = Program(closed_function(graph, piece, inputs, atoms), *refs, shapes_of(inputs), name=f"stage_{stage}_{what}")
+        builder.compute(f"init stage {stage}", program, stage, names_in, names_out, ())
+    return builder

@@ -1,8 +1,7 @@
 """The weights of the microbatches, where the user says what they are: one program, run once a step.
 
-Weights that add up to nothing, or are no numbers, make a step of NaN. Those that are the same whatever the batch are refused when
-they are traced. Others are looked at once for each batch shape, before its first step: looking waits for them, and a step that
-trains does not.
+Weights that add up to nothing, or are no numbers, make a step of NaN. Constant ones are refused when they are traced; others are
+looked at once for each batch shape, before its first step: looking waits for them, and a step that trains does not.
 """
 
 import math
@@ -22,32 +21,17 @@ from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, Batch, Leaf
 
-__all__ = ["Weights", "weigh"]
-
 
 @dataclass
 class Weights:
-    """The weights of the microbatches of batches of one shape.
+    """The weights of the microbatches of batches of one shape."""
 
-    Attributes:
-        program: computes each microbatch's share of the total weight, from the batch leaves it needs.
-        run: computes the weights themselves, from the same leaves.
-        looked: whether a batch's were looked at.
-    """
-
-    program: Program
-    run: Callable[..., list[Array]]
+    program: Program  # computes each microbatch's share of the total weight, from the batch leaves it needs
+    run: Callable[..., list[Array]]  # computes the weights themselves, from the same leaves
     looked: bool = False
 
     def look(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at.
-
-        Args:
-            leaves: of the batch; with sub-meshes they have the replicas as their first axis.
-
-        Raises:
-            LossError: the weights add up to 0, or some are no numbers.
-        """
+        """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at."""
         used = [leaves[ref.index] for ref in self.program.inputs]
         if all(map(_is_whole, used)):
             _check([float(value) for value in jax.jit(self.run)(*map(_on_host, used))])
@@ -55,28 +39,21 @@ class Weights:
 
 
 def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
-    """What computes every microbatch's share of the total weight.
-
-    Raises:
-        LossError: a weight is no scalar, or the weights have no mean whatever the batch is.
-    """
+    """What computes every microbatch's share of the total weight; the leaves of a batch of several replicas have these in front."""
     parts = split.sizes
     leaves, tree = jax.tree.flatten(batch)
     lead = (num_replicas,) if num_replicas > 1 else ()
-    leaves = [
-        leaf if k in shared else jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, weak_type=leaf.weak_type)
-        for k, leaf in enumerate(leaves)
-    ]
+    for k in set(range(len(leaves))).difference(shared):
+        leaves[k] = jax.ShapeDtypeStruct((*lead, *leaves[k].shape), leaves[k].dtype, weak_type=leaves[k].weak_type)
 
     def scales(*batch_leaves: Array) -> list[Array]:
-        rows = (
-            [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)] if lead else []
-        )
-        pieces = [piece for leaves in rows or [batch_leaves] for piece in slice_batch(leaves, parts, shared)]
+        rows = [batch_leaves]
+        if lead:
+            rows = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)]
+        pieces = [piece for leaves in rows for piece in slice_batch(leaves, parts, shared)]
         weights = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
-        if any(value.shape != () for value in weights):
-            shape = describe(next(value for value in weights if value.shape != ()))
-            raise LossError("weight", "a weight is one scalar a microbatch", shape, "reduce it, for example with .sum()")
+        if odd := [describe(value) for value in weights if value.shape != ()]:
+            raise LossError("weight", "a weight is one scalar a microbatch", odd[0], "reduce it, for example with .sum()")
         counts = np.ones((num_replicas, len(parts)))
         counts[num_replicas - split.num_idle :, -1] = 0
         stacked = jnp.where(counts.ravel() > 0, jnp.stack(weights).astype(scale_dtype()), 0)
@@ -86,8 +63,7 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
     _check_constants(graph)
     read = set(variables(atom for eqn in graph.eqns for atom in eqn.invars))
     used = [k for k, var in enumerate(graph.inputs) if var in read]
-    constants = list(graph.constants)
-    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *constants], graph.outputs)
+    run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *graph.constants], graph.outputs)
     values = list(graph.constants.values())
     refs = tuple(Ref(Role.BATCH, k, shared=k in shared) for k in used)
     shapes = shapes_of(leaves[k] for k in used)
@@ -96,7 +72,6 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
 
 
 def _check_constants(graph: Graph) -> None:
-    """Refuse weights that do not depend on the batch, and have no mean."""
     of_batch = descendants(graph, graph.inputs)
     fixed = [atom for atom in graph.outputs[1:] if isinstance(atom, Literal) or atom not in of_batch]
     if fixed:
@@ -107,7 +82,6 @@ def _check_constants(graph: Graph) -> None:
 
 
 def _check(weights: Sequence[float], *, whole: bool = True) -> None:
-    """Refuse weights that have no mean."""
     if all(map(math.isfinite, weights)) and (sum(weights) != 0 or not whole):
         return
     rule = "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0"
@@ -116,7 +90,6 @@ def _check(weights: Sequence[float], *, whole: bool = True) -> None:
 
 
 def _is_whole(leaf: Leaf) -> bool:
-    """Whether all values of a leaf are in this process."""
     return leaf.is_fully_addressable if isinstance(leaf, jax.Array) else isinstance(leaf, np.ndarray) or np.isscalar(leaf)
 
 

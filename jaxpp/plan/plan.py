@@ -11,70 +11,40 @@ from typing import NamedTuple
 from jaxpp.plan.builder import MemoryCopy
 from jaxpp.types import Array, Device
 
-__all__ = ["About", "Instruction", "Plan", "SlotNumbers"]
-
 
 class Instruction(NamedTuple):
-    """One line of a plan.
+    """One line of a plan."""
 
-    Attributes:
-        label: what it is, for people: ``2F0``, ``send ...``.
-        call: a compiled program, or a send; takes one array an input and returns one an output.
-        inputs: slots it reads.
-        outputs: slots it writes.
-        free: slots whose value nobody reads after it.
-        about: what it is, for those who watch.
-    """
-
-    label: str
-    call: Callable[..., Sequence[Array]]
+    label: str  # for people: ``2F0``, ``send ...``
+    call: Callable[..., Sequence[Array]]  # a compiled program, or a send; takes one array an input and returns one an output
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    free: tuple[int, ...]
+    free: tuple[int, ...]  # the slots whose value nobody reads after it
     about: "About"
 
 
 class About(NamedTuple):
-    """What an instruction is about.
+    """What an instruction is about, for those who watch."""
 
-    Attributes:
-        device: where it runs, or where it sends to.
-        stage: for which stage.
-        action: the action of the schedule that it runs, or whose result it sends or copies; None for the rest of a step.
-        sends: whether it is a send.
-        program: what the program that runs is called in a trace; empty for sends.
-        watch: in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1.
-        copies: where to it copies residuals, if it copies residuals to host memory or back.
-    """
-
-    device: Device
+    device: Device  # where it runs, or where it sends to
     stage: int
-    action: Hashable | None
+    action: Hashable | None  # that it runs, or whose result it sends or copies; None for the rest of a step
     sends: bool
-    program: str
-    watch: int
-    copies: MemoryCopy | None = None
+    program: str  # what the program that runs is called in a trace; empty for sends
+    watch: int  # in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1
+    copies: MemoryCopy | None = None  # where to it copies residuals, if it copies any
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step, lowered.
+    """A step, lowered."""
 
-    Attributes:
-        instructions: in the order the host dispatches them.
-        num_slots: how many values are alive at once, at most.
-        constants: values that are there before the step starts, by slot.
-        inputs: the slot of each argument of the step.
-        outputs: the slot of each result.
-        consumes: the number of the first instruction that takes over the buffer of an argument; as many as there are if none does.
-    """
-
-    instructions: tuple[Instruction, ...]
-    num_slots: int
-    constants: tuple[tuple[int, Array], ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    consumes: int
+    instructions: tuple[Instruction, ...]  # in the order the host dispatches them
+    num_slots: int  # how many values are alive at once, at most
+    constants: tuple[tuple[int, Array], ...]  # values that are there before the step starts, by slot
+    inputs: tuple[int, ...]  # the slot of each argument of the step
+    outputs: tuple[int, ...]  # the slot of each result
+    consumes: int  # the number of the first instruction that takes over the buffer of an argument
 
     @cached_property
     def parts(self) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:

@@ -1,7 +1,7 @@
 """What is to be lowered, and the names of its values.
 
-A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves: all that decides the lines of a step,
-but for the order of its actions. ``Leaves`` are the leaves of a state by what they are, instead of by their place in a flat list.
+A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves. ``Leaves`` are the leaves of a state by
+what they are, instead of by their place in a flat list.
 """
 
 import itertools
@@ -20,41 +20,28 @@ from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Pack, Program, Ref
 from jaxpp.stages.stage import StageCode
 from jaxpp.types import Aval
 
-__all__ = ["ZEROED", "GradientSums", "Leaves", "Step", "local_name", "param_name", "scale_name", "state_name", "total_name"]
-
 _T = TypeVar("_T")
 _S = TypeVar("_S")
 
 
 class Leaves(NamedTuple, Generic[_T]):
-    """Something for each leaf of a state: an array, a name, a shape, a home.
+    """Something for each leaf of a state: an array, a name, a shape, a home. A plan takes and gives the groups in this order."""
 
-    A plan takes and gives the groups one after another, in this order.
-
-    Attributes:
-        params: the parameters that all replicas share.
-        own_params: the parameters of which each replica has its own (those of a task).
-        opt: the optimizer state of ``params``.
-        own_opt: the optimizer state of ``own_params``.
-        model_state: what the loss hands on from microbatch to microbatch.
-        loss_scale: the loss scale.
-    """
-
-    params: Sequence[_T] = ()
-    own_params: Sequence[_T] = ()
-    opt: Sequence[_T] = ()
-    own_opt: Sequence[_T] = ()
-    model_state: Sequence[_T] = ()
+    params: Sequence[_T] = ()  # the parameters that all replicas share
+    own_params: Sequence[_T] = ()  # the parameters of which each replica has its own (those of a task)
+    opt: Sequence[_T] = ()  # the optimizer state of ``params``
+    own_opt: Sequence[_T] = ()  # the optimizer state of ``own_params``
+    model_state: Sequence[_T] = ()  # what the loss hands on from microbatch to microbatch
     loss_scale: Sequence[_T] = ()
 
     @property
     def all_params(self) -> list[_T]:
-        """The parameters, shared and own, in the order in which they are numbered."""
+        """In the order in which they are numbered."""
         return [*self.params, *self.own_params]
 
     @property
     def all_opt(self) -> list[_T]:
-        """The optimizer state, shared and own, in the order in which its leaves are numbered."""
+        """In the order in which they are numbered."""
         return [*self.opt, *self.own_opt]
 
     @property
@@ -82,64 +69,38 @@ class Leaves(NamedTuple, Generic[_T]):
         return self._replace(own_params=values[:count], own_opt=values[count:])
 
 
-ZEROED = 1 << 25
-"""Bytes of a stage's sums up to which they are zeroed when a step begins."""
+ZEROED = 1 << 25  # bytes of a stage's sums up to which they are zeroed when a step begins
 
 
 @dataclass(frozen=True)
 class GradientSums:
-    """How the gradients of a stage's own parameters are summed after the last backward.
+    """How the gradients of a stage's own parameters are summed after the last backward."""
 
-    Attributes:
-        packs: the small ones, which the backwards sum as vectors.
-        stays_packed: whether nothing before the update reads a packed one: no other stage, no replica.
-        leaves: those that are leaves when they are summed over the replicas.
-        coming_home: those that other stages sum, with these stages.
-    """
-
-    packs: tuple[Pack, ...]
-    stays_packed: bool
-    leaves: tuple[Ref, ...]
-    coming_home: tuple[tuple[int, Ref], ...]
+    packs: tuple[Pack, ...]  # the small ones, which the backwards sum as vectors
+    stays_packed: bool  # whether nothing before the update reads a packed one: no other stage, no replica
+    leaves: tuple[Ref, ...]  # those that are leaves when they are summed over the replicas
+    coming_home: tuple[tuple[int, Ref], ...]  # those that other stages sum, with these stages
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be lowered.
+    """What is to be lowered: all that decides the lines of a step, but for the order of its actions."""
 
-    Attributes:
-        cuts: the cut loss, once for each different microbatch size.
-        variants: ``cuts[variants[i]]`` is the one for microbatch i.
-        split: examples of a replica in each microbatch, and the replicas that have one fewer.
-        owner: the stage that owns each parameter leaf.
-        num_replicas: how many replicas share the work of a microbatch.
-        own: the parameters and gradients of which each replica has its own, by role and number.
-        params: shape of each parameter leaf.
-        state: shape of each model state leaf.
-        state_owner: the stage that keeps each model state leaf between steps.
-        batch: shape of each leaf of a replica's part of the batch.
-        shared: the batch leaves that every microbatch gets as they are.
-        key: shape of the raw key, or None.
-        implementation: of the key, if it was typed.
-        known: programs that are the same for batches of all sizes, by what they do, for as long as a plan has them.
-        weights: of the microbatches, computed from batch leaves; None when sizes decide.
-    """
-
-    cuts: tuple[CutLoss, ...]
-    variants: tuple[int, ...]
-    split: Split
-    owner: tuple[int, ...]
-    num_replicas: int
-    own: frozenset[tuple[Role, int]]
-    params: tuple[Aval, ...]
-    state: tuple[Aval, ...]
-    state_owner: tuple[int, ...]
-    batch: tuple[Aval, ...]
-    shared: frozenset[int]
-    key: Aval | None
-    implementation: str | None
-    weights: Weights | None
-    known: MutableMapping[Hashable, Program]
+    cuts: tuple[CutLoss, ...]  # the cut loss, once for each different microbatch size
+    variants: tuple[int, ...]  # ``cuts[variants[i]]`` is the one for microbatch i
+    split: Split  # examples of a replica in each microbatch, and the replicas that have one fewer
+    owner: tuple[int, ...]  # the stage that owns each parameter leaf
+    num_replicas: int  # how many replicas share the work of a microbatch
+    own: frozenset[tuple[Role, int]]  # the parameters and gradients of which each replica has its own, by role and number
+    params: tuple[Aval, ...]  # shape of each parameter leaf
+    state: tuple[Aval, ...]  # shape of each model state leaf
+    state_owner: tuple[int, ...]  # the stage that keeps each model state leaf between steps
+    batch: tuple[Aval, ...]  # shape of each leaf of a replica's part of the batch
+    shared: frozenset[int]  # the batch leaves that every microbatch gets as they are
+    key: Aval | None  # shape of the raw key, or None
+    implementation: str | None  # of the key, if it was typed
+    weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
+    known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
 
     @property
     def weigh(self) -> Program | None:
@@ -247,9 +208,9 @@ class Step:
 
         An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
         """
-        begun: list[set[Ref]] = [set() for _ in range(self.num_stages)]
-        late: list[set[Ref]] = [set(self.accumulators(stage)) for stage in range(self.num_stages)]
-        small = [sum(map(count_bytes, self.accumulators(stage).values())) <= ZEROED for stage in range(self.num_stages)]
+        sums = [self.accumulators(stage) for stage in range(self.num_stages)]
+        small = [sum(map(count_bytes, own.values())) <= ZEROED for own in sums]
+        begun, late = [set[Ref]() for _ in sums], [set(own) for own in sums]
         chosen = []
         for action in actions:
             stage, kind, microbatch = action
@@ -262,8 +223,7 @@ class Step:
                 chosen.append((action, backward.first if fresh else backward.then))
                 begun[stage] |= backward.made
                 late[stage] -= backward.made if fresh else set()
-        zeros = [{ref: aval for ref, aval in self.accumulators(s).items() if ref in late[s]} for s in range(self.num_stages)]
-        return chosen, zeros
+        return chosen, [{ref: aval for ref, aval in own.items() if ref in late[stage]} for stage, own in enumerate(sums)]
 
 
 def _programs(code: StageCode) -> list[Program]:

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name, last_uses
-from jaxpp.plan.offload import leave_out_needless
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name, last_uses, leave_out_needless
 from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh

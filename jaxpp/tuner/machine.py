@@ -3,11 +3,10 @@
 A family is traced, cut and compiled once, with a plain schedule. Everything about its candidates follows from a few of its steps:
 their times by the virtual clock, their memory by counting. What was measured is remembered in a file.
 
-In some of these steps the host waits for each instruction before it hands over the next, as when a profile is taken: there every
-program and every send takes what it takes alone. Other steps run at full speed: there the host takes for an instruction what it
-takes it to hand one over. A very small program runs in the thread that hands it over; it counts as what the host takes, and as next
-to nothing on its device. Then the costs are made to agree with a whole step (``fitted``), since what ranks that share cores take
-from one another shows only when they run together.
+In some of these steps the host waits for each instruction before it hands over the next: there every program and every send takes
+what it takes alone. Other steps run at full speed, and say what the host takes to hand an instruction over; a very small program
+runs in the thread that does so, and counts as that. Then the costs are made to agree with a whole step (``fitted``), since what
+ranks that share cores take from one another shows only when they run together.
 """
 
 import dataclasses
@@ -43,51 +42,32 @@ from jaxpp.options import Options
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.measure import copy_times
-from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import ActionRow
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.knobs import KNOBS, Candidate, Family
+from jaxpp.tuner.search import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
-__all__ = ["Devices", "fitted", "one_at_a_time", "plain_schedule"]
-
-_MEASURED = 2.5
-"""Seconds for the steps of a family, beside a few that are looked at; twice as many for the first, which tells the pace."""
-_TIMED = 2.0
-"""Seconds for the steps of a candidate."""
-_WARM_UP = 3
-"""Steps that do not count: the first find the caches of other programs."""
-_LOOKS = 3
-"""Steps of each kind that are looked at."""
+_MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
+_TIMED = 2.0  # seconds for the steps of a candidate
+_WARM_UP = 3  # steps that do not count: the first find the caches of other programs
+_LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
-_MOST = 4.0
-"""How much longer actions may take in a step than alone, or less long."""
-_KIND = "jaxpp tune 2"
-"""What a file of results says of itself; another number for other contents."""
+_MOST = 4.0  # how much longer actions may take in a step than alone, or less long
+_KIND = "jaxpp tune 2"  # what a file of results says of itself; another number for other contents
 
 
 class Devices:
     """A ``Machine`` that runs steps on copies of the parameters; nothing that belongs to the caller is changed.
 
-    Args:
-        loss_fn: as ``Pipeline`` takes it.
-        optimizer: of all parameters.
-        init_or_params: a function of a key that makes the parameters, or the parameters; with ``has_state`` the pair.
-        batch: of a step.
-        key: of the function, and of the loss if that takes one; ``jax.random.key(0)`` unless given.
-        devices: for the ranks, in order; all devices unless given.
-        options: other arguments of ``Pipeline``, the same for all candidates.
-        keep: whether results are kept, in the user's cache folder (True) or in a folder of this name.
-
-    Raises:
-        JaxppError: for a loss, parameters, options or a batch that cannot be run.
+    ``options`` are those of ``Pipeline`` that all candidates share. Results are kept in the user's cache folder, or in that of
+    the name ``keep``.
     """
 
     def __init__(
@@ -109,7 +89,14 @@ class Devices:
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
         whole = self._open(Candidate(make("naive", 1, 1), "keep"))
         self.param_bytes = sum(map(count_bytes, jax.tree.leaves(whole.engine.layout.given[0])))
-        name = hashlib.sha256(json.dumps(self._deciding_texts(whole), sort_keys=True).encode()).hexdigest()[:32]
+        engine, kinds = whole.engine, Counter((each.platform, each.device_kind, each.process_index) for each in self._devices)
+        texts = {  # all that decides what a search measures
+            **opening_texts(engine.options, engine.placed, whole.cut, batch, whole.key),
+            "key": "none" if whole.key is None else describe(whole.key),
+            "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
+            "cores": str(os.cpu_count()),
+        }
+        name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
         self._families: dict[Family, tuple[_Steps, Needs]] = {}
         self._pace = _Pace()
@@ -121,17 +108,13 @@ class Devices:
         return self._results.remark
 
     def costs(self, family: Family) -> StepCosts:
-        """Measure a family, unless it was measured before.
-
-        Raises:
-            JaxppError: the model cannot be cut so, or the batch not be split so.
-        """
+        """Measure a family, unless it was measured before."""
         name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
-        costs = _from_json(self._results.get("costs", name))
-        if costs is None:
-            costs = self._measured(family)
-            self._results.put("costs", name, _as_json(costs))
-        return costs
+        found = self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family)))
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        for table in ("actions", "dispatch"):
+            values[table] = {Kind(kind): tuple(own) for kind, own in values[table].items()}
+        return StepCosts(**values)
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
@@ -151,29 +134,20 @@ class Devices:
         return self._result("steps", candidate, run)
 
     def _result(self, kind: str, candidate: Candidate, ask: Callable[[], Any]) -> Any:
-        """What is known of a candidate, or was asked now."""
         rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
         name = " ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), rows])
-        result = self._results.get(kind, name)
-        if result is None:
-            result = ask()
-            self._results.put(kind, name, result)
-        return result
+        return self._results.known(kind, name, ask)
 
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
         return Options.of(self._loss_fn, devices=self._devices, **given)
 
     def _open(self, candidate: Candidate) -> "_Steps":
-        """Trace, cut and place; nothing is compiled or made yet.
-
-        Raises:
-            JaxppError: the loss cannot be cut so, or the batch not be split so.
-        """
+        """Trace, cut and place; nothing is compiled or made yet."""
         options = self._options_of(candidate)
         shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
         variables = variables_of(options, shapes)
-        key = self._key if Tracing(options).takes_key(variables, self._batch) else None
+        key = Tracing(options).key_for(variables, self._batch, self._key)
         return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
 
     def _variables(self) -> Tree:
@@ -188,20 +162,7 @@ class Devices:
             self._made, self._makes = jax.device_get(jax.jit(self._made)(self._key)), False
         return self._made
 
-    def _deciding_texts(self, whole: "_Steps") -> Mapping[str, str]:
-        """All that decides what a search measures: what two searches have in common if they would measure the same."""
-        engine, key = whole.engine, whole.key
-        cut = engine.preparer.step(self._batch, key).cuts[0]
-        kinds = Counter((device.platform, device.device_kind, device.process_index) for device in self._devices)
-        return {
-            **opening_texts(engine.options, engine.placed, cut, self._batch, key),
-            "key": "none" if key is None else describe(key),
-            "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
-            "cores": str(os.cpu_count()),
-        }
-
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
-        """A family that is compiled, with the temporaries of its programs."""
         if family not in self._families:
             schedule = plain_schedule(family, len(self._devices))
             steps = self._open(Candidate(schedule, family.remat, family.balance))
@@ -214,7 +175,7 @@ class Devices:
         return _Steps(steps.engine.with_schedule(options.schedule, options.offload), self._batch, steps.key, self._variables)
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
-        """The bytes that each device holds at its peak, of each rank in order; nothing that the family runs is compiled again."""
+        """Of each rank's device; nothing that the family runs is compiled again."""
         liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=self._family(family)[1])
         return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
 
@@ -223,41 +184,37 @@ class Devices:
         steps, plain = self._runnable(family)
         self._open_reference()
         engine = steps.engine
-        pace = self._pace.timed(steps, _MEASURED if self._pace.known else 2 * _MEASURED, looks=True)
+        pace = self._pace.timed(steps, 2 * _MEASURED if self._pace.reference is None else _MEASURED, looks=True)
         costs = _step_costs(steps.plan, family.num_stages, pace.free, pace.apart)
         if family.remat == "least":
-            cut = engine.preparer.step(self._batch, steps.key).cuts[0]
-            seconds, handed = copy_times(cut, engine.placement.places)
+            seconds, handed = copy_times(steps.cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
-        if self._pace.known or not _shares_cores(engine.placement):
-            steps.release()
+        places = engine.placement.by_rank
+        on_cores = places[0].devices[0].platform == "cpu"  # which devices share with one another and with whatever else runs there
+        if self._pace.reference is not None or not on_cores:
+            steps.leaves = None
         else:
-            self._pace.begin(steps, pace.seconds)
+            self._pace = _Pace(steps, pace.seconds)
             self._results.put("reference", "of the pace", [list(family), pace.seconds])
-        processes = tuple(place.devices[0].process_index for place in engine.placement.by_rank)
-        shared = _shares_cores(engine.placement) or len(set(engine.placement.by_rank)) < len(processes)
+        processes = tuple(place.devices[0].process_index for place in places)
+        shared = on_cores or len(set(places)) < len(places)
         return fitted(costs.slowed(1 / pace.factor), plain, pace.seconds, shared=shared, processes=processes)
 
     def _open_reference(self) -> None:
-        """Open the family that told the pace when the file was written."""
         reference = self._results.get("reference", "of the pace")
-        if reference is not None and not self._pace.known:
+        if reference is not None and self._pace.reference is None:
             family, seconds = reference
-            self._pace.begin(self._runnable(Family(*family))[0], seconds)
+            self._pace = _Pace(self._runnable(Family(*family))[0], seconds)
 
     def _runnable(self, family: Family) -> tuple["_Steps", Candidate]:
-        """A candidate of a family for which there is room on the devices, as far as these say how much they have.
-
-        Raises:
-            ArgumentError: there is none.
-        """
+        """A candidate of a family for which there is room on the devices, as far as these say how much they have."""
         steps, _ = self._family(family)
         rooms = [room_of(steps.engine, None)]
         if not steps.engine.alone:
             rooms = [json.loads(text) for text in texts_of_all(json.dumps(rooms[0]))]
         room = min((each for each in rooms if each is not None), default=None)
         usual = steps.engine.options.schedule
-        for schedule in (usual, one_at_a_time(family, usual)):
+        for schedule in (usual, one_at_a_time(usual)):
             candidate = Candidate(schedule, family.remat, family.balance)
             tried = steps if schedule is usual else self._steps(candidate)
             peak = max(self._peaks_of(tried, family))
@@ -268,33 +225,16 @@ class Devices:
         raise ArgumentError("jaxpp.tune(...)", rule, got, "allow more stages or microbatches, or a smaller batch")
 
 
-def _shares_cores(placement: Placement) -> bool:
-    """Whether the devices share the cores of the machine with one another and with whatever else runs there."""
-    return placement.by_rank[0].devices[0].platform == "cpu"
-
-
-def _as_json(costs: StepCosts) -> dict[str, Any]:
-    values = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
-    return values | {name: {str(kind): own for kind, own in values[name].items()} for name in ("actions", "dispatch")}
-
-
-def _from_json(found: Mapping[str, Any] | None) -> StepCosts | None:
-    """The costs that were written; None for anything else."""
-    try:
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in dict(found or {}).items()}
-        for name in ("actions", "dispatch"):
-            values[name] = {Kind(kind): tuple(own) for kind, own in values[name].items()}
-        return StepCosts(**values)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
 class _Steps:
     """An engine and, once it runs, a state: steps that run one after another. ``variables`` makes the first parameters."""
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, variables: Callable[[], Tree]):
         self.engine, self.batch, self.key, self._variables = engine, batch, key, variables
-        self._leaves: Leaves[Array] | None = None
+        self.leaves: Leaves[Array] | None = None
+
+    @property
+    def cut(self) -> CutLoss:
+        return self.engine.preparer.step(self.batch, self.key).cuts[0]
 
     @cached_property
     def plan(self) -> Plan:
@@ -307,35 +247,27 @@ class _Steps:
         return Company(self.engine, self.batch, self.key, align_clocks())
 
     def _first(self) -> Leaves[Array]:
-        """A state of its own on the devices."""
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
         leaves = first_leaves(engine, InitArguments(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
-        made, shared = engine.make_opt_state(leaves.all_params), len(names.opt)
-        return leaves._replace(opt=made[:shared], own_opt=made[shared:], loss_scale=engine.make_loss_scale())
-
-    def release(self) -> None:
-        """Let go of the state."""
-        self._leaves = None
+        return leaves._replace(opt=engine.make_opt_state(leaves.all_params), loss_scale=engine.make_loss_scale())
 
     def step(self, observer: Stamps | None = None) -> SeenStep:
-        """Run a step to its end."""
-        leaves = self._first() if self._leaves is None else self._leaves
-        self._leaves = None
+        leaves = self._first() if self.leaves is None else self.leaves
+        self.leaves = None
         begun = time.perf_counter()
         if observer is not None:
             observer.begin()
         outcome = self.engine.run("update", leaves, self.batch, self.key, observer=observer)
         jax.block_until_ready(outcome)
         ended = time.perf_counter()
-        self._leaves = outcome.state
+        self.leaves = outcome.state
         return SeenStep(begun, ended, () if observer is None else tuple(observer.stamps))
 
     def timed(self) -> float:
         """Seconds of a step; of several processes the longest."""
         seen = self.step()
-        if self.engine.alone:
-            return seen.ended - seen.begun
-        return float(rows_of_all(np.array([seen.ended - seen.begun], np.float32)).max())
+        taken = seen.ended - seen.begun
+        return taken if self.engine.alone else float(rows_of_all(np.array([taken], np.float32)).max())
 
     def told(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
         """Steps as all processes saw them: each tells the others, and all return the same."""
@@ -353,33 +285,24 @@ class _Paced(NamedTuple):
     apart: tuple[SeenStep, ...]  # steps in which each instruction waited for the one before
 
 
+@dataclasses.dataclass(frozen=True)
 class _Pace:
     """How fast the machine is at the moment, told by one step that is run again and again: the reference.
 
-    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds.
-    Families are measured one after another, so one that met a slow moment would look slow. So by turns with the steps of any family
-    run steps of the first family that was measured. If these take longer than they did at first, so did the others: seconds are
-    divided by that factor, turn by turn. Devices that compute for nobody else have no reference: there the factor is 1.
+    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds. A
+    family that met a slow moment would look slow. So its steps run by turns with steps of the first family that was measured: if
+    these take longer than they did at first, so did the others, and seconds are divided by that factor, turn by turn. Devices that
+    compute for nobody else have no reference: there the factor is 1.
     """
 
-    def __init__(self):
-        self._reference: _Steps | None = None
-        self._usual = 1.0
-
-    def begin(self, reference: _Steps, usual: float) -> None:
-        """From now on ``reference`` tells the speed; its step takes ``usual`` seconds at the speed that counts."""
-        self._reference, self._usual = reference, usual
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a reference."""
-        return self._reference is not None
+    reference: _Steps | None = None
+    usual: float = 0.0  # seconds of its step at the speed that counts
 
     def timed(self, steps: _Steps, budget: float, *, looks: bool = False) -> _Paced:
         """Run steps by turns with the reference, for so many seconds; before that, some are looked at if ``looks``."""
         first = min(steps.timed() for _ in range(_WARM_UP))
         seen = [steps.step(Stamps(waits=waits)).timed() for waits in (True, False) * (_LOOKS if looks else 0)]
-        count = min(40, max(6, math.ceil(budget / (first + self._usual * self.known))))
+        count = min(40, max(6, math.ceil(budget / (first + self.usual))))
         seconds, factors = list[float](), [self._factor()]
         for _ in range(count):
             seconds.append(steps.timed())
@@ -390,8 +313,7 @@ class _Pace:
         return _Paced(own, statistics.median(between), tuple(seen[1::2]), tuple(seen[::2]))
 
     def _factor(self) -> float:
-        """How much longer the reference takes now than at first."""
-        return 1.0 if self._reference is None else self._reference.timed() / self._usual
+        return 1.0 if self.reference is None else self.reference.timed() / self.usual
 
 
 def plain_schedule(family: Family, num_ranks: int) -> Schedule:
@@ -406,36 +328,23 @@ def plain_schedule(family: Family, num_ranks: int) -> Schedule:
     return make("zb-h1" if family.splits else "1f1b", stages, microbatches)
 
 
-def one_at_a_time(family: Family, like: Schedule) -> Schedule:
+def one_at_a_time(like: Schedule) -> Schedule:
     """The same actions on the same ranks, one microbatch after the other: it holds the residuals of one.
 
     Example:
-        >>> family = Family(2, 2, "least", "flops", splits=True)
-        >>> [" ".join(map(str, row)) for row in one_at_a_time(family, plain_schedule(family, 2)).rows]
+        >>> [" ".join(map(str, row)) for row in one_at_a_time(make("zb-h1", 2, 2)).rows]
         ['0F0 0I0 0W0 0F1 0I1 0W1', '1F0 1I0 1W0 1F1 1I1 1W1']
     """
-    backward = (Kind.I, Kind.W) if family.splits else (Kind.B,)
 
-    def row(rank: int) -> ActionRow:
-        stages = [stage for stage, owner in enumerate(like.stage_to_rank) if owner == rank]
-        actions = list[Action]()
-        for i in range(family.num_microbatches):
-            actions += [Action(stage, Kind.F, i) for stage in stages]
-            actions += [Action(stage, kind, i) for stage in reversed(stages) for kind in backward]
-        return tuple(actions)
+    def turn(action: Action) -> tuple[int, bool, int, Kind]:
+        backward = action.kind != Kind.F
+        return action.microbatch, backward, -action.stage if backward else action.stage, action.kind
 
-    return Schedule("one at a time", tuple(map(row, range(like.num_ranks))), like.stage_to_rank)
+    return Schedule("one at a time", tuple(tuple(sorted(row, key=turn)) for row in like.rows), like.stage_to_rank)
 
 
 def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Sequence[SeenStep]) -> StepCosts:
-    """The costs of a family; of copies to host memory nothing is known here, nor of what ranks share.
-
-    Args:
-        plan: of the steps.
-        num_stages: of the pipeline.
-        free: steps at full speed.
-        apart: steps in which each instruction ran alone.
-    """
+    """The costs of a family, from steps at full speed and steps in which each instruction ran alone; without copies to the host."""
     lines = plan.instructions
     alone = durations_of(plan, [step.seconds for step in apart])
     handing = durations_of(plan, [[stamp.handed - stamp.begun for stamp in step.stamps] for step in free])
@@ -481,47 +390,29 @@ def _transfers(lines: Sequence[Instruction], alone: Sequence[float], num_stages:
         action, target = line.about.action, line.about.stage
         if line.about.sends and isinstance(action, Action) and target != action.stage:
             sums[target - 1 if target > action.stage else target, action] += alone[number]
-    pools: defaultdict[int, list[float]] = defaultdict(list)
-    for (boundary, _), seconds in sums.items():
-        pools[boundary].append(seconds)
     usual = statistics.median(sums.values()) if sums else 0.0
-    return tuple(statistics.median(pools[s]) if pools[s] else usual for s in range(num_stages - 1))
+    pools = [[seconds for (boundary, _), seconds in sums.items() if boundary == stage] for stage in range(num_stages - 1)]
+    return tuple(statistics.median(pool) if pool else usual for pool in pools)
 
 
 def _before(lines: Sequence[Instruction], first: int, free: Sequence[SeenStep], alone: Sequence[float]) -> float:
     """From the beginning of a step until its first action can begin: it is handed over, and its stage has been set up."""
-    times = []
-    for step in free:
-        ready = step.stamps[first].begun - step.begun
-        for number in range(first):
-            if lines[number].about.stage == lines[first].about.stage:
-                ready = max(ready, step.stamps[number].handed - step.begun + alone[number])
-        times.append(ready)
-    return statistics.median(times)
+    own = [number for number in range(first) if lines[number].about.stage == lines[first].about.stage]
+    ready = [max([step.stamps[first].begun, *(step.stamps[k].handed + alone[k] for k in own)]) - step.begun for step in free]
+    return statistics.median(ready)
 
 
 def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bool, processes: Sequence[int] = ()) -> StepCosts:
     """The costs with which a step of this candidate is predicted as it was measured, if there are any.
 
-    Each program was measured alone, where it has the machine for itself. On forced CPU devices, ranks share the cores, and a
-    program that runs on two threads alone has one of them beside another. So the number of ranks that compute at full speed at once
-    is the one for which the prediction and the step agree; what is left over is how much longer, or less long, actions take in a
-    step.
-
-    Args:
-        costs: of its family.
-        candidate: the one that was run.
-        seconds: that its step took.
-        shared: whether its ranks share what they compute with.
-        processes: the process of each rank, as ``step_seconds`` takes it.
+    Each program was measured alone. Where ranks share what they compute with, as forced CPU devices do, the number of ranks that
+    compute at full speed at once is the one for which the prediction and the step agree; what is left over is how much longer, or
+    less long, actions take in a step.
     """
     schedule, most = candidate.schedule, float(candidate.schedule.num_ranks)
 
     def predicted(with_these: StepCosts) -> float:
         return step_seconds(schedule, with_these, candidate.offload, processes)
-
-    def with_capacity(inverse: float) -> StepCosts:
-        return dataclasses.replace(costs, capacity=1 / inverse)
 
     def agreeing(changed: Callable[[float], StepCosts], low: float, high: float) -> StepCosts:
         """The costs between two numbers that agree best; the prediction grows with the number."""
@@ -530,30 +421,36 @@ def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bo
             low, high = (low, middle) if predicted(changed(middle)) > seconds else (middle, high)
         return changed((low + high) / 2)
 
-    found = agreeing(with_capacity, 1 / most, 1.0) if shared else dataclasses.replace(costs, capacity=most)
+    found = dataclasses.replace(costs, capacity=most)
+    if shared:
+        found = agreeing(lambda inverse: dataclasses.replace(costs, capacity=1 / inverse), 1 / most, 1.0)
     return found if abs(predicted(found) / seconds - 1) < 0.01 else agreeing(found.stretched, 1 / _MOST, _MOST)
 
 
 class _Results:
     """What was measured, by kind and name, in a file if there is one, so that a second search measures nothing.
 
-    The name of the file is a digest of all that decides the results of one problem on one machine. So a file never has to be
-    judged: what is in it holds, or the file has another name. A file that cannot be read is ignored, and written anew. Of several
-    processes the first reads and writes, and tells the others what it has read.
+    The name of the file is a digest of all that decides the results, so what is in it holds. A file that cannot be read is ignored,
+    and written anew. Of several processes the first reads and writes, and tells the others what it has read.
     """
 
     def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpp" / "tune"
         folder = usual if isinstance(keep, bool) else Path(keep)
         self._path = folder / name if keep is not False and jax.process_index() == 0 else None
-        text, self.remark = self._read()
+        self._found, self.remark = self._read()
         if several:
-            text, self.remark = json.loads(texts_of_all(json.dumps([text, self.remark]))[0])
-        self._found: dict[str, dict[str, Any]] = json.loads(text)["found"] if text else {}
+            self._found, self.remark = json.loads(texts_of_all(json.dumps([self._found, self.remark]))[0])
 
     def get(self, kind: str, name: str) -> Any:
-        """What was kept under this name; None if nothing was."""
         return self._found.get(kind, {}).get(name)
+
+    def known(self, kind: str, name: str, ask: Callable[[], Any]) -> Any:
+        value = self.get(kind, name)
+        if value is None:
+            value = ask()
+            self.put(kind, name, value)
+        return value
 
     def put(self, kind: str, name: str, value: Any) -> None:
         """Keep a result, as JSON has it. A file that cannot be written is a remark, and no error."""
@@ -571,15 +468,15 @@ class _Results:
             with suppress(OSError):
                 partial.unlink()
 
-    def _read(self) -> tuple[str, str]:
-        """The text of the file, if it holds results; and what is wrong with it, if something is."""
-        path = self._path
-        if path is None or not path.exists():
-            return "", ""
+    def _read(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """The results in the file; and what is wrong with it, if something is."""
+        if self._path is None or not self._path.exists():
+            return {}, ""
+        wrong = "it is no file of jaxpp.tune"
         try:
-            text = path.read_text()
-            said = json.loads(text)
-            good = said["kind"] == _KIND and all(isinstance(each, dict) for each in said["found"].values())
+            said = json.loads(self._path.read_text())
+            if said["kind"] == _KIND and all(isinstance(each, dict) for each in said["found"].values()):
+                return said["found"], ""
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return "", f"{path} is ignored, and will be written anew: {type(error).__name__}: {error}"
-        return (text, "") if good else ("", f"{path} is ignored, and will be written anew: it is no file of jaxpp.tune")
+            wrong = f"{type(error).__name__}: {error}"
+        return {}, f"{self._path} is ignored, and will be written anew: {wrong}"

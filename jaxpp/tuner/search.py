@@ -1,31 +1,190 @@
-"""The search: families are measured, all candidates simulated, those that fit are kept, and the best few are run.
+"""Which pipelines ``tune`` looks at, and the search among them.
 
-Memory is asked for last, because that takes longer than to simulate: of candidates in the order of their predicted time, until as
-many fit as will be run. Without a budget nothing depends on how long the search takes, so it finds the same in every process. With
-a budget, the family that promises most is measured next, by what a family that was measured lets expect of it (``estimate``).
+A candidate is the options of one pipeline. Candidates that run the same stage programs are a *family*: they have the same cuts, the
+same microbatch size, keep the same residuals, and split their backwards alike. To trace, cut, compile and measure a family costs
+seconds. Which schedule orders the programs, which rank runs them, and whether residuals wait in host memory makes no other program,
+so candidates are only simulated, which costs milliseconds. By default there are many candidates, of few numbers of microbatches:
+powers of two times the ranks, from half as many as there are ranks. Where a number near a power of two divides the batch evenly, it
+stands for the power, since microbatches of one size need one set of programs.
+
+Of the candidates that fit, the best few are run. Memory is asked for last, because that takes longer than to simulate: of the
+fastest by prediction, until as many fit as will be run. Without a budget nothing depends on how long the search takes, so every
+process finds the same. With a budget, the family that promises most is measured next (``estimate``).
 """
 
+import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from tqdm import tqdm
 
-from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.errors import ArgumentError, JaxppError, ScheduleError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.offload import offloads
+from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.knobs import Candidate, Family, Space, candidates
-
-__all__ = ["Limits", "Machine", "Row", "SearchResult", "estimate", "nearest", "search"]
+from jaxpp.types import Arguments
 
 _PATIENCE = 1  # seconds before a progress bar shows
-_SAVES = ("least", "offload", "recompute")
-"""What stages may keep where memory is short: as few bytes as repeat no work; the same, in host memory; their inputs alone."""
+_SAVES = ("least", "offload", "recompute")  # what stages may keep where memory is short
+_POWERS = range(-1, 4)  # of two: the numbers of microbatches in parts of the number of ranks
+
+
+class Family(NamedTuple):
+    """What candidates with the same stage programs have in common."""
+
+    num_stages: int
+    num_microbatches: int  # of a batch; with the batch it says the size of a microbatch
+    remat: str  # ``"least"``, ``"keep"`` or ``"recompute"``, the same for all stages
+    balance: str  # what the stages have equal amounts of
+    splits: bool  # whether backwards are split into I and W
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        recompute = ", recomputed" * (self.remat == "recompute")
+        return f"{_counted(self.num_stages, 'stage')}, {_counted(self.num_microbatches, 'microbatch', 'es')}{recompute}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The options of one pipeline."""
+
+    schedule: Schedule  # made for its ranks, stages and microbatches, under a name that ``Pipeline`` takes
+    remat: str = "least"  # ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, the same for all stages
+    balance: str = "flops"  # what the stages have equal amounts of
+
+    @cached_property
+    def family(self) -> Family:
+        """The family whose programs it runs; offloading keeps what ``"least"`` keeps."""
+        kept, schedule = "least" if self.remat == "offload" else self.remat, self.schedule
+        splits = any(action.kind == Kind.W for row in schedule.rows for action in row)
+        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits)
+
+    @property
+    def offload(self) -> tuple[int | None, ...]:
+        """``except_last`` of each stage, as ``schedule.offload.offloads`` takes it; None of each where nothing is offloaded."""
+        return (1 if self.remat == "offload" else None,) * self.schedule.num_stages
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each rank runs."""
+        return self.schedule.num_stages // self.schedule.num_ranks
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        schedule, *others = (knob.phrase(knob.value(self)) for knob in KNOBS)
+        return f"{schedule} with {', '.join(others)}"
+
+    @property
+    def options(self) -> Arguments:
+        """The arguments of ``Pipeline`` that differ; the schedule itself where a rank has more stages than its name stands for."""
+        schedule = self.schedule
+        named = schedule.name in SCHEDULES and SCHEDULES[schedule.name].stages_per_rank == self.stages_per_rank
+        sizes: Arguments = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
+        return {**sizes, "schedule": schedule.name if named else schedule, "remat": self.remat, "balance": self.balance}
+
+
+class Knob(NamedTuple):
+    """A choice between candidates."""
+
+    name: str  # of its column in a table; a sentence about it begins with this name
+    value: Callable[[Candidate], int | str]  # what a candidate chose
+    phrase: Callable[[int | str], str]  # a value among the options of a candidate
+    words: Callable[[int | str], str] = str  # a value in a sentence about the knob
+    turns: tuple[str, ...] = ()  # the knobs that turn with it: candidates that differ in it alone may differ in these too
+
+
+_OTHERS = ("schedule", "microbatches", "stages a rank", "balance", "remat")
+KNOBS = (
+    Knob("schedule", lambda c: c.schedule.name, str),
+    Knob("ranks", lambda c: c.schedule.num_ranks, lambda n: _counted(n, "rank"), turns=_OTHERS),
+    Knob("microbatches", lambda c: c.schedule.num_microbatches, lambda n: _counted(n, "microbatch", "es")),
+    Knob("stages a rank", lambda c: c.stages_per_rank, lambda n: f"{_counted(n, 'stage')} a rank", turns=("schedule",)),
+    Knob("balance", lambda c: c.balance, "balance={!r}".format, repr),
+    Knob("remat", lambda c: c.remat, "remat={!r}".format, repr),
+)
+
+
+def _counted(number: int | str, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is looked at: every combination of these is a candidate, if there is such a schedule."""
+
+    num_examples: int  # of the batch: each microbatch has at least one of them
+    num_ranks: tuple[int, ...]
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    stages_per_rank: tuple[int, ...] = (1, 2)
+    num_microbatches: tuple[int, ...] = ()  # numbers of microbatches; the usual ones if none are given, and 1 for ``naive``
+    remat: tuple[str, ...] = ("least",)  # what stages keep: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``
+    balance: tuple[str, ...] = ("flops",)  # what stages have equal amounts of
+    in_order: bool = False  # whether each stage must run its forwards in order, because the loss has a model state
+
+
+def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:
+    """The numbers of microbatches that are looked at unless others are asked for.
+
+    Example:
+        >>> usual_microbatches(num_examples=96, num_ranks=4)
+        (2, 4, 8, 16, 32)
+        >>> usual_microbatches(num_examples=10, num_ranks=4)
+        (2, 5, 10)
+    """
+    divisors = [n for n in range(1, num_examples + 1) if num_examples % n == 0]
+    counts = set[int]()
+    for power in _POWERS:
+        wanted = max(1, math.ceil(num_ranks * 2.0**power))
+        near = min(divisors, key=lambda n, wanted=wanted: abs(math.log2(n / wanted)))
+        if abs(math.log2(near / wanted)) < 0.5:
+            counts.add(near)
+        elif wanted <= num_examples:
+            counts.add(wanted)
+    return tuple(sorted(counts))
+
+
+def candidates(space: Space) -> tuple[Candidate, ...]:
+    """All candidates, each once; residuals that would never leave their device make no candidate of their own."""
+    every: dict[Candidate, None] = {}
+    for schedule in _schedules(space):
+        for balance in space.balance:
+            for remat in space.remat:
+                candidate = Candidate(schedule, remat, balance)
+                if remat != "offload" or offloads(schedule.rows, candidate.offload):
+                    every.setdefault(candidate)
+    return tuple(every)
+
+
+def _schedules(space: Space) -> Iterator[Schedule]:
+    for ranks in space.num_ranks:
+        usual = usual_microbatches(space.num_examples, ranks)
+        for name in space.schedules:
+            recipe = SCHEDULES[name]
+            for v in (v for v in space.stages_per_rank if v == recipe.stages_per_rank or (recipe.varies and v > 1)):
+                for count in space.num_microbatches or ((1,) if name == "naive" else usual):
+                    with contextlib.suppress(ScheduleError):  # there is none of these sizes
+                        schedule = make(name, ranks, count, v)
+                        if count <= space.num_examples and not (space.in_order and _is_mixed(schedule)):
+                            yield schedule
+
+
+def _is_mixed(schedule: Schedule) -> bool:
+    """Whether some stage runs its forwards in another order than that of the microbatches."""
+    forwards = [action for action in schedule.order if action.kind == Kind.F]
+    rows = [[action.microbatch for action in forwards if action.stage == stage] for stage in range(schedule.num_stages)]
+    return any(row != sorted(row) for row in rows)
 
 
 class Machine(Protocol):
@@ -45,37 +204,22 @@ class Machine(Protocol):
 
 
 class Limits(NamedTuple):
-    """What bounds a search.
+    """What bounds a search."""
 
-    Attributes:
-        hbm: bytes that each device has; None if that is not known.
-        seconds: how long families are measured; None to measure all.
-        num_measured: how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
-        processes: the process of each rank's device; one process unless given.
-        clock: seconds since some moment; in several processes, the same in all.
-    """
-
-    hbm: int | None = None
-    seconds: float | None = None
-    num_measured: int = 3
-    processes: tuple[int, ...] = ()
-    clock: Callable[[], float] = time.perf_counter
+    hbm: int | None = None  # bytes that each device has; None if that is not known
+    seconds: float | None = None  # how long families are measured; None to measure all
+    num_measured: int = 3  # how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
+    processes: tuple[int, ...] = ()  # the process of each rank's device; one process unless given
+    clock: Callable[[], float] = time.perf_counter  # seconds since some moment; in several processes, the same in all
 
 
 class Row(NamedTuple):
-    """A candidate with what is known of it.
+    """A candidate with what is known of it."""
 
-    Attributes:
-        candidate: its options.
-        predicted: seconds of a step.
-        peaks: bytes that the device of each rank holds at its peak; None if that was not asked.
-        measured: seconds of a step as it ran; None if it did not run.
-    """
-
-    candidate: Candidate
-    predicted: float
-    peaks: tuple[int, ...] | None = None
-    measured: float | None = None
+    candidate: Candidate  # its options
+    predicted: float  # seconds of a step
+    peaks: tuple[int, ...] | None = None  # bytes that the device of each rank holds at its peak; None if that was not asked
+    measured: float | None = None  # seconds of a step as it ran; None if it did not run
 
     @property
     def peak(self) -> int | None:
@@ -84,39 +228,20 @@ class Row(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        best: the choice.
-        rows: all candidates that were simulated, the fastest by prediction first.
-        costs: of the families that were measured.
-        left_out: why families or candidates could not be used.
-        unseen: families that the budget left no time for.
-    """
-
-    best: Row
-    rows: tuple[Row, ...]
-    costs: Mapping[Family, StepCosts]
-    left_out: Mapping[Family | Candidate, JaxppError]
-    unseen: tuple[Family, ...]
+    best: Row  # the choice
+    rows: tuple[Row, ...]  # all candidates that were simulated, the fastest by prediction first
+    costs: Mapping[Family, StepCosts]  # of the families that were measured
+    left_out: Mapping[Family | Candidate, JaxppError]  # why families or candidates could not be used
+    unseen: tuple[Family, ...]  # families that the budget left no time for
 
 
 _UNLIMITED = Limits()
 
 
 def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False) -> SearchResult:
-    """The candidate whose step takes the least time, of those that fit.
-
-    Args:
-        machine: says what families cost, what candidates hold, and how long their steps take.
-        space: what is looked at.
-        limits: memory, time, and how many candidates are run.
-        saves: whether residuals may be offloaded or recomputed as well, if the fastest candidate does not fit.
-
-    Raises:
-        ArgumentError: no candidate, none that fits, or a budget too short for one family.
-        JaxppError: what the machine raised, if it could measure no family.
-    """
+    """The candidate whose step takes the least time, of those that fit; with ``saves`` stages may offload or recompute for that."""
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
         run = _Search(machine, limits, bar)
         run.add(candidates(space))
@@ -148,11 +273,6 @@ class _Search:
         return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes)
 
     def add(self, more: Sequence[Candidate]) -> None:
-        """Measure the families of more candidates, and simulate them.
-
-        Raises:
-            JaxppError: what the machine raised first, if no family could be measured.
-        """
         if not self.candidates and not more:
             rule = "there is a schedule of the sizes asked for, and at least one example for each microbatch"
             raise ArgumentError("jaxpp.tune(...)", rule, "no candidate", "allow more schedules, or other counts")
@@ -192,11 +312,7 @@ class _Search:
             return min(waiting, key=lambda family: (family not in usual, family.num_microbatches))
         if self.limits.seconds is None:
             return waiting[0]
-        best = dict.fromkeys(waiting, math.inf)
-        for candidate in self.candidates:
-            if candidate.family in best:
-                best[candidate.family] = min(best[candidate.family], self._promise(candidate))
-        return min(waiting, key=best.__getitem__)
+        return min((candidate for candidate in self.candidates if candidate.family in waiting), key=self._promise).family
 
     def _promise(self, candidate: Candidate) -> float:
         """The seconds of a step, by what the nearest family costs."""
@@ -211,12 +327,7 @@ class _Search:
         return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
     def result(self) -> SearchResult:
-        """Run the best candidates that fit, and choose.
-
-        Raises:
-            ArgumentError: none fits.
-            JaxppError: what the machine raised, if no candidate could be run.
-        """
+        """Run the best candidates that fit, and choose."""
         fitting, measured = list[Candidate](), dict[Candidate, float]()
         self.bar.total += self.limits.num_measured
         ordered = self.ordered()
@@ -266,8 +377,8 @@ def nearest(family: Family, known: Sequence[Family]) -> Family:
 def estimate(family: Family, other: Family, costs: StepCosts, num_ranks: int) -> StepCosts:
     """What a family may cost, by what another one does; it decides which family is measured next, and nothing else.
 
-    A stage takes time in proportion to its part of the model and to the size of a microbatch, as does what it sends. To hand over
-    an action takes as long for any size. To recompute costs one more forward.
+    Computing and sending are in proportion to the size of a stage and a microbatch; to hand over an action takes as long for any
+    size; to recompute costs one more forward.
     """
     part, size = other.num_stages / family.num_stages, other.num_microbatches / family.num_microbatches
     count = family.num_stages

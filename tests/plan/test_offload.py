@@ -17,8 +17,7 @@ import jaxpp
 from jaxpp import options as options_module
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.plan.builder import Builder, MemoryCopy, Name
-from jaxpp.plan.offload import leave_out_needless
+from jaxpp.plan.builder import Builder, MemoryCopy, Name, leave_out_needless
 from jaxpp.runtime import not_public, send
 from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.action import Action, Kind

@@ -9,8 +9,8 @@ import pytest
 
 import jaxpp
 from jaxpp.schedule import make
-from jaxpp.tuner.knobs import Candidate
 from jaxpp.tuner.machine import Devices
+from jaxpp.tuner.search import Candidate
 from tests.processes.processes import launch
 from tests.processes.test_process_observe import BATCH, PARAMS, loss_fn
 

@@ -18,8 +18,8 @@ from jaxpp.observe.evaluate import step_seconds
 from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
-from jaxpp.tuner.knobs import Candidate, Family
 from jaxpp.tuner.machine import Devices, _Pace, fitted, one_at_a_time, plain_schedule
+from jaxpp.tuner.search import Candidate, Family
 from tests.models import gpt_case, mlp_case
 
 CASE = mlp_case(batch_size=12, width=8, depth=7)
@@ -240,7 +240,7 @@ def test_fitted_costs_predict_the_step_that_was_run(machine, seconds):
 def test_families_that_hardly_fit_are_measured_one_microbatch_at_a_time(tmp_path, monkeypatch):
     machine, family = devices(tmp_path, devices=jax.devices()[:2]), Family(2, 6, "least", "flops", splits=False)
     usual = plain_schedule(family, 2)
-    single = one_at_a_time(family, usual)
+    single = one_at_a_time(usual)
     most, least = (max(machine.peaks(Candidate(schedule))) for schedule in (usual, single))
     assert least < most
     ran = []
@@ -290,7 +290,7 @@ def test_seconds_are_those_at_the_speed_that_the_machine_had_at_first():
     speed = itertools.repeat(1.0)
     found = pace.timed(reference, budget=1.0)
     assert (found.seconds, found.factor) == (0.2, 1.0)
-    pace.begin(reference, found.seconds)
+    pace = _Pace(reference, found.seconds)
     speed = itertools.repeat(1.6)
     found = pace.timed(other, budget=5.0)
     assert math.isclose(found.seconds, 0.3)

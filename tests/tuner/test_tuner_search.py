@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpp.errors import ArgumentError, CutError
 from jaxpp.schedule import SCHEDULES, make
-from jaxpp.tuner.knobs import Candidate, Family, Space, candidates, usual_microbatches
-from jaxpp.tuner.search import Limits, estimate, nearest, search
+from jaxpp.tuner.search import Candidate, Family, Limits, Space, candidates, estimate, nearest, search, usual_microbatches
 from tests.tuner.virtual_machine import MIB, Virtual, everything
 
 SAVES = ("least", "offload", "recompute")
