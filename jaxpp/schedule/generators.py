@@ -8,8 +8,6 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import ActionRow
 
-__all__ = ["can_interleave", "gpipe", "interleaved", "looped_bfs", "naive", "one_f_one_b", "zb_h1", "zb_h2"]
-
 
 def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     """One microbatch at a time, through all stages and back: the textbook picture of an idle pipeline.

@@ -13,26 +13,19 @@ from jaxpp.schedule.generators import can_interleave, gpipe, interleaved, looped
 from jaxpp.schedule.v_shape import dualpipe_v, v_half, v_min, zb_v
 from jaxpp.schedule.validate import check_counts
 
-__all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a schedule, and for which sizes there is one.
-
-    Attributes:
-        build: ``build(num_ranks, num_microbatches)``, or ``build(num_ranks, num_microbatches, stages_per_rank)`` if they vary.
-        stages_per_rank: unless asked for otherwise.
-        varies: whether any number of stages a rank will do.
-        allows: whether there is a schedule for these ranks and microbatches.
-        rule: what ``allows`` asks for, in words.
-    """
+    """How to build a schedule, and for which sizes there is one."""
 
     build: Callable[..., Schedule]
+    """``build(num_ranks, num_microbatches)``, with ``stages_per_rank`` behind them if these vary."""
     stages_per_rank: int = 1
     varies: bool = False
+    """Whether any number of stages a rank will do."""
     allows: Callable[[int, int], bool] = lambda num_ranks, num_microbatches: True  # noqa: ARG005
     rule: str = ""
+    """What ``allows`` asks of ranks and microbatches, in words."""
 
 
 SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
@@ -99,18 +92,13 @@ def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_
     m = num_ranks * v if num_microbatches is None else int(num_microbatches)
     if not recipe.allows(num_ranks, m):
         near = " or ".join(f"num_microbatches={n}" for n in _nearest(m, lambda n: recipe.allows(num_ranks, n)))
-        raise ScheduleError(
-            where, f"{name} runs where {recipe.rule}", f"num_ranks={num_ranks}, num_microbatches={m}", f"pass {near}"
-        )
+        got = f"num_ranks={num_ranks}, num_microbatches={m}"
+        raise ScheduleError(where, f"{name} runs where {recipe.rule}", got, f"pass {near}")
     return recipe.build(num_ranks, m, v) if recipe.varies else recipe.build(num_ranks, m)
 
 
 def make_for_stages(name: str, *, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule called ``name`` for a pipeline of ``num_stages``, with the stages a rank that the schedule is made for.
-
-    Raises:
-        ScheduleError: as ``make``, and a number of stages that does not split over the ranks.
-    """
+    """The schedule called ``name`` for a pipeline of ``num_stages``, with the stages a rank that the schedule is made for."""
     v = _find(name).stages_per_rank
     if num_stages % v:
         near = " or ".join(f"num_stages={n}" for n in _nearest(num_stages, lambda n: n % v == 0))
@@ -123,11 +111,9 @@ def _find(name: str) -> Recipe:
     if isinstance(name, str) and name in SCHEDULES:
         return SCHEDULES[name]
     if isinstance(name, str) and name in _FORWARDS:
-        rule, fix = (
-            f"a step needs backwards, and {name!r} has forwards only",
-            f"use another name, or jaxpp.schedule.{_FORWARDS[name]}",
-        )
-        raise ScheduleError(f"schedule {name!r}", rule, repr(name), f"{fix} where nothing trains")
+        rule = f"a step needs backwards, and {name!r} has forwards only"
+        fix = f"use another name, or jaxpp.schedule.{_FORWARDS[name]} where nothing trains"
+        raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))
     fix = f"write {near[0]!r}" if near else "pass one of these names, or a Schedule"
@@ -135,6 +121,5 @@ def _find(name: str) -> Recipe:
 
 
 def _nearest(size: int, allowed: Callable[[int], bool]) -> Iterator[int]:
-    """The nearest sizes that are allowed, below and above."""
     yield from itertools.islice((n for n in range(size, 0, -1) if allowed(n)), 1)
     yield from itertools.islice((n for n in itertools.count(size) if allowed(n)), 1)

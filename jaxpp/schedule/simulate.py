@@ -42,8 +42,6 @@ from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.validate import is_count
 from jaxpp.tables import html_table, table_lines
 
-__all__ = ["Costs", "PrefetchSimulation", "Simulation", "simulate", "simulate_prefetch"]
-
 _MOST = 1e100  # of a cost
 _Span = tuple[Number, Number]
 

@@ -35,8 +35,6 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import ActionRow
 
-__all__ = ["dualpipe_v", "v_half", "v_min", "zb_v"]
-
 _PERIOD = 6
 
 

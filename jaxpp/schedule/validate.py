@@ -19,18 +19,6 @@ from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.clock import ActionRow, Times, dependencies
 
-__all__ = [
-    "check_complete",
-    "check_counts",
-    "check_groups",
-    "check_owners",
-    "check_runs",
-    "count",
-    "infer_owners",
-    "is_count",
-    "read_rows",
-]
-
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
 _RUN = 8

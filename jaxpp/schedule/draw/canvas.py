@@ -22,36 +22,6 @@ from typing import Any, NamedTuple
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
 
-__all__ = [
-    "BAR",
-    "CSS_DPI",
-    "DOT",
-    "IDLE",
-    "INK",
-    "WORDS",
-    "Axes",
-    "Entry",
-    "Figure",
-    "Look",
-    "Panel",
-    "colour_of",
-    "draw_bars",
-    "draw_boxes",
-    "draw_key",
-    "draw_rows",
-    "fit_page",
-    "group_colour",
-    "has_matplotlib",
-    "inside",
-    "matplotlib_module",
-    "new_figure",
-    "page",
-    "page_width",
-    "points_of",
-    "shade",
-    "write_numbers",
-]
-
 Axes = Any
 Figure = Any
 """matplotlib's; it is optional, so its classes cannot be imported here."""

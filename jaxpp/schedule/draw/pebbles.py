@@ -38,8 +38,6 @@ from jaxpp.schedule.draw.canvas import (
 from jaxpp.schedule.draw.timeline import Timeline, extents, looks, scaled, shortest, timeline_key
 from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peaks, places
 
-__all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
-
 _MOST_PEBBLES = 9  # that are drawn one by one
 _DOT, _SMALLEST_DOT = 3.2, 0.9  # points: the radius of the largest pebble, and of the smallest that can be seen
 _COLUMN = 6.0  # points that a column of pebbles has at least, in a pair

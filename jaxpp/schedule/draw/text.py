@@ -17,8 +17,6 @@ from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import Copied, Timeline, timeline
 from jaxpp.tables import fold_lines, terminal_columns
 
-__all__ = ["Drawing", "Drawn", "figure_html"]
-
 _GROUPS = string.digits + string.ascii_lowercase
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes

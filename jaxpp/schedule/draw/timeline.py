@@ -29,8 +29,6 @@ from jaxpp.schedule.draw.canvas import (
     write_numbers,
 )
 
-__all__ = ["Copied", "Timeline", "draw_timeline", "extents", "looks", "room", "scaled", "shortest", "timeline", "timeline_key"]
-
 _REST, _SENT, _OUT, _BACK = "#8C8C8C", "#D55E00", "#00684B", "#7AC2A8"  # what is no action, what arrives, copies to the host, back
 _UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
 _MOST_NAMED = 12  # groups that a key names one by one
