@@ -29,7 +29,7 @@ Controllable Memory, arXiv:2405.15362.
 """
 
 from collections import Counter, deque
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -41,86 +41,97 @@ _PERIOD = 6
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """As many forwards first as it takes to never wait for a cotangent."""
     full = max(num_microbatches, 2 * num_ranks - 1)
-    rows = (_zb_v_row(rank, num_ranks, full) for rank in range(num_ranks))
-    return _v("zb-v", num_ranks, tuple(tuple(a for a in row if a.microbatch < num_microbatches) for row in rows))
+    rows = []
+    for rank in range(num_ranks):
+        after = num_ranks - rank
+        phases = [
+            (2 * after - 1, "dF"),
+            (rank, "uF dF"),
+            (after, "uF uI uW"),
+            (full - 2 * num_ranks + rank + 1, "dF dI dW uF uI uW"),
+            (after - 1, "dI dW uF uI uW"),
+            (rank, "dI uI"),
+            (after, "dI dW"),
+            (full, "uW"),
+            (full, "dW"),
+        ]
+        rows.append(tuple(a for a in _written(rank, num_ranks, phases) if a.microbatch < num_microbatches))
+    return _v("zb-v", num_ranks, rows)
 
 
-def _v(name: str, num_ranks: int, rows: tuple[ActionRow, ...]) -> Schedule:
-    return Schedule(name, rows, (*range(num_ranks), *reversed(range(num_ranks))))
+def _v(name: str, num_ranks: int, rows: Sequence[ActionRow]) -> Schedule:
+    return Schedule(name, tuple(rows), (*range(num_ranks), *reversed(range(num_ranks))))
 
 
-def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    after, m = num_ranks - rank, num_microbatches
-    down = {kind: iter([Action(rank, kind, i) for i in range(m)]) for kind in Kind}
-    up = {kind: iter([Action(2 * num_ranks - 1 - rank, kind, i) for i in range(m)]) for kind in Kind}
-    plan = [
-        (2 * after - 1, [down[Kind.F]]),
-        (rank, [up[Kind.F], down[Kind.F]]),
-        (after, [up[Kind.F], up[Kind.I], up[Kind.W]]),
-        (m - 2 * num_ranks + rank + 1, [down[Kind.F], down[Kind.I], down[Kind.W], up[Kind.F], up[Kind.I], up[Kind.W]]),
-        (after - 1, [down[Kind.I], down[Kind.W], up[Kind.F], up[Kind.I], up[Kind.W]]),
-        (rank, [down[Kind.I], up[Kind.I]]),
-        (after, [down[Kind.I], down[Kind.W]]),
-        (m, [up[Kind.W]]),
-        (m, [down[Kind.W]]),
-    ]
-    return [action for times, kinds in plan for _ in range(times) for kind in kinds if (action := next(kind, None))]
+def _written(rank: int, num_ranks: int, phases: Sequence[tuple[int, str]]) -> ActionRow:
+    """A row of phases, each so many times some words.
 
-
-class _Block(NamedTuple):
-    """The path of one microbatch, in slots.
-
-    Attributes:
-        steps: from one rank to the next, for F down the V, F up, I down (back through the upper half), I up.
-        turns: from the last F down to the first F up; from the last F to the first I; from the last I down to the first I up.
+    ``dF`` is the next forward of the rank's stage on the way down the V, ``uI`` the next backward of its stage on the way up;
+    ``dW`` is the weight gradient that its stage owes longest, ``W`` that of either stage; nothing if none is owed.
     """
-
-    steps: tuple[int, int, int, int]
-    turns: tuple[int, int, int]
-
-    def starts(self, rank: int, num_ranks: int) -> tuple[int, int, int, int]:
-        """When the rank runs F of its lower stage, F and I of its upper, I of its lower."""
-        last = num_ranks - 1
-        (forth, up, back, home), (first, second, third) = self.steps, self.turns
-        top = forth * last + first
-        middle = top + up * last + second
-        end = middle + back * last + third
-        return forth * rank, top + up * (last - rank), middle + back * rank, end + home * (last - rank)
+    stages = {"d": rank, "u": 2 * num_ranks - 1 - rank}
+    row, owed = list[Action](), list[Action]()
+    following = Counter[tuple[int, bool]]()
+    for times, words in phases:
+        for word in words.split() * times:
+            kind, stage = Kind(word[-1]), stages.get(word[0])
+            if kind == Kind.W:
+                due = next((action for action in owed if stage in (None, action.stage)), None)
+                if due is not None:
+                    owed.remove(due)
+                    row.append(due)
+                continue
+            assert stage is not None  # only W goes without
+            action = Action(stage, kind, following[stage, kind == Kind.F])
+            following[stage, kind == Kind.F] += 1
+            row.append(action)
+            if kind == Kind.I:
+                owed.append(action._replace(kind=Kind.W))
+    return tuple(row)
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Half of 1f1b's residuals, for about half of its bubble."""
-    turns = (2, 1, 1) if num_ranks % 2 else (4, 1, 5)
-    return _repeat("v-half", _Block((2, 1, 2, 1), turns), num_ranks, num_microbatches)
+    return _repeat("v-half", (2, 1, 2, 1), (2, 1, 1) if num_ranks % 2 else (4, 1, 5), num_ranks, num_microbatches)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """A third of 1f1b's residuals, for about two thirds of its bubble."""
-    turns = (1, 1, 1) if num_ranks % 3 else (3, 1, 3)
-    return _repeat("v-min", _Block((1, 1, 1, 1), turns), num_ranks, num_microbatches)
+    return _repeat("v-min", (1, 1, 1, 1), (1, 1, 1) if num_ranks % 3 else (3, 1, 3), num_ranks, num_microbatches)
 
 
-def _repeat(name: str, block: _Block, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The block of every microbatch, a period apart; weight gradients in the first slots left free."""
+def _repeat(
+    name: str, steps: tuple[int, int, int, int], turns: tuple[int, int, int], num_ranks: int, num_microbatches: int
+) -> Schedule:
+    """The block of every microbatch, a period apart; weight gradients in the first slots left free.
+
+    A block takes so many slots for a step from one rank to the next, for F down the V, F up, I down (back through the upper half)
+    and I up; and for the turns from the last F down to the first F up, on to the first I, and on to the first I up.
+    """
+    (forth, up, back, home), last = steps, num_ranks - 1
+    top = forth * last + turns[0]
+    middle = top + up * last + turns[1]
+    end = middle + back * last + turns[2]
     rows = []
     for rank in range(num_ranks):
-        down, up = rank, 2 * num_ranks - 1 - rank
-        path = zip(block.starts(rank, num_ranks), (down, up, up, down), (Kind.F, Kind.F, Kind.I, Kind.I), strict=True)
+        above = 2 * num_ranks - 1 - rank
+        path = (
+            (forth * rank, rank, Kind.F),
+            (top + up * (last - rank), above, Kind.F),
+            (middle + back * rank, above, Kind.I),
+            (end + home * (last - rank), rank, Kind.I),
+        )
         slots = {start + _PERIOD * i: Action(stage, kind, i) for start, stage, kind in path for i in range(num_microbatches)}
-        rows.append(_fill(slots))
-    return _v(name, num_ranks, tuple(rows))
-
-
-def _fill(slots: dict[int, Action]) -> ActionRow:
-    row: list[Action] = []
-    owed: deque[Action] = deque()
-    for slot in range(min(slots), max(slots) + 1):
-        if slot in slots:
-            row.append(slots[slot])
-            owed += [row[-1]._replace(kind=Kind.W)] * (row[-1].kind == Kind.I)
-        elif owed:
-            row.append(owed.popleft())
-    return (*row, *owed)
+        row: list[Action] = []
+        owed: deque[Action] = deque()
+        for slot in range(min(slots), max(slots) + 1):
+            if slot in slots:
+                row.append(slots[slot])
+                owed += [row[-1]._replace(kind=Kind.W)] * (row[-1].kind == Kind.I)
+            elif owed:
+                row.append(owed.popleft())
+        rows.append((*row, *owed))
+    return _v(name, num_ranks, rows)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -143,57 +154,19 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Reference: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, and the DualPipe notes on the cut-in-half variant.
     """
-    return _v("dualpipe-v", num_ranks, tuple(_dualpipe_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)))
-
-
-def _dualpipe_row(rank: int, num_ranks: int, num_microbatches: int) -> ActionRow:
-    down, up, after = rank, 2 * num_ranks - 1 - rank, num_ranks - rank - 1
-    writer = _Writer()
-    for _ in range(2 * after):
-        writer.write(down, Kind.F)
-    for _ in range(rank + 1):
-        writer.write(down, Kind.F)
-        writer.write(up, Kind.F)
-    for _ in range(after):
-        writer.write(up, Kind.I)
-        writer.write_weight()
-        writer.write(up, Kind.F)
-    for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
-        writer.write(down, Kind.F)
-        writer.write(up, Kind.B)
-        writer.write(up, Kind.F)
-        writer.write(down, Kind.B)
-    for _ in range(after):
-        writer.write(up, Kind.B)
-        writer.write(up, Kind.F)
-        writer.write(down, Kind.B)
-    for k in range(2 * (rank + 1)):  # from the middle on, weight gradients are put off
-        writer.write(down if k % 2 else up, Kind.B if k <= rank else Kind.I)
-    for _ in range(after):
-        writer.write_weight()
-        writer.write(down, Kind.I)
-    while writer.owed:
-        writer.write_weight()
-    return tuple(writer.row)
-
-
-class _Writer:
-    """Writes a row: numbers the microbatches of each stage, and remembers the weight gradients still owed."""
-
-    def __init__(self):
-        self.row: list[Action] = []
-        self.owed: deque[Action] = deque()
-        self._next: Counter[tuple[int, bool]] = Counter()
-
-    def write(self, stage: int, kind: Kind) -> None:
-        """The next forward, or the next backward, of a stage."""
-        counter = stage, kind == Kind.F
-        self.row.append(Action(stage, kind, self._next[counter]))
-        if kind == Kind.I:
-            self.owed.append(Action(stage, Kind.W, self._next[counter]))
-        self._next[counter] += 1
-
-    def write_weight(self) -> None:
-        """The weight gradient owed longest, if there is one."""
-        if self.owed:
-            self.row.append(self.owed.popleft())
+    rows = []
+    for rank in range(num_ranks):
+        after = num_ranks - rank - 1
+        phases = [
+            (2 * after, "dF"),
+            (rank + 1, "dF uF"),
+            (after, "uI W uF"),
+            (num_microbatches - 2 * num_ranks + rank + 1, "dF uB uF dB"),
+            (after, "uB uF dB"),
+            # From the middle on, weight gradients are put off.
+            *((1, "ud"[k % 2] + ("B" if k <= rank else "I")) for k in range(2 * (rank + 1))),
+            (after, "W dI"),
+            (num_microbatches, "W W"),
+        ]
+        rows.append(_written(rank, num_ranks, phases))
+    return _v("dualpipe-v", num_ranks, rows)
