@@ -346,6 +346,9 @@ class RingIdle(NamedTuple):
     dispatch: Number
 
 
+Causes = tuple[Idle, ...] | tuple[RingIdle, ...]
+
+
 def bubble_fraction(busy: Sequence[Number], length: Number) -> float:
     """Idle time over ranks x length, if each rank computes for its ``busy`` time."""
     return float(sum(length - time for time in busy) / (len(busy) * length)) if length else 0.0
@@ -359,7 +362,7 @@ def idle_causes(
     busy: Sequence[Number],
     length: Number,
     num_groups: Awaited = None,
-) -> tuple[Idle, ...] | tuple[RingIdle, ...]:
+) -> Causes:
     """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
     The clock runs with the durations of all stages made equal, then with the durations as they are, then with transfers and the
