@@ -346,7 +346,7 @@ class RingIdle(NamedTuple):
     dispatch: Number
 
 
-Causes = tuple[Idle, ...] | tuple[RingIdle, ...]
+Idles = tuple[Idle, ...] | tuple[RingIdle, ...]
 
 
 def bubble_fraction(busy: Sequence[Number], length: Number) -> float:
@@ -362,7 +362,7 @@ def idle_causes(
     busy: Sequence[Number],
     length: Number,
     num_groups: Awaited = None,
-) -> Causes:
+) -> Idles:
     """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
     The clock runs with the durations of all stages made equal, then with the durations as they are, then with transfers and the

@@ -219,7 +219,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p.
     (*) and no rank idles between its first and its last action.
 
-    The order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of one microbatch, every
+    The order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of a microbatch, every
     six slots: the time a microbatch spends between F and W, over six, is what a rank holds. In v-min it moves on at once, one slot
     a stage; in v-half going down the V takes two. The slots at the turns make the blocks of all microbatches mesh on every rank.
     The last bits of gradients are those of zb-h1.

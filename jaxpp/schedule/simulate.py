@@ -20,7 +20,7 @@ from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Bar, Causes, Copies, Number, Times, Timing, bars, bubble_fraction, handed_over, idle_causes, replay
+from jaxpp.schedule.clock import Bar, Copies, Idles, Number, Times, Timing, bars, bubble_fraction, handed_over, idle_causes, replay
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied
 from jaxpp.schedule.offload import offloads
@@ -164,7 +164,7 @@ class Simulation(Drawn):
         return peaks(lifetimes(bars(self.schedule.rows, self.schedule.times)), self.schedule.stage_to_rank)
 
     @cached_property
-    def causes(self) -> Causes:
+    def causes(self) -> Idles:
         """Where each rank's idle time comes from: the clock run again with equal stages, without transfers, without the host.
 
         The parts of a ring tell what waiting for tokens costs, besides.
