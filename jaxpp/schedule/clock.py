@@ -197,7 +197,7 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
     # Nothing is sent before the first stage (index -1), or, but for the tokens of a ring, beyond the last one.
     timing = timing._replace(hops=(*timing.hops, *(0,) * (num_stages + 1 - len(timing.hops))))
     if timing.capacity is not None and timing.capacity < len(rows):
-        return _SharedClock(rows, timing, wiring, _HostLinks(timing, stage_to_rank)).run(timing.capacity)
+        return _replay_shared(rows, timing, wiring, _HostLinks(timing, stage_to_rank), timing.capacity)
     durations, hops, dispatched, overlap, *_ = timing
     links = _HostLinks(timing, stage_to_rank) if timing.offloaded else None
     done: dict[int, Number] = {-1: -math.inf}
@@ -255,71 +255,58 @@ def _wiring(rows: Sequence[ActionRow], num_stages: int, num_groups: Awaited) -> 
     return wire
 
 
-class _SharedClock:
+def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, links: _HostLinks, capacity: Number) -> Times:
     """The clock for ranks that share cores: it goes from event to event, an action that starts or one that ends.
 
     All ranks that compute have the same speed at any time. So the clock counts the work that each of them has done since the start,
     *served*; an action ends when served has grown by its duration, and one heap of such marks says which action ends next.
     """
+    starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
+    free: list[Number] = [0] * len(rows)
+    done, waiting = dict[int, Number]({-1: -math.inf}), dict[int, int]()
+    # When a rank starts its next action, and how much is served when a rank ends its action.
+    starting, running = list[tuple[Number, int]](), list[tuple[Number, int]]()
 
-    def __init__(self, rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, links: _HostLinks):
-        self.rows, self.timing, self.wiring, self.links = rows, timing, wiring, links
-        self.starts, self.ends = ([list[Number]() for _ in rows] for _ in range(2))
-        self.free: list[Number] = [0] * len(rows)
-        self.done: dict[int, Number] = {-1: -math.inf}
-        self.waiting: dict[int, int] = {}
-        self.starting: list[tuple[Number, int]] = []  # when a rank starts its next action
-        self.running: list[tuple[Number, int]] = []  # how much is served when a rank ends its action
-
-    def run(self, capacity: Number) -> Times:
-        """Go from event to event until nothing happens any more."""
-        now: Number = 0
-        served: Number = 0
-        for rank in range(len(self.rows)):
-            self._prepare(rank)
-        while self.starting or self.running:
-            num_active = len(self.running)
-            shared = num_active > capacity
-            if self.running:
-                left = self.running[0][0] - served
-                finish = max(now, now + (left * num_active / capacity if shared else left))
-                if not self.starting or finish <= self.starting[0][0]:
-                    served, rank = heapq.heappop(self.running)
-                    now = finish
-                    self._end(rank, now)
-                    continue
-            time, rank = heapq.heappop(self.starting)
-            served += (time - now) * capacity / num_active if shared else time - now
-            now = time
-            action = self.rows[rank][len(self.starts[rank])]
-            self.starts[rank].append(now)
-            heapq.heappush(self.running, (served + self.timing.durations.get(action, 0), rank))
-        return Times(tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends)), tuple(self.links.done.values()))
-
-    def _prepare(self, rank: int) -> None:
+    def prepare(rank: int) -> None:
         """Find out when a rank starts its next action, or what it waits for."""
-        row, number = self.rows[rank], len(self.starts[rank])
-        if number == len(row):
+        if len(starts[rank]) == len(rows[rank]):
             return
-        own, beside, _, arrives, _ = self.wiring(row[number])
-        if own not in self.done or beside not in self.done:
-            self.waiting[beside] = rank
+        action = rows[rank][len(starts[rank])]
+        own, beside, _, arrives, _ = wiring(action)
+        if own not in done or beside not in done:
+            waiting[beside] = rank
             return
-        ready = max(self.free[rank], self.done[beside] + self.timing.hops[arrives])
-        if self.timing.dispatched is not None:
-            ready = max(ready, self.timing.dispatched[row[number]])
-        heapq.heappush(self.starting, (self.links.start(row[number], ready), rank))
+        ready = max(free[rank], done[beside] + timing.hops[arrives])
+        if timing.dispatched is not None:
+            ready = max(ready, timing.dispatched[action])
+        heapq.heappush(starting, (links.start(action, ready), rank))
 
-    def _end(self, rank: int, now: Number) -> None:
-        """The action of a rank has ended: the rank goes on, and so does the rank that waited for it."""
-        action = self.rows[rank][len(self.ends[rank])]
-        _, _, result, _, sent = self.wiring(action)
-        self.ends[rank].append(now)
-        self.done[result] = now
-        self.free[rank] = self.links.end(action, now if self.timing.overlap else now + self.timing.hops[sent])
-        self._prepare(rank)
-        if result in self.waiting:
-            self._prepare(self.waiting.pop(result))
+    now: Number = 0
+    served: Number = 0
+    for rank in range(len(rows)):
+        prepare(rank)
+    while starting or running:
+        shared, left = len(running) > capacity, running[0][0] - served if running else math.inf
+        finish = max(now, now + (left * len(running) / capacity if shared else left))
+        if starting and starting[0][0] < finish:
+            time, rank = heapq.heappop(starting)
+            served += (time - now) * capacity / len(running) if shared else time - now
+            now = time
+            action = rows[rank][len(starts[rank])]
+            starts[rank].append(now)
+            heapq.heappush(running, (served + timing.durations.get(action, 0), rank))
+        else:
+            served, rank = heapq.heappop(running)
+            now = finish
+            action = rows[rank][len(ends[rank])]
+            _, _, result, _, sent = wiring(action)
+            ends[rank].append(now)
+            done[result] = now
+            free[rank] = links.end(action, now if timing.overlap else now + timing.hops[sent])
+            prepare(rank)
+            if result in waiting:
+                prepare(waiting.pop(result))
+    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()))
 
 
 class Idle(NamedTuple):

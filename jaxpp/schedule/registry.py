@@ -84,7 +84,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """1F1B with v stages on each rank, so that a microbatch passes every rank v times.
+    """1f1b with v stages on each rank, so that a microbatch passes every rank v times.
 
     ::
 
@@ -100,31 +100,19 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> 
 
     Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXiv:2104.04473, section 2.2.2.
     """
-    size = num_microbatches // _rounds(num_ranks, num_microbatches)
+    size = num_microbatches // max(1, num_microbatches // num_ranks)
 
-    def deal(kind: Kind, stages: list[int]) -> list[Action]:
+    def deal(kind: Kind, stages: Sequence[int]) -> list[Action]:
         """Rounds of ``size`` microbatches, each round through every stage before the next begins."""
         rounds = range(0, num_microbatches, size)
         return [Action(stage, kind, first + k) for first in rounds for stage in stages for k in range(size)]
 
     def row(rank: int) -> ActionRow:
-        stages, warm_up = _stages_of(rank, num_ranks, stages_per_rank), (stages_per_rank - 1) * size + 2 * (num_ranks - rank - 1)
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        warm_up = (stages_per_rank - 1) * size + 2 * (num_ranks - rank - 1)
         return _alternate(deal(Kind.F, stages), deal(Kind.B, stages[::-1]), warm_up)
 
     return Schedule("interleaved", tuple(map(row, range(num_ranks))), tuple(range(num_ranks)) * stages_per_rank)
-
-
-def can_interleave(num_ranks: int, num_microbatches: int) -> bool:
-    """Whether the microbatches split into equal rounds of about ``num_ranks``."""
-    return num_microbatches % _rounds(num_ranks, num_microbatches) == 0
-
-
-def _rounds(num_ranks: int, num_microbatches: int) -> int:
-    return max(1, num_microbatches // num_ranks)
-
-
-def _stages_of(rank: int, num_ranks: int, stages_per_rank: int) -> list[int]:
-    return [rank + num_ranks * k for k in range(stages_per_rank)]
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
@@ -146,7 +134,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> S
     """
     rows = []
     for rank in range(num_ranks):
-        stages = _stages_of(rank, num_ranks, stages_per_rank)
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
         forwards = [Action(stage, Kind.F, i) for stage in stages for i in range(num_microbatches)]
         rows.append((*forwards, *(action._replace(kind=Kind.B) for action in reversed(forwards))))
     return Schedule("looped-bfs", tuple(rows), tuple(range(num_ranks)) * stages_per_rank)
@@ -178,8 +166,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Rank r has 2 (p - r) - 1 forwards in flight and lags 2 r weight gradients behind, so residuals of min(m, 2 p - 1) microbatches
     on every rank. No rank idles between its first and its last action (m >= 2 p - 1), and the ranks end as staggered as they began:
-    the makespan is that of zb-h1, but where steps follow one another without a barrier nothing is lost. PyTorch has no generator
-    of it.
+    the makespan is that of zb-h1, but where steps follow one another without a barrier nothing is lost.
     """
     rows = (_split_row(r, num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks))
     return Schedule("zb-h2", tuple(rows))
@@ -382,7 +369,7 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
             interleaved,
             2,
             varies=True,
-            allows=can_interleave,
+            allows=lambda p, m: m % max(1, m // p) == 0,
             rule="the microbatches split into equal rounds, one for each time that the ranks go into them",
         ),
         "looped-bfs": Recipe(looped_bfs, 2, varies=True),
