@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from jaxpp.errors import ScheduleError
 
-__all__ = ["Action", "Kind", "parse"]
-
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _GRAMMAR = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
 
@@ -47,13 +45,7 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> Action:
-    """Read an action from its printed form; the inverse of ``str``.
-
-    Args:
-        text: such as ``"2F0"``; blanks around it are passed over.
-
-    Returns:
-        the action.
+    """Read an action from its printed form, blanks around it passed over; the inverse of ``str``.
 
     Raises:
         ScheduleError: the text is not a number, one of F B I W, a number.
@@ -64,11 +56,8 @@ def parse(text: str) -> Action:
     """
     match = _GRAMMAR.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ScheduleError(
-            "action",
-            "an action is written <stage><kind><microbatch>, the kind one of F, B, I, W",
-            repr(text) if len(repr(text)) < 80 else repr(text)[:80] + "...",
-            "write it like 2F0",
-        )
+        got = repr(text) if len(repr(text)) < 80 else repr(text)[:80] + "..."
+        rule = "an action is written <stage><kind><microbatch>, the kind one of F, B, I, W"
+        raise ScheduleError("action", rule, got, "write it like 2F0")
     stage, kind, microbatch = match.groups()
     return Action(int(stage), Kind(kind), int(microbatch))

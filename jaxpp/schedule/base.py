@@ -24,8 +24,6 @@ from jaxpp.schedule.clock import UNIT, ActionRow, Number, Times, Timing, bars, r
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.validate import check_complete, check_groups, check_owners, check_runs, count, infer_owners, read_rows
 
-__all__ = ["Schedule", "from_csv"]
-
 _PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 
@@ -141,9 +139,6 @@ def from_csv(text: str, name: str = "csv", num_groups: int | None = None) -> Sch
         name: what to call the schedule.
         num_groups: of a ring, which the cells do not tell.
 
-    Returns:
-        the schedule, its stages on the ranks whose lines they stand in.
-
     Raises:
         ScheduleError: a cell that is no action (every one is named with its line and column), or rows that break a rule.
 
@@ -158,12 +153,11 @@ def from_csv(text: str, name: str = "csv", num_groups: int | None = None) -> Sch
         raise ScheduleError(f"from_csv({shown(text)})", "the CSV is text", type(text).__name__, fix)
     line = text.strip()
     if "\n" not in line and re.search(r"[/\\]|\.\w+$", line):  # it ends as a file's name does, or has folders; no action does
-        raise ScheduleError(
-            f"from_csv({text!r})",
+        rule, fix = (
             "it takes the CSV itself, not the path of a file",
-            repr(text),
             f"read the file: from_csv(pathlib.Path({text!r}).read_text())",
         )
+        raise ScheduleError(f"from_csv({text!r})", rule, repr(text), fix)
     rows: list[list[Action]] = []
     wrong: list[str] = []
     for number, cells in enumerate(csv.reader(text.lstrip("\ufeff").splitlines()), start=1):

@@ -9,43 +9,17 @@ microbatch k waits for that of k + 1 only if a row puts them in that order.
 
 A ring with g groups is the exception: F(0, i) needs the token that F(S - 1, i - g) makes, on the last of S stages.
 
-Residuals that wait in host memory are copied there and back beside the computation (``offload.py``). Each rank has one link to the
-host in each direction, on which copies run one after another.
-
-Ranks may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed. Then the clock goes
-from event to event, an action that starts or one that ends.
-
-Why ranks idle is told by running the clock several times, each time with one more cause (``idle_causes``).
+Residuals that wait in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in
+each direction. Ranks may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
 """
 
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.offload import Offloaded
-
-__all__ = [
-    "UNIT",
-    "ActionRow",
-    "Awaited",
-    "Bar",
-    "Copies",
-    "Idle",
-    "Number",
-    "RingIdle",
-    "Times",
-    "Timing",
-    "bars",
-    "bubble_fraction",
-    "dependencies",
-    "handed_over",
-    "idle_causes",
-    "makespan",
-    "replay",
-]
 
 ActionRow = tuple[Action, ...]
 Number = int | float
@@ -95,17 +69,10 @@ def dependencies(action: Action, num_stages: int, present: frozenset[Action], nu
 class Timing(NamedTuple):
     """How long things take, in one unit of time.
 
-    Attributes:
-        durations: of each action; an action that is not in it takes no time.
-        hops: ``hops[s]`` is the time from the end of an action to the arrival of its result across the boundary between stages s
-            and s + 1, in either direction; transfers take no time unless given. In a ring, the last stage's is the time that a
-            token takes back to stage 0.
-        dispatched: when the host has handed over each action; at the start unless given.
-        overlap: whether a rank goes on computing while it sends, or copies residuals.
-        offloaded: the residuals that wait in host memory between their forward and their backward.
-        copies: ``copies[s]`` is the time that the residuals of stage s and one microbatch take to the host, and as long back.
-        capacity: how many ranks compute at full speed at once, if they share cores. If k ranks compute, each has the speed
-            min(1, capacity / k). Transfers and copies need no core.
+    ``durations`` are of each action, and an action that is not in it takes no time. ``hops[s]`` is the time of a result across the
+    boundary between stages s and s + 1, in either direction; in a ring, the last stage's is that of a token back to stage 0.
+    ``dispatched`` says when the host has handed over each action, ``copies[s]`` what the residuals of stage s and one microbatch
+    take to the host, and as long back; ``overlap`` and ``capacity`` are as for ``simulate``.
     """
 
     durations: Mapping[Action, Number]
@@ -158,13 +125,9 @@ def makespan(times: Times) -> Number:
 
 
 class _HostLinks:
-    """The copies of offloaded residuals while a clock runs: each rank has one link to the host and one back.
-
-    Both clocks tell it of every action of a rank, in the order of the row.
-    """
+    """The copies of offloaded residuals: a clock tells it of every action of a rank, in the order of the row."""
 
     def __init__(self, timing: Timing, stage_to_rank: Sequence[int]):
-        """``timing`` says what is copied and how long a copy takes; ``stage_to_rank`` whose link it takes."""
         self._copies, self._rank, self._overlap = timing.copies, stage_to_rank, timing.overlap
         self._out = {each.forward: each for each in timing.offloaded}
         self._back = {each.ahead: each for each in timing.offloaded}
@@ -207,13 +170,8 @@ def handed_over(
 ) -> dict[Action, Number]:
     """When each action has been handed over: each process hands over the actions of its own ranks, one after another.
 
-    Args:
-        order: all actions as they are handed over (``Schedule.order``).
-        dispatch: what it takes to hand over each action with the sends of its results.
-        stage_to_process: the process that hands over the actions of each stage; of one process, all are the same.
-        offloaded: the residuals that wait in host memory. Their copy out is handed over right after the forward, their copy back
-            right before the action beside which it runs.
-        copies: ``copies[s]`` is what it takes to hand over one of these copies of stage s; nothing unless given.
+    ``dispatch`` is what it takes to hand over each action with the sends of its results, ``copies[s]`` to hand over a copy of
+    offloaded residuals of stage s: out right after the forward, back right before the action beside which the copy runs.
 
     Example:
         >>> rows = Action(0, Kind.F, 0), Action(0, Kind.B, 0)
@@ -233,20 +191,16 @@ def handed_over(
 
 
 def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing, num_groups: Awaited = None) -> Times:
-    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever.
-
-    In a ring with ``num_groups``, a group's token returns from the last stage to the first before the group's next pass. Instead of
-    the number of groups, a dictionary may say for each pass that awaits a token which pass makes it.
-    """
-    if timing.capacity is not None and timing.capacity < len(rows):
-        return _SharedClock(rows, stage_to_rank, timing, num_groups).run(timing.capacity)
-    num_stages, most = len(stage_to_rank), max((action.microbatch for row in rows for action in row), default=0)
-    last, forward, weight = num_stages - 1, Kind.F, Kind.W
-    tokens, makers = _tokens(num_groups, num_stages, most + 1)
+    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever."""
+    num_stages = len(stage_to_rank)
+    wiring = _wiring(rows, num_stages, num_groups)
     # Nothing is sent before the first stage (index -1), or, but for the tokens of a ring, beyond the last one.
-    durations, hops, dispatched, overlap, *_ = timing._replace(hops=(*timing.hops, *(0,) * (num_stages + 1 - len(timing.hops))))
+    timing = timing._replace(hops=(*timing.hops, *(0,) * (num_stages + 1 - len(timing.hops))))
+    if timing.capacity is not None and timing.capacity < len(rows):
+        return _replay_shared(rows, timing, wiring, _HostLinks(timing, stage_to_rank), timing.capacity)
+    durations, hops, dispatched, overlap, *_ = timing
     links = _HostLinks(timing, stage_to_rank) if timing.offloaded else None
-    done: dict[int, Number] = {-1: -math.inf}  # a microbatch has three numbers in a stage: its forward, cotangent and gradient
+    done: dict[int, Number] = {-1: -math.inf}
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     clocks: list[Number] = [0] * len(rows)
     waiting, ready = dict[int, int](), list(range(len(rows)))
@@ -254,15 +208,7 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
         rank = ready.pop()
         row, begun, ended, clock = rows[rank], starts[rank], ends[rank], clocks[rank]
         for action in row[len(begun) :]:
-            stage, kind, microbatch = action
-            at = 3 * (microbatch * num_stages + stage)
-            if kind == forward:
-                own, beside, result = -1, at - 3 if stage else tokens.get(microbatch, -1), at  # the first turn awaits no token
-                arrives, sent = (stage or num_stages) - 1, stage if stage < last or microbatch in makers else -1
-            elif kind == weight:
-                own, beside, result, arrives, sent = at + 1, -1, at + 2, -1, -1
-            else:
-                own, beside, result, arrives, sent = at, at + 4 if stage < last else -1, at + 1, stage, stage - 1
+            own, beside, result, arrives, sent = wiring(action)
             if own not in done or beside not in done:
                 waiting[beside] = rank  # in vain if its own forward or I comes later in the row: the rank is stuck
                 break
@@ -283,110 +229,92 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
     return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()) if links else ())
 
 
-def _tokens(num_groups: Awaited, num_stages: int, num_passes: int) -> tuple[dict[int, int], frozenset[int]]:
-    """For each pass that awaits a token the number of the forward that makes it (see ``replay``); and the passes that make them."""
+_Wiring = Callable[[Action], tuple[int, int, int, int, int]]
+
+
+def _wiring(rows: Sequence[ActionRow], num_stages: int, num_groups: Awaited) -> _Wiring:
+    """What an action needs of its own stage and of another, what it makes, and the hops on which the other arrives and it is sent.
+
+    Integers are faster than actions: a microbatch has three numbers in a stage, its forward, cotangent and gradient; -1 is nothing.
+    """
     if isinstance(num_groups, int):
-        num_groups = {i: i - num_groups for i in range(num_groups, num_passes)}
-    awaited = num_groups or {}
-    return {i: 3 * (maker * num_stages + num_stages - 1) for i, maker in awaited.items()}, frozenset(awaited.values())
+        num_groups = {i: i - num_groups for row in rows for _, _, i in row if i >= num_groups}
+    tokens = {i: 3 * (maker * num_stages + num_stages - 1) for i, maker in (num_groups or {}).items()}
+    makers, last, forward, weight = frozenset((num_groups or {}).values()), num_stages - 1, Kind.F, Kind.W
+
+    def wire(action: Action) -> tuple[int, int, int, int, int]:
+        stage, kind, microbatch = action
+        at = 3 * (microbatch * num_stages + stage)
+        if kind is forward:
+            beside = at - 3 if stage else tokens.get(microbatch, -1)  # the first turn awaits no token
+            return -1, beside, at, (stage or num_stages) - 1, stage if stage < last or microbatch in makers else -1
+        if kind is weight:
+            return at + 1, -1, at + 2, -1, -1
+        return at, at + 4 if stage < last else -1, at + 1, stage, stage - 1
+
+    return wire
 
 
-class _SharedClock:
-    """The clock for ranks that share cores: for each rank how far it is, and two heaps of what happens next.
+def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, links: _HostLinks, capacity: Number) -> Times:
+    """The clock for ranks that share cores: it goes from event to event, an action that starts or one that ends.
 
     All ranks that compute have the same speed at any time. So the clock counts the work that each of them has done since the start,
     *served*; an action ends when served has grown by its duration, and one heap of such marks says which action ends next.
     """
+    starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
+    free: list[Number] = [0] * len(rows)
+    done, waiting = dict[int, Number]({-1: -math.inf}), dict[int, int]()
+    # When a rank starts its next action, and how much is served when a rank ends its action.
+    starting, running = list[tuple[Number, int]](), list[tuple[Number, int]]()
 
-    def __init__(self, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing, num_groups: Awaited):
-        self.rows, self.timing, self.num_stages, self.num_groups = rows, timing, len(stage_to_rank), num_groups
-        self.present = frozenset(action for row in rows for action in row)
-        first = [action for action in self.present if action.kind == Kind.F and action.stage == 0]
-        self.makers = {need for action in first for need in dependencies(action, self.num_stages, self.present, num_groups)}
-        self.hops = (*timing.hops, *(0,) * (self.num_stages + 1 - len(timing.hops)))
-        self.links = _HostLinks(timing, stage_to_rank)
-        self.starts: list[list[Number]] = [[] for _ in rows]
-        self.ends: list[list[Number]] = [[] for _ in rows]
-        self.free: list[Number] = [0] * len(rows)
-        self.done: dict[Action, Number] = {}
-        self.waiting: dict[Action, list[int]] = defaultdict(list)
-        self.starting: list[tuple[Number, int]] = []  # when a rank starts its next action
-        self.running: list[tuple[Number, int]] = []  # how much is served when a rank ends its action
-
-    def run(self, capacity: Number) -> Times:
-        """Go from event to event until nothing happens any more."""
-        now: Number = 0
-        served: Number = 0
-        for rank in range(len(self.rows)):
-            self._prepare(rank)
-        while self.starting or self.running:
-            num_active = len(self.running)
-            shared = num_active > capacity
-            if self.running:
-                left = self.running[0][0] - served
-                finish = max(now, now + (left * num_active / capacity if shared else left))
-                if not self.starting or finish <= self.starting[0][0]:
-                    served, rank = heapq.heappop(self.running)
-                    now = finish
-                    self._end(rank, now)
-                    continue
-            time, rank = heapq.heappop(self.starting)
-            served += (time - now) * capacity / num_active if shared else time - now
-            now = time
-            action = self.rows[rank][len(self.starts[rank])]
-            self.starts[rank].append(now)
-            heapq.heappush(self.running, (served + self.timing.durations.get(action, 0), rank))
-        return Times(tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends)), tuple(self.links.done.values()))
-
-    def _prepare(self, rank: int) -> None:
+    def prepare(rank: int) -> None:
         """Find out when a rank starts its next action, or what it waits for."""
-        row, number = self.rows[rank], len(self.starts[rank])
-        if number == len(row):
+        if len(starts[rank]) == len(rows[rank]):
             return
-        action = row[number]
-        ready = self.free[rank]
-        if self.timing.dispatched is not None:
-            ready = max(ready, self.timing.dispatched[action])
-        for need in dependencies(action, self.num_stages, self.present, self.num_groups):
-            if need not in self.done:
-                self.waiting[need].append(rank)
-                return
-            ready = max(ready, self.done[need] + self._hop(need, action))
-        heapq.heappush(self.starting, (self.links.start(action, ready), rank))
+        action = rows[rank][len(starts[rank])]
+        own, beside, _, arrives, _ = wiring(action)
+        if own not in done or beside not in done:
+            waiting[beside] = rank
+            return
+        ready = max(free[rank], done[beside] + timing.hops[arrives])
+        if timing.dispatched is not None:
+            ready = max(ready, timing.dispatched[action])
+        heapq.heappush(starting, (links.start(action, ready), rank))
 
-    def _hop(self, need: Action, action: Action) -> Number:
-        """The time from the end of what an action needs to its arrival."""
-        if action.kind == Kind.F:
-            return self.hops[need.stage]  # of a ring, the last stage's is that of a token
-        return self.hops[action.stage] if need.stage != action.stage else 0
-
-    def _end(self, rank: int, now: Number) -> None:
-        """The action of a rank has ended: the rank goes on, and so do those that waited for it."""
-        action = self.rows[rank][len(self.ends[rank])]
-        self.ends[rank].append(now)
-        self.done[action] = now
-        self.free[rank] = self.links.end(action, now if self.timing.overlap else now + self._sent(action))
-        for other in (rank, *self.waiting.pop(action, ())):
-            self._prepare(other)
-
-    def _sent(self, action: Action) -> Number:
-        """What the rank sends after an action takes."""
-        stage, kind, _ = action
-        if kind == Kind.W:
-            return 0
-        if kind != Kind.F:
-            return self.hops[stage - 1]  # the last hop, of no boundary, is 0
-        return self.hops[stage] if stage < self.num_stages - 1 or action in self.makers else 0  # those make tokens of a ring
+    now: Number = 0
+    served: Number = 0
+    for rank in range(len(rows)):
+        prepare(rank)
+    while starting or running:
+        shared, left = len(running) > capacity, running[0][0] - served if running else math.inf
+        finish = max(now, now + (left * len(running) / capacity if shared else left))
+        if starting and starting[0][0] < finish:
+            time, rank = heapq.heappop(starting)
+            served += (time - now) * capacity / len(running) if shared else time - now
+            now = time
+            action = rows[rank][len(starts[rank])]
+            starts[rank].append(now)
+            heapq.heappush(running, (served + timing.durations.get(action, 0), rank))
+        else:
+            served, rank = heapq.heappop(running)
+            now = finish
+            action = rows[rank][len(ends[rank])]
+            _, _, result, _, sent = wiring(action)
+            ends[rank].append(now)
+            done[result] = now
+            free[rank] = links.end(action, now if timing.overlap else now + timing.hops[sent])
+            prepare(rank)
+            if result in waiting:
+                prepare(waiting.pop(result))
+    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()))
 
 
 class Idle(NamedTuple):
     """Where a rank's idle time comes from; the parts sum to it.
 
-    Attributes:
-        fill_drain: what the schedule costs even if all stages take the same time and transfers none.
-        imbalance: what stages that differ add.
-        transfer: what transfers, and copies of residuals to the host and back, add that nothing hides.
-        dispatch: what waiting for the host adds: until it hands an action over, or for a core that other ranks use, too.
+    ``fill_drain`` is what the schedule costs even if all stages take the same time and transfers none; ``imbalance`` what stages
+    that differ add; ``transfer`` what transfers, and copies of residuals to the host and back, add that nothing hides; ``dispatch``
+    what waiting for the host adds: until it hands an action over, or for a core that other ranks use, too.
     """
 
     fill_drain: Number
@@ -396,17 +324,16 @@ class Idle(NamedTuple):
 
 
 class RingIdle(NamedTuple):
-    """Where a rank's idle time in a ring comes from: as ``Idle``, transfers of tokens included.
-
-    Attributes:
-        token: what waiting for tokens adds, even if all stages take the same time and transfers none: too few groups.
-    """
+    """As ``Idle``, transfers of tokens included; ``token`` is what waiting for tokens adds to ``fill_drain``: too few groups."""
 
     fill_drain: Number
     token: Number
     imbalance: Number
     transfer: Number
     dispatch: Number
+
+
+Idles = tuple[Idle, ...] | tuple[RingIdle, ...]
 
 
 def bubble_fraction(busy: Sequence[Number], length: Number) -> float:
@@ -422,7 +349,7 @@ def idle_causes(
     busy: Sequence[Number],
     length: Number,
     num_groups: Awaited = None,
-) -> tuple[Idle, ...] | tuple[RingIdle, ...]:
+) -> Idles:
     """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
     The clock runs with the durations of all stages made equal, then with the durations as they are, then with transfers and the
@@ -431,8 +358,7 @@ def idle_causes(
     ring runs once more, first of all, as if no pass waited for a token.
 
     The clock is followed to ``length``, the time from the beginning to the end, and no further. A rank whose stages take long idles
-    less than it would with equal stages; then all its idle time counts as fill and drain. ``num_groups`` is that of a ring, as for
-    ``replay``.
+    less than it would with equal stages; then all its idle time counts as fill and drain.
     """
 
     def length_of(run: Timing) -> Number:

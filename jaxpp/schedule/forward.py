@@ -5,8 +5,6 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts
 
-__all__ = ["forward", "ring"]
-
 
 @entry
 def forward(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 
-__all__ = ["Offloaded", "offloads"]
-
 _BETWEEN = 3
 """The fewest actions of a rank between a forward and its backward for which residuals leave: one beside the copy out, one beside
 the copy back, and one during which they are away."""
@@ -25,10 +23,8 @@ the copy back, and one during which they are away."""
 class Offloaded(NamedTuple):
     """The residuals of one stage and microbatch that wait in host memory.
 
-    Attributes:
-        forward: the forward that makes them; they go out after it.
-        ahead: the action of the same rank during which they come back.
-        backward: the action after it, the first that reads them: B or I, or W of a stage without an I.
+    They go out after ``forward``, come back while ``ahead`` runs on the same rank, and the action after it, ``backward``, is the
+    first that reads them: B or I, or W of a stage without an I.
     """
 
     forward: Action
@@ -39,10 +35,8 @@ class Offloaded(NamedTuple):
 def offloads(rows: Sequence[Sequence[Action]], except_last: Sequence[int | None]) -> tuple[Offloaded, ...]:
     """What is offloaded, rank by rank in the order of the backwards.
 
-    Args:
-        rows: of a schedule.
-        except_last: for each stage, of how many microbatches at a time the residuals stay on the device: those whose backward is
-            next. With 1, residuals stay if no other backward of the stage runs before theirs. None: nothing is offloaded.
+    ``except_last`` says for each stage of how many microbatches at a time the residuals stay on the device: those whose backward
+    is next. With 1, residuals stay if no other backward of the stage runs before theirs. None: nothing is offloaded.
 
     Example:
         >>> from jaxpp.schedule.registry import make

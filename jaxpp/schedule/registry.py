@@ -1,38 +1,363 @@
-"""Names of schedules, and ``make``, which builds one by name."""
+"""The schedules, and ``make``, which builds one by name.
+
+Stages lie round robin, stage s on rank s modulo p, or in a V. With p ranks, v stages on each and m microbatches, the drawings show
+which microbatch each rank runs when; B takes two slots, I and W one each (not to scale). A new schedule is a function here, and a
+line in ``SCHEDULES``.
+"""
 
 import difflib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
+from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.generators import can_interleave, gpipe, interleaved, looped_bfs, naive, one_f_one_b, zb_h1, zb_h2
-from jaxpp.schedule.v_shape import dualpipe_v, v_half, v_min, zb_v
+from jaxpp.schedule.clock import ActionRow
 from jaxpp.schedule.validate import check_counts
 
-__all__ = ["SCHEDULES", "Recipe", "make", "make_for_stages"]
+
+def naive(num_ranks: int, num_microbatches: int) -> Schedule:
+    """One microbatch at a time, through all stages and back: the textbook picture of an idle pipeline.
+
+    ::
+
+        rank 0   F0             B0  F1             B1
+        rank 1       F0     B0          F1     B1
+        rank 2          F0B0               F1B1
+
+    Bubble (p - 1) / p, whatever the number of microbatches; residuals of one microbatch on every rank.
+    """
+    order = [(kind, i) for i in range(num_microbatches) for kind in (Kind.F, Kind.B)]
+    return Schedule("naive", tuple(tuple(Action(rank, *each) for each in order) for rank in range(num_ranks)))
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards.
+
+    ::
+
+        rank 0   F0 F1 F2 F3          B0 B1 B2 B3
+        rank 1      F0 F1 F2 F3    B0 B1 B2 B3
+
+    Bubble (p - 1) / (m + p - 1); residuals of all m microbatches on every rank. The order is PyTorch's ``ScheduleGPipe``.
+
+    Reference: Huang et al., GPipe, arXiv:1811.06965.
+    """
+    order = [(kind, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches)]
+    return Schedule("gpipe", tuple(tuple(Action(rank, *each) for each in order) for rank in range(num_ranks)))
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """As soon as a microbatch can go back, it does: the bubble of gpipe, the memory of the pipeline's depth.
+
+    ::
+
+        rank 0   F0 F1 F2       B0    F3 B1    B2    B3
+        rank 1      F0 F1    B0    F2 B1    F3 B2    B3
+        rank 2         F0 B0    F1 B1    F2 B2    F3 B3
+
+    Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down).
+    Bubble (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. The order is the one that PyTorch's
+    ``Schedule1F1B`` runs; the table it prints differs on the last rank, where it begins with microbatch 1.
+
+    Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
+    """
+
+    def row(rank: int) -> ActionRow:
+        forwards, backwards = ([Action(rank, kind, i) for i in range(num_microbatches)] for kind in (Kind.F, Kind.B))
+        return _alternate(forwards, backwards, num_ranks - rank - 1)
+
+    return Schedule("1f1b", tuple(map(row, range(num_ranks))))
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> ActionRow:
+    """So many forwards, then one forward and one backward in turn, then the other backwards."""
+    warm_up = min(len(forwards), warm_up)
+    row = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        row += [forward, backward]
+    return (*row, *backwards[len(forwards) - warm_up :])
+
+
+def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """1f1b with v stages on each rank, so that a microbatch passes every rank v times.
+
+    ::
+
+        rank 0   0F0 0F1 2F0 2F1 0F2 0F3     2B0 2F2 2B1 ...
+        rank 1       1F0 1F1 3F0 3F1 3B0 1F2 3B1 1F3 1B0 ...
+
+    Filling and draining goes through stages 1/v as long. Rank r warms up with (v - 1) k + 2 (p - r - 1) forwards, k microbatches
+    at a time through each of its stages (k = p where p divides m), then alternates one forward, one backward.
+
+    Bubble (p - 1) / (v m + p - 1) of the step; residuals of p + (p - 1) / v microbatches' full share on rank 0; v times the
+    transfers. The number of microbatches must split into max(1, m // p) equal rounds. The order is PyTorch's
+    ``ScheduleInterleaved1F1B``.
+
+    Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXiv:2104.04473, section 2.2.2.
+    """
+    size = num_microbatches // max(1, num_microbatches // num_ranks)
+
+    def deal(kind: Kind, stages: Sequence[int]) -> list[Action]:
+        """Rounds of ``size`` microbatches, each round through every stage before the next begins."""
+        rounds = range(0, num_microbatches, size)
+        return [Action(stage, kind, first + k) for first in rounds for stage in stages for k in range(size)]
+
+    def row(rank: int) -> ActionRow:
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        warm_up = (stages_per_rank - 1) * size + 2 * (num_ranks - rank - 1)
+        return _alternate(deal(Kind.F, stages), deal(Kind.B, stages[::-1]), warm_up)
+
+    return Schedule("interleaved", tuple(map(row, range(num_ranks))), tuple(range(num_ranks)) * stages_per_rank)
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """The order of gpipe with v stages on each rank: all microbatches through one stage, then the next; backwards reversed.
+
+    ::
+
+        rank 0   0F0 0F1 0F2 2F0 2F1 2F2                 2B2     2B1     2B0     0B2     0B1     0B0
+        rank 1       1F0 1F1 1F2 3F0 3F1 3F2 3B2     3B1     3B0     1B2     1B1     1B0
+
+    The bubble of interleaved, the memory of gpipe; but each stage's parameters are wanted in one stretch, which is what fully
+    sharded parameters like, and any number of microbatches will do.
+
+    Bubble (p - 1) / (v m + p - 1) of the step; residuals of all m microbatches on every rank. The order is PyTorch's
+    ``ScheduleLoopedBFS``: backwards run from the last microbatch to the first, so gradients are summed in reverse, and their last
+    bits differ from those of the other schedules.
+
+    Reference: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953.
+    """
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        forwards = [Action(stage, Kind.F, i) for stage in stages for i in range(num_microbatches)]
+        rows.append((*forwards, *(action._replace(kind=Kind.B) for action in reversed(forwards))))
+    return Schedule("looped-bfs", tuple(rows), tuple(range(num_ranks)) * stages_per_rank)
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """The backward split in two, and the half for which nobody waits put where 1f1b idles, within 1f1b's memory.
+
+    I makes the input's cotangent, which another rank waits for; W the parameters' gradients::
+
+        rank 0      F0 F1 F2       I0 W0 F3 I1 W1    I2 W2    I3 W3
+        rank 1         F0 F1    I0 F2 I1 W0 F3 I2 W1    I3 W2 W3
+        rank 2            F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    Rank r has p - r forwards in flight and lags r weight gradients behind, so residuals of min(m, p) microbatches on every rank (a
+    residual lives until W). Bubble, with F = I = W = 1, (p - 1) / (3 m + p - 1).
+
+    I and W are compiled apart, so XLA may fuse and round otherwise than in B: the last bits of a gradient may differ from 1f1b's,
+    not between the schedules that split every backward. (In a bfloat16 model these are bfloat16's last bits.) The order is that of
+    PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank.
+
+    Reference: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+    """
+    return Schedule("zb-h1", tuple(_split_row(r, num_microbatches, num_ranks - r - 1, lag=r) for r in range(num_ranks)))
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """zb-h1 with twice the forwards in flight, so that the first cotangent never finds a rank idle.
+
+    Rank r has 2 (p - r) - 1 forwards in flight and lags 2 r weight gradients behind, so residuals of min(m, 2 p - 1) microbatches
+    on every rank. No rank idles between its first and its last action (m >= 2 p - 1), and the ranks end as staggered as they began:
+    the makespan is that of zb-h1, but where steps follow one another without a barrier nothing is lost.
+    """
+    rows = (_split_row(r, num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks))
+    return Schedule("zb-h2", tuple(rows))
+
+
+def _split_row(rank: int, num_microbatches: int, warm_up: int, lag: int) -> ActionRow:
+    """``warm_up`` forwards, then one forward, one input gradient, and the weight gradient of ``lag`` microbatches before."""
+    row = [Action(rank, Kind.F, i) for i in range(min(warm_up, num_microbatches))]
+    for i in range(num_microbatches):
+        if i + warm_up < num_microbatches:
+            row.append(Action(rank, Kind.F, i + warm_up))
+        row.append(Action(rank, Kind.I, i))
+        if i >= lag:
+            row.append(Action(rank, Kind.W, i - lag))
+    return (*row, *(Action(rank, Kind.W, i) for i in range(max(0, num_microbatches - lag), num_microbatches)))
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two stages a rank, in a V (rank r owns stages r and 2 p - 1 - r), and forwards enough to never wait for a cotangent.
+
+    ::
+
+        zb-v, rank 0   0F0 0F1 0F2     3F0 3I0 3W0 0F3 0I0 0W0 3F1 3I1 3W1 ...
+              rank 1       1F0 2F0 1F1 2F1 2I0 2W0 1F2 2I1 2W1 1I0 1W0 ...
+
+    A microbatch turns around on the last rank and ends on the first, so first and last rank hold its residuals equally long:
+    memory is the same on every rank, and can be chosen.
+
+    ==========  ========================================  ===================================
+    name        bubble in slots, F = I = W = 1 a stage    residuals, in microbatches of a rank
+    ==========  ========================================  ===================================
+    ``zb-v``    p - 1 (*)                                 min(m, p)
+    ``v-half``  (7 p - 8 - p % 2) / 2                     (p + 2) // 2
+    ``v-min``   4 p - 5 + (p % 3 == 0)                    (p + 4) // 3
+    ==========  ========================================  ===================================
+
+    The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p.
+    (*) and no rank idles between its first and its last action.
+
+    The order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of a microbatch, every
+    six slots: the time a microbatch spends between F and W, over six, is what a rank holds. In v-min it moves on at once, one slot
+    a stage; in v-half going down the V takes two. The slots at the turns make the blocks of all microbatches mesh on every rank.
+    The last bits of gradients are those of zb-h1.
+
+    References: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6; Qi et al., Pipeline Parallelism with
+    Controllable Memory, arXiv:2405.15362.
+    """
+    full = max(num_microbatches, 2 * num_ranks - 1)
+    rows = []
+    for rank in range(num_ranks):
+        after = num_ranks - rank
+        phases = [
+            (2 * after - 1, "dF"),
+            (rank, "uF dF"),
+            (after, "uF uI uW"),
+            (full - 2 * num_ranks + rank + 1, "dF dI dW uF uI uW"),
+            (after - 1, "dI dW uF uI uW"),
+            (rank, "dI uI"),
+            (after, "dI dW"),
+            (full, "uW"),
+            (full, "dW"),
+        ]
+        rows.append(tuple(a for a in _written(rank, num_ranks, phases) if a.microbatch < num_microbatches))
+    return _v("zb-v", num_ranks, rows)
+
+
+def _v(name: str, num_ranks: int, rows: Sequence[ActionRow]) -> Schedule:
+    return Schedule(name, tuple(rows), (*range(num_ranks), *reversed(range(num_ranks))))
+
+
+def _written(rank: int, num_ranks: int, phases: Sequence[tuple[int, str]]) -> ActionRow:
+    """A row of phases, each so many times some words.
+
+    ``dF`` is the next forward of the rank's stage on the way down the V, ``uI`` the next backward of its stage on the way up;
+    ``dW`` is the weight gradient that its stage owes longest, ``W`` that of either stage; nothing if none is owed.
+    """
+    stages = {"d": rank, "u": 2 * num_ranks - 1 - rank}
+    row, owed = list[Action](), list[Action]()
+    following = Counter[tuple[int, bool]]()
+    for times, words in phases:
+        for word in words.split() * times:
+            kind, stage = Kind(word[-1]), stages.get(word[0])
+            if kind == Kind.W:
+                due = next((action for action in owed if stage in (None, action.stage)), None)
+                if due is not None:
+                    owed.remove(due)
+                    row.append(due)
+                continue
+            assert stage is not None  # only W goes without
+            action = Action(stage, kind, following[stage, kind == Kind.F])
+            following[stage, kind == Kind.F] += 1
+            row.append(action)
+            if kind == Kind.I:
+                owed.append(action._replace(kind=Kind.W))
+    return tuple(row)
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Half of 1f1b's residuals, for about half of its bubble."""
+    return _repeat("v-half", (2, 1, 2, 1), (2, 1, 1) if num_ranks % 2 else (4, 1, 5), num_ranks, num_microbatches)
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """A third of 1f1b's residuals, for about two thirds of its bubble."""
+    return _repeat("v-min", (1, 1, 1, 1), (1, 1, 1) if num_ranks % 3 else (3, 1, 3), num_ranks, num_microbatches)
+
+
+def _repeat(
+    name: str, steps: tuple[int, int, int, int], turns: tuple[int, int, int], num_ranks: int, num_microbatches: int
+) -> Schedule:
+    """The block of every microbatch, a period apart; weight gradients in the first slots left free.
+
+    A block takes so many slots for a step from one rank to the next, for F down the V, F up, I down (back through the upper half)
+    and I up; and for the turns from the last F down to the first F up, on to the first I, and on to the first I up.
+    """
+    (forth, up, back, home), last = steps, num_ranks - 1
+    top = forth * last + turns[0]
+    middle = top + up * last + turns[1]
+    end = middle + back * last + turns[2]
+    rows = []
+    for rank in range(num_ranks):
+        above = 2 * num_ranks - 1 - rank
+        path = (
+            (forth * rank, rank, Kind.F),
+            (top + up * (last - rank), above, Kind.F),
+            (middle + back * rank, above, Kind.I),
+            (end + home * (last - rank), rank, Kind.I),
+        )
+        slots = {start + 6 * i: Action(stage, kind, i) for start, stage, kind in path for i in range(num_microbatches)}
+        row: list[Action] = []
+        owed: deque[Action] = deque()
+        for slot in range(min(slots), max(slots) + 1):
+            if slot in slots:
+                row.append(slots[slot])
+                owed += [row[-1]._replace(kind=Kind.W)] * (row[-1].kind == Kind.I)
+            elif owed:
+                row.append(owed.popleft())
+        rows.append((*row, *owed))
+    return _v(name, num_ranks, rows)
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """The forward of one run against the backward of the other; two phases to fill, two to turn around, one steady, three to drain.
+
+    ::
+
+        rank 0   0F0 0F1 0F2     3F0 3I0 3W0 3F1 0F3 3B1     3F2 0B0     3B2 ...
+        rank 1       1F0 2F0 1F1 2F1 2I0 2W0 2F2 1F2 2B0 ...
+
+    DeepSeek's schedule for overlapping all-to-all with compute: in its main part each forward stands beside a backward of the
+    rank's other stage. Here the two run one after the other; on a GPU their kernels may still overlap with each other's transfers.
+    Filling and draining is shortened with I and W as in zb-h1.
+
+    With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v; residuals of 2 p + 1 stages, half a microbatch more than
+    1f1b. Needs at least as many microbatches as stages (2 p). The order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs
+    written F, then B. The paper's bubble, (p - 1) (F&B + B - 3 W), with F&B = F + B for a pair that does not overlap, is an upper
+    bound here: at F = I = W = 1 it gives 2 (p - 1) slots, and the clock p - 1. Some backwards are split and some are not, so the
+    last bits of gradients are neither 1f1b's nor zb-h1's.
+
+    Reference: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, and the DualPipe notes on the cut-in-half variant.
+    """
+    rows = []
+    for rank in range(num_ranks):
+        after = num_ranks - rank - 1
+        phases = [
+            (2 * after, "dF"),
+            (rank + 1, "dF uF"),
+            (after, "uI W uF"),
+            (num_microbatches - 2 * num_ranks + rank + 1, "dF uB uF dB"),
+            (after, "uB uF dB"),
+            # From the middle on, weight gradients are put off.
+            *((1, "ud"[k % 2] + ("B" if k <= rank else "I")) for k in range(2 * (rank + 1))),
+            (after, "W dI"),
+            (num_microbatches, "W W"),
+        ]
+        rows.append(_written(rank, num_ranks, phases))
+    return _v("dualpipe-v", num_ranks, rows)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a schedule, and for which sizes there is one.
-
-    Attributes:
-        build: ``build(num_ranks, num_microbatches)``, or ``build(num_ranks, num_microbatches, stages_per_rank)`` if they vary.
-        stages_per_rank: unless asked for otherwise.
-        varies: whether any number of stages a rank will do.
-        allows: whether there is a schedule for these ranks and microbatches.
-        rule: what ``allows`` asks for, in words.
-    """
+    """How to build a schedule, and for which sizes there is one."""
 
     build: Callable[..., Schedule]
+    """``build(num_ranks, num_microbatches)``, with ``stages_per_rank`` behind them if these vary."""
     stages_per_rank: int = 1
     varies: bool = False
+    """Whether any number of stages a rank will do."""
     allows: Callable[[int, int], bool] = lambda num_ranks, num_microbatches: True  # noqa: ARG005
     rule: str = ""
+    """What ``allows`` asks of ranks and microbatches, in words."""
 
 
 SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
@@ -44,7 +369,7 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
             interleaved,
             2,
             varies=True,
-            allows=can_interleave,
+            allows=lambda p, m: m % max(1, m // p) == 0,
             rule="the microbatches split into equal rounds, one for each time that the ranks go into them",
         ),
         "looped-bfs": Recipe(looped_bfs, 2, varies=True),
@@ -99,18 +424,13 @@ def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_
     m = num_ranks * v if num_microbatches is None else int(num_microbatches)
     if not recipe.allows(num_ranks, m):
         near = " or ".join(f"num_microbatches={n}" for n in _nearest(m, lambda n: recipe.allows(num_ranks, n)))
-        raise ScheduleError(
-            where, f"{name} runs where {recipe.rule}", f"num_ranks={num_ranks}, num_microbatches={m}", f"pass {near}"
-        )
+        got = f"num_ranks={num_ranks}, num_microbatches={m}"
+        raise ScheduleError(where, f"{name} runs where {recipe.rule}", got, f"pass {near}")
     return recipe.build(num_ranks, m, v) if recipe.varies else recipe.build(num_ranks, m)
 
 
 def make_for_stages(name: str, *, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule called ``name`` for a pipeline of ``num_stages``, with the stages a rank that the schedule is made for.
-
-    Raises:
-        ScheduleError: as ``make``, and a number of stages that does not split over the ranks.
-    """
+    """The schedule called ``name`` for a pipeline of ``num_stages``, with the stages a rank that the schedule is made for."""
     v = _find(name).stages_per_rank
     if num_stages % v:
         near = " or ".join(f"num_stages={n}" for n in _nearest(num_stages, lambda n: n % v == 0))
@@ -123,11 +443,9 @@ def _find(name: str) -> Recipe:
     if isinstance(name, str) and name in SCHEDULES:
         return SCHEDULES[name]
     if isinstance(name, str) and name in _FORWARDS:
-        rule, fix = (
-            f"a step needs backwards, and {name!r} has forwards only",
-            f"use another name, or jaxpp.schedule.{_FORWARDS[name]}",
-        )
-        raise ScheduleError(f"schedule {name!r}", rule, repr(name), f"{fix} where nothing trains")
+        rule = f"a step needs backwards, and {name!r} has forwards only"
+        fix = f"use another name, or jaxpp.schedule.{_FORWARDS[name]} where nothing trains"
+        raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))
     fix = f"write {near[0]!r}" if near else "pass one of these names, or a Schedule"
@@ -135,6 +453,5 @@ def _find(name: str) -> Recipe:
 
 
 def _nearest(size: int, allowed: Callable[[int], bool]) -> Iterator[int]:
-    """The nearest sizes that are allowed, below and above."""
     yield from itertools.islice((n for n in range(size, 0, -1) if allowed(n)), 1)
     yield from itertools.islice((n for n in itertools.count(size) if allowed(n)), 1)

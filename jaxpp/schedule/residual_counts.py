@@ -9,8 +9,6 @@ from typing import NamedTuple
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Copies, Number
 
-__all__ = ["Residual", "counts", "counts_at_peaks", "lifetimes", "peak", "peaks", "places"]
-
 
 class Residual(NamedTuple):
     """What a forward keeps for its backward, and when."""

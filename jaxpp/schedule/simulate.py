@@ -20,21 +20,7 @@ from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import (
-    Bar,
-    Copies,
-    Idle,
-    Number,
-    RingIdle,
-    Times,
-    Timing,
-    bars,
-    bubble_fraction,
-    handed_over,
-    idle_causes,
-    makespan,
-    replay,
-)
+from jaxpp.schedule.clock import Bar, Copies, Idles, Number, Times, Timing, bars, bubble_fraction, handed_over, idle_causes, replay
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied
 from jaxpp.schedule.offload import offloads
@@ -42,29 +28,12 @@ from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.validate import is_count
 from jaxpp.tables import html_table, table_lines
 
-__all__ = ["Costs", "PrefetchSimulation", "Simulation", "simulate", "simulate_prefetch"]
-
 _MOST = 1e100  # of a cost
 _Span = tuple[Number, Number]
 
 
 class Costs(NamedTuple):
-    """What things take, in one unit of time.
-
-    Attributes:
-        forward: of F, for each stage.
-        input_grad: of I, for each stage.
-        weight_grad: of W, for each stage; B takes I and W together.
-        transfer: across each boundary: of the activation from stage s to s + 1, and of its cotangent back; of a ring, the last is
-            that of a token from the last stage to the first.
-        dispatch: what a process takes to hand over one action.
-        overlap: whether a rank computes on while it sends.
-        rank_to_process: the process that hands over the actions of each rank.
-        offload: of how many microbatches each stage keeps the residuals on its device while others wait in host memory; None of a
-            stage whose residuals all stay.
-        copy: of the residuals of one microbatch to the host, for each stage, and as long back.
-        capacity: how many ranks compute at full speed at once; None if all of them do.
-    """
+    """What things take, in one unit of time: the arguments of ``simulate``, a number for each stage where they may differ."""
 
     forward: tuple[Number, ...]
     input_grad: tuple[Number, ...]
@@ -107,16 +76,13 @@ class Simulation(Drawn):
         owner, costs = self.schedule.stage_to_rank, self.costs
         after = (*owner[1:], owner[0])
         hops = tuple(0 if owner[s] == after[s] else time for s, time in enumerate(costs.transfer))
-        dispatched = self._dispatched() if costs.dispatch else None
+        dispatched = None
+        if costs.dispatch:
+            order = self.schedule.order
+            dispatched = handed_over(order, dict.fromkeys(order, costs.dispatch), [costs.rank_to_process[rank] for rank in owner])
         moved = offloads(self.schedule.rows, costs.offload)
         durations = costs.durations(self.schedule.starts)
         return Timing(durations, hops, dispatched, costs.overlap, moved, costs.copy, costs.capacity)
-
-    def _dispatched(self) -> dict[Action, Number]:
-        """When each action is handed over."""
-        schedule, processes = self.schedule, self.costs.rank_to_process
-        seconds = dict.fromkeys(schedule.order, self.costs.dispatch)
-        return handed_over(schedule.order, seconds, [processes[rank] for rank in schedule.stage_to_rank])
 
     @cached_property
     def times(self) -> Times:
@@ -154,7 +120,7 @@ class Simulation(Drawn):
     @cached_property
     def makespan(self) -> Number:
         """From the start to the end of the last action."""
-        return makespan(self.times)
+        return max(bar.end for bar in self.bars)
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
@@ -198,7 +164,7 @@ class Simulation(Drawn):
         return peaks(lifetimes(bars(self.schedule.rows, self.schedule.times)), self.schedule.stage_to_rank)
 
     @cached_property
-    def causes(self) -> tuple[Idle, ...] | tuple[RingIdle, ...]:
+    def causes(self) -> Idles:
         """Where each rank's idle time comes from: the clock run again with equal stages, without transfers, without the host.
 
         The parts of a ring tell what waiting for tokens costs, besides.
@@ -313,10 +279,14 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
     return Simulation(schedule, costs)
 
 
-def _offload(value: Any, num_stages: int) -> tuple[int | None, ...]:
-    """How many microbatches of each stage stay, or None."""
-    plain: Any = _plain(value)
-    given = tuple(plain) if isinstance(plain, Sequence) and not isinstance(plain, str) else (plain,) * num_stages
+def _listed(value: Any, length: int) -> tuple[Any, ...]:
+    """The values of a sequence or an array as Python's; or one value, so many times."""
+    value = _plain(value)
+    return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * length
+
+
+def _offload(value: object, num_stages: int) -> tuple[int | None, ...]:
+    given = _listed(value, num_stages)
     kept = tuple(each if each is None else int(each) for each in given if each is None or is_count(each))
     if not len(kept) == len(given) == num_stages:
         rule = "offload is the number of microbatches whose residuals stay, at least 0, or None; or a sequence of one a stage"
@@ -325,7 +295,6 @@ def _offload(value: Any, num_stages: int) -> tuple[int | None, ...]:
 
 
 def _capacity(value: object) -> Number | None:
-    """How many ranks compute at full speed at once."""
     number = _plain(value)
     if number is None or (_is_cost(number) and number > 0):
         return number
@@ -345,8 +314,7 @@ def _is_cost(value: object) -> TypeGuard[Number]:
 
 def _staged(value: object, num_stages: int, boundaries: bool) -> tuple[Number, ...] | None:
     """A cost for each stage, or for each boundary between two; None if the value is no cost, or not as many."""
-    value = _plain(value)
-    given = tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * num_stages
+    given = _listed(value, num_stages)
     fits = len(given) == num_stages or (boundaries and len(given) == num_stages - 1)
     costs = tuple(cost for cost in given if _is_cost(cost))
     return costs[: num_stages - boundaries] if fits and len(costs) == len(given) else None
@@ -360,7 +328,7 @@ def _mean(costs: Sequence[Number]) -> Number:
 
 @dataclass(frozen=True)
 class PrefetchSimulation:
-    """Steps on the virtual clock, each with a parameter set of its own: what loading the sets costs, and what hides it.
+    """Steps on the virtual clock, each with a parameter set of its own: start and end of each load, step and store.
 
     A set is on the host before and after its step. One copy engine loads sets to the device and another stores them to the host,
     both while the device computes::
@@ -372,11 +340,6 @@ class PrefetchSimulation:
     A load waits for its engine and for a free slot; a step waits for its set and for the step before; a store waits for its step,
     and frees the slot when it ends. With ``slots`` sets on the device a step takes, in the long run, the longest of ``compute``,
     ``load``, ``store`` and ``(load + compute + store) / slots``.
-
-    Attributes:
-        loads: start and end of each load.
-        steps: start and end of each step.
-        stores: start and end of each store.
     """
 
     loads: tuple[_Span, ...]
@@ -432,9 +395,8 @@ def simulate_prefetch(
     wrong += [f"{name}={times[name]!r}" for name, listed in lists.items() if len(listed) != num_steps or min(listed, default=0) < 0]
     if wrong:
         rule = "there are steps and slots, and a time is a number of at least 0, or a sequence of one a step"
-        raise ScheduleError(
-            "simulate_prefetch(...)", rule, wrong, f"pass one number, or {num_steps} of them; slots=2 prefetches one"
-        )
+        fix = f"pass one number, or {num_steps} of them; slots=2 prefetches one"
+        raise ScheduleError("simulate_prefetch(...)", rule, wrong, fix)
     loads, steps, stores = list[_Span](), list[_Span](), list[_Span]()
     loaded = computed = stored = (0, 0)
     for k, (work, bring, write) in enumerate(zip(*lists.values(), strict=True)):

@@ -13,23 +13,11 @@ import itertools
 import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.clock import ActionRow, Times, dependencies
-
-__all__ = [
-    "check_complete",
-    "check_counts",
-    "check_groups",
-    "check_owners",
-    "check_runs",
-    "count",
-    "infer_owners",
-    "is_count",
-    "read_rows",
-]
 
 _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
@@ -45,11 +33,7 @@ def is_count(value: object, least: int = 0) -> bool:
 
 
 def check_counts(where: str, counts: Mapping[str, object]) -> None:
-    """Check the counts that a schedule is made from.
-
-    Raises:
-        ScheduleError: naming every count that is no whole number of at least 1.
-    """
+    """Check the counts that a schedule is made from: whole numbers of at least 1."""
     if low := [f"{key}={value!r}" for key, value in counts.items() if not is_count(value, least=1)]:
         raise ScheduleError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
 
@@ -63,11 +47,7 @@ def count(present: Iterable[int]) -> int:
 
 
 def read_rows(name: str, rows: object) -> tuple[ActionRow, ...]:
-    """The rows as tuples of actions; each may be given as actions or their text, one by one or in one string.
-
-    Raises:
-        ScheduleError: naming every cell that is no action, and every row that has none.
-    """
+    """The rows as tuples of actions; each may be given as actions or their text, one by one or in one string."""
     wrong: list[str] = []
     found: list[ActionRow] = []
     for rank, row in enumerate(rows if _is_listing(rows) else [rows]):
@@ -107,11 +87,7 @@ def infer_owners(rows: Sequence[ActionRow]) -> tuple[int, ...]:
 
 
 def check_owners(name: str, stage_to_rank: object, num_ranks: int) -> tuple[int, ...]:
-    """The owners as given; none if there are none.
-
-    Raises:
-        ScheduleError: if they are no sequence of ranks.
-    """
+    """The owners as given, each a rank; none if there are none."""
     given = stage_to_rank if stage_to_rank is not None else ()
     if isinstance(given, Sequence) and all(is_count(rank) and rank < num_ranks for rank in given):
         return tuple(map(int, given))
@@ -121,11 +97,7 @@ def check_owners(name: str, stage_to_rank: object, num_ranks: int) -> tuple[int,
 
 
 def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], num_microbatches: int) -> None:
-    """Check rules 1 and 2.
-
-    Raises:
-        ScheduleError: with every violation, and the rows with the bad cells marked.
-    """
+    """Check rules 1 and 2; the message has every violation, and the rows with the bad cells marked."""
     num_stages = len(stage_to_rank)
     wrong = _outside("stage", rows, num_stages) + _outside("microbatch", rows, num_microbatches)
     marked: set[tuple[int, int]] = set()
@@ -157,13 +129,9 @@ def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence
         cells = ((rank, k, action) for rank, row in enumerate(rows) for k, action in enumerate(row))
         marked |= {(rank, k) for rank, k, a in cells if a.kind != Kind.F and (a.stage, a.microbatch) in mixed}
         backward = "" if forwards else " and its backward once (B, or I and W)"
-        raise ScheduleError(
-            f"schedule {name!r}",
-            f"each stage runs each microbatch's forward once{backward}, on the rank that owns it",
-            wrong,
-            "write each action once, in the row of its stage's rank",
-            _mark_cells(rows, marked, missing),
-        )
+        rule = f"each stage runs each microbatch's forward once{backward}, on the rank that owns it"
+        fix = "write each action once, in the row of its stage's rank"
+        raise ScheduleError(f"schedule {name!r}", rule, wrong, fix, _mark_cells(rows, marked, missing))
 
 
 def _outside(what: str, rows: Sequence[ActionRow], size: int) -> list[str]:
@@ -195,11 +163,7 @@ def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str], forwards:
 
 
 def check_groups(name: str, num_groups: int | None, rows: Sequence[ActionRow], num_microbatches: int) -> int | None:
-    """Check rule 3.
-
-    Raises:
-        ScheduleError: groups without number, or that the passes do not split into turns of; or a backward in a ring.
-    """
+    """Check rule 3; the number of groups as an int."""
     if num_groups is None:
         return None
     where, got = f"schedule {name!r}", f"num_groups={num_groups!r}, {num_microbatches} passes"
@@ -244,89 +208,66 @@ def _cells(row: ActionRow, rank: int, marked: Collection[tuple[int, int]], missi
 def check_runs(
     name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence[int], times: Times, num_groups: int | None = None
 ) -> None:
-    """Check that a replay came to the end of every row.
-
-    Raises:
-        ScheduleError: with the shortest cycle of actions that wait for one another (see ``shortest_cycle``), marked in the rows.
-    """
-    begun = [len(starts) for starts in times.starts]
-    if begun == [len(row) for row in rows]:
+    """Check rule 4: that a replay came to the end of every row."""
+    stuck = [row[len(starts) :] for row, starts in zip(rows, times.starts, strict=True)]
+    place = {action: (rank, k) for rank, row in enumerate(stuck) for k, action in enumerate(row)}
+    if not place:
         return
-    cycle = _Stuck(rows, begun, len(stage_to_rank), num_groups).shortest_cycle()
+    present = frozenset(action for row in rows for action in row)
+    found = {action: dependencies(action, len(stage_to_rank), present, num_groups) for action in place}
+    needs = {action: [need for need in wanted if need in place] for action, wanted in found.items()}
+    cycle = _shortest_cycle(stuck, place, needs)
+    wrong = []
+    for action, need in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        if need not in needs[action]:
+            wrong.append(f"{action} stands after {need} in its row")
+        else:  # only in a ring does a forward need one of another microbatch
+            is_token = action.kind == Kind.F and action.microbatch != need.microbatch
+            wrong.append(f"{action} needs {'the token of ' * is_token}{need}")
     cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
-    raise ScheduleError(
-        f"schedule {name!r}",
+    rule, fix = (
         "the rows must not wait for one another in a circle",
-        [f"{action} {link.words(action)}" for action, link in cycle.items()],
         "order each row so that what an action needs can run before it",
-        _mark_cells(rows, cells, {}),
     )
+    raise ScheduleError(f"schedule {name!r}", rule, wrong, fix, _mark_cells(rows, cells, {}))
 
 
-class _Link(NamedTuple):
-    """What an action waits for: something that it depends on, or something that stands before it in its row."""
-
-    need: Action
-    depends: bool
-
-    def words(self, action: Action) -> str:
-        """What the action waits for; only in a ring does a forward need one of another microbatch."""
-        if not self.depends:
-            return f"stands after {self.need} in its row"
-        is_token = action.kind == Kind.F and action.microbatch != self.need.microbatch
-        return f"needs the token of {self.need}" if is_token else f"needs {self.need}"
+_Places = Mapping[Action, tuple[int, int]]
+_Needs = Mapping[Action, Sequence[Action]]
 
 
-class _Stuck:
-    """The actions that never ran. Each waits for the actions that it depends on, and for the actions before it in its row."""
+def _shortest_cycle(stuck: Sequence[ActionRow], place: _Places, needs: _Needs) -> list[Action]:
+    """The shortest cycle of actions that never ran, each of which waits for the next, and the last for the first.
 
-    def __init__(self, rows: Sequence[ActionRow], begun: Sequence[int], num_stages: int, num_groups: int | None):
-        self.rows = [row[n:] for row, n in zip(rows, begun, strict=True)]
-        self.place = {action: (rank, k) for rank, row in enumerate(self.rows) for k, action in enumerate(row)}
-        present = frozenset(action for row in rows for action in row)
-        needs = {action: dependencies(action, num_stages, present, num_groups) for action in self.place}
-        self.needs = {action: [need for need in found if need in self.place] for action, found in needs.items()}
+    An action waits for those that it needs, and for those before it in its row. In a table with more than a thousand stuck actions:
+    two actions of one row, or the shortest cycle through the first stuck action of a rank, which always exists.
+    """
+    for action, (rank, k) in place.items():
+        for need in needs[action]:
+            if place[need] > (rank, k) and place[need][0] == rank:
+                return [action, need]
+    best: list[Action] = []
+    heads = [row[0] for row in stuck if row]
+    for root in heads if len(place) > _MOST_ROOTS else place:
+        best = _cycle(root, len(best) or len(place) + 1, stuck, place, needs) or best
+    return best
 
-    def shortest_cycle(self) -> dict[Action, _Link]:
-        """The shortest cycle of actions, each of which waits for the next, and the last for the first.
 
-        In a table with more than a thousand stuck actions: two actions of one row, or the shortest cycle through the first stuck
-        action of a rank, which always exists.
-        """
-        best = self._inverted()
-        if not best:
-            heads = [row[0] for row in self.rows if row]
-            for root in heads if len(self.place) > _MOST_ROOTS else self.place:
-                best = self._cycle(root, len(best) or len(self.place) + 1) or best
-        return best
-
-    def _inverted(self) -> dict[Action, _Link]:
-        """Two actions of one row, the first of which needs the second; nothing if there are none."""
-        for action, (rank, k) in self.place.items():
-            for need in self.needs[action]:
-                if self.place[need] > (rank, k) and self.place[need][0] == rank:
-                    return {action: _Link(need, True), need: _Link(action, False)}
-        return {}
-
-    def _cycle(self, root: Action, limit: int) -> dict[Action, _Link]:
-        """The shortest cycle through ``root`` of fewer than ``limit`` actions; nothing if there is none."""
-        paths: dict[Action, dict[Action, _Link]] = {root: {}}
-        behind = [0] * len(self.rows)  # how many actions of each row have been reached from an action that stands after them
-        level = [root]
-        for _ in range(limit - 1):
-            further: list[Action] = []
-            for action in level:
-                for link in self._waits(action, behind):
-                    if link.need == root:
-                        return {**paths[action], action: link}
-                    if link.need not in paths:
-                        paths[link.need] = {**paths[action], action: link}
-                        further.append(link.need)
-            level = further
-        return {}
-
-    def _waits(self, action: Action, behind: list[int]) -> Iterator[_Link]:
-        yield from (_Link(need, True) for need in self.needs[action])
-        rank, k = self.place[action]
-        yield from (_Link(before, False) for before in self.rows[rank][behind[rank] : k])
-        behind[rank] = max(behind[rank], k)
+def _cycle(root: Action, limit: int, stuck: Sequence[ActionRow], place: _Places, needs: _Needs) -> list[Action]:
+    """The shortest cycle through ``root`` of fewer than ``limit`` actions; nothing if there is none."""
+    paths = {root: [root]}
+    behind = [0] * len(stuck)  # how many actions of each row have been reached from an action that stands after them
+    level = [root]
+    for _ in range(limit - 1):
+        further: list[Action] = []
+        for action in level:
+            rank, k = place[action]
+            for need in (*needs[action], *stuck[rank][behind[rank] : k]):
+                if need == root:
+                    return paths[action]
+                if need not in paths:
+                    paths[need] = [*paths[action], need]
+                    further.append(need)
+            behind[rank] = max(behind[rank], k)
+        level = further
+    return []

@@ -22,36 +22,6 @@ from typing import Any, NamedTuple
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
 
-__all__ = [
-    "BAR",
-    "CSS_DPI",
-    "DOT",
-    "IDLE",
-    "INK",
-    "WORDS",
-    "Axes",
-    "Entry",
-    "Figure",
-    "Look",
-    "Panel",
-    "colour_of",
-    "draw_bars",
-    "draw_boxes",
-    "draw_key",
-    "draw_rows",
-    "fit_page",
-    "group_colour",
-    "has_matplotlib",
-    "inside",
-    "matplotlib_module",
-    "new_figure",
-    "page",
-    "page_width",
-    "points_of",
-    "shade",
-    "write_numbers",
-]
-
 Axes = Any
 Figure = Any
 """matplotlib's; it is optional, so its classes cannot be imported here."""
@@ -81,11 +51,7 @@ def matplotlib_module(module: str) -> Any:
 
 
 def new_figure(inches: tuple[float, float], layout: str = "none") -> Figure:
-    """An empty figure, white, that shows itself in a notebook; an inch is 96 pixels of a page.
-
-    Raises:
-        ImportError: without matplotlib, saying how to install it.
-    """
+    """An empty figure, white, that shows itself in a notebook; an inch is 96 pixels of a page."""
     figure = _picture_class()(inches, dpi=2 * CSS_DPI, facecolor="white", layout=layout)
     matplotlib_module("backends.backend_agg").FigureCanvasAgg(figure)
     return figure
@@ -93,10 +59,9 @@ def new_figure(inches: tuple[float, float], layout: str = "none") -> Figure:
 
 @functools.cache
 def _picture_class() -> type:
-    """A matplotlib figure that shows itself as the last line of a notebook's cell, with or without pyplot.
+    """A matplotlib figure that shows itself as the last line of a notebook's cell, with or without pyplot's inline backend.
 
-    matplotlib's own figures show only if pyplot's inline backend is on. A ``Picture`` belongs to no pyplot: it is shown once, is
-    gone with its last reference, and has the same size everywhere and two pixels to a pixel of the page.
+    It belongs to no pyplot: it is shown once, and has the same size everywhere and two pixels to a pixel of the page.
     """
 
     class Picture(matplotlib_module("figure").Figure):
@@ -117,13 +82,9 @@ def _picture_class() -> type:
 
 
 def colour_of(kind: Kind, order: int, latest: int, wide: float = math.inf) -> str:
-    """The colour of a bar, paler for the later stages of its rank. Bars of few points are stronger, or they would not be seen.
+    """The colour of a bar, paler for the later stages of its rank; bars of few points are stronger, or they would not be seen.
 
-    Args:
-        kind: what runs.
-        order: which stage of its rank runs it, from 0.
-        latest: the last stage that some rank has.
-        wide: points from its left to its right.
+    ``order`` is which stage of its rank runs it, ``latest`` the last stage that some rank has, ``wide`` points from left to right.
     """
     thin = min(1.0, max(0.0, 1 - wide / 4))
     pale = _mix(_COLOURS[kind], "#FFFFFF", (1 - thin) * 0.55 * order / max(1, latest))
@@ -165,22 +126,10 @@ def draw_key(figure: Figure, entries: Sequence[Entry], heading: str = "", where:
     inches = [0.47 + 0.062 * len(words) for words, _ in entries]
     num_columns = next((n for n in range(count, 1, -1) if sum(max(inches[k::n]) for k in range(n)) <= width), 1)
     order = [k for first in range(num_columns) for k in range(first, count, num_columns)]  # matplotlib fills columns first
-    figure.legend(
-        [handles[k] for k in order],
-        [entries[k][0] for k in order],
-        loc=f"outside {where} left",
-        ncols=num_columns,
-        title=textwrap.fill(heading, max(20, int(13.5 * width))),
-        title_fontsize=10,
-        alignment="left",
-        fontsize=8,
-        labelcolor=INK,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.4,
-        borderpad=0,
-        borderaxespad=0.4,
-    )
+    title = {"title": textwrap.fill(heading, max(20, int(13.5 * width))), "title_fontsize": 10, "alignment": "left"}
+    style = {"fontsize": 8, "labelcolor": INK, "frameon": False, "loc": f"outside {where} left", "ncols": num_columns}
+    space = {"handlelength": 1.6, "columnspacing": 1.4, "borderpad": 0, "borderaxespad": 0.4}
+    figure.legend([handles[k] for k in order], [entries[k][0] for k in order], **title, **style, **space)
 
 
 class Panel(NamedTuple):
@@ -197,13 +146,11 @@ def page_width(columns: float, width: float | None) -> tuple[float, float]:
     return width, 72 * (width - _BESIDE)
 
 
-def page(
-    heading: str, entries: Sequence[Entry], panels: Sequence[Panel], width: float, unit: str = ""
-) -> tuple[Figure, list[Axes]]:
+def page(heading: str, key: Sequence[Entry], panels: Sequence[Panel], width: float, unit: str = "") -> tuple[Figure, list[Axes]]:
     """A figure with a heading, a key, and panels below one another; returns it with the axes of each panel."""
     figure = new_figure((width, 3 + sum(panel.height for panel in panels)), "constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06, hspace=0)
-    draw_key(figure, entries, heading)
+    draw_key(figure, key, heading)
     ratios = {"height_ratios": [panel.height for panel in panels]}
     axes = list(figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=ratios)[:, 0])
     for each, panel, after in itertools.zip_longest(axes, panels, panels[1:]):
@@ -254,23 +201,16 @@ def draw_boxes(axes: Axes, boxes: Iterable[Box], colour: str, label: str, scale:
 
 
 def draw_rows(axes: Axes, tops: dict[str, float], end: Number) -> None:
-    """Draw named rows, idle up to ``end``."""
+    """Draw named rows, each with its top, idle up to ``end``."""
     draw_boxes(axes, [(*inside(top), 0, end) for top in tops.values()], IDLE, "idle")
     axes.set_yticks([top + 0.5 for top in tops.values()], list(tops))
 
 
 class Look(NamedTuple):
-    """How a bar looks, and where.
+    """How a bar looks, and where: all bars of a label look the same.
 
-    Attributes:
-        label: of all bars that look so.
-        kind: what runs, which decides with the others of its kind whether it has a number; None of what is no action.
-        colour: of the bar.
-        lines: how often it is underlined, as the bars of later stages are.
-        text: its number.
-        top: where its row begins.
-        start: its beginning.
-        end: its end.
+    A ``kind``, None of what is no action, decides as one whether its bars have their number, ``text``; ``lines`` is how often the
+    bar is underlined, as the bars of later stages are.
     """
 
     label: str
@@ -301,9 +241,8 @@ def draw_bars(axes: Axes, bars: Iterable[Look], scale: float) -> None:
 def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> None:
     """Write the numbers of bars, in one size, onto a figure that has been laid out, and below what they are.
 
-    A row in which some bars of a kind have a number and others do not is hard to read. So a kind whose bars are too narrow for the
-    largest number has no numbers in a panel. Measured bars differ in length; there, a kind has numbers if four in five of its bars
-    have room, and the rest of its bars stay empty.
+    A row in which some bars of a kind have a number and others do not is hard to read. So a kind has numbers in a panel if four in
+    five of its bars have room for the largest number.
     """
     letters = max((len(bar.text) for _, bars in panels for bar in bars if bar.kind), default=1)
     sizes: list[dict[Kind, float]] = []

@@ -16,29 +16,10 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
-from jaxpp.schedule.draw.canvas import (
-    BAR,
-    DOT,
-    INK,
-    Axes,
-    Figure,
-    Look,
-    Panel,
-    draw_bars,
-    draw_rows,
-    fit_page,
-    inside,
-    matplotlib_module,
-    page,
-    page_width,
-    points_of,
-    shade,
-    write_numbers,
-)
+from jaxpp.schedule.draw import canvas
+from jaxpp.schedule.draw.canvas import BAR, DOT, INK, Axes, Figure, Look, Panel, inside, matplotlib_module, points_of, shade
 from jaxpp.schedule.draw.timeline import Timeline, extents, looks, scaled, shortest, timeline_key
 from jaxpp.schedule.residual_counts import Residual, counts, lifetimes, peaks, places
-
-__all__ = ["Lane", "lanes", "pebble_gif", "pebble_pair", "pebbles"]
 
 _MOST_PEBBLES = 9  # that are drawn one by one
 _DOT, _SMALLEST_DOT = 3.2, 0.9  # points: the radius of the largest pebble, and of the smallest that can be seen
@@ -112,7 +93,7 @@ def _figure(
     most = [max(peaks(residuals, range(len(stage_to_rank)))) for residuals in alive]
     across = extents(timelines, [0] * len(timelines))
     columns = max(end / (2 * step if unit else step) for end, step in zip(across, steps, strict=True))
-    inches, points = page_width(columns, width)
+    inches, points = canvas.page_width(columns, width)
     panels = [_room(line.bars, end) for line, end in zip(timelines, across, strict=True)]
     if unit:
         steps = [max(step, _COLUMN * end / points) for step, end in zip(steps, across, strict=True)]
@@ -120,15 +101,15 @@ def _figure(
     sizes = [_in_rows(count, points * step / end, high)[1] for count, step, end in zip(most, steps, across, strict=True) if count]
     countable = max(most) <= _MOST_PEBBLES and min(sizes, default=0) >= _SMALLEST_DOT
     key = [*timeline_key(timelines, stage_to_rank), *[("residuals alive", DOT if countable else shade(1))] * any(most)]
-    figure, axes = page(heading, key, panels, inches, unit)
+    figure, axes = canvas.page(heading, key, panels, inches, unit)
     bars: list[list[Look]] = []
     for part, line, residuals, end in zip(axes, timelines, alive, across, strict=True):
         part.set_title(scaled(line.title, end, across[0]), loc="left", size=9, weight="bold", color=INK)
         bars.append(_draw(part, line, residuals, stage_to_rank, points / end, countable=countable))
-    fit_page(figure, axes, panels)
+    canvas.fit_page(figure, axes, panels)
     for part, line, residuals, step in zip(axes, timelines, alive, steps, strict=True) if countable else ():
         _draw_dots(part, line.bars, residuals, step)
-    write_numbers(list(zip(axes, bars, strict=True)), "microbatches")
+    canvas.write_numbers(list(zip(axes, bars, strict=True)), "microbatches")
     return figure
 
 
@@ -144,7 +125,7 @@ def _draw(
     """Draw a pebble graph but for its dots; returns what has numbers."""
     tops, several = lanes(line.bars), len(stage_to_rank) > max(stage_to_rank) + 1
     top_of = {(lane.stage, kind): top for lane, top in tops.items() for kind in lane.kinds}
-    draw_rows(axes, {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}, line.end or 1)
+    canvas.draw_rows(axes, {"/".join(lane.kinds) + str(lane.stage): top for lane, top in tops.items()}, line.end or 1)
     bars = list(looks(line, stage_to_rank, scale, top_of))
     if residuals:
         of_rank, of_stage = peaks(residuals, stage_to_rank), peaks(residuals, range(len(stage_to_rank)))
@@ -156,7 +137,7 @@ def _draw(
                 colour = shade(count / max(of_stage))
                 bars.append(Look(f"{count} pebbles", None, colour, 0, str(count), lane, float(start), float(end)))
         axes.text(1.01, -0.5, "peak", **beside)
-    draw_bars(axes, bars, scale)
+    canvas.draw_bars(axes, bars, scale)
     return bars
 
 

@@ -17,8 +17,6 @@ from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import Copied, Timeline, timeline
 from jaxpp.tables import fold_lines, terminal_columns
 
-__all__ = ["Drawing", "Drawn", "figure_html"]
-
 _GROUPS = string.digits + string.ascii_lowercase
 _MOST_LINES = 64
 _MOST_VECTORS = 1000  # bars; more are shown as pixels, or a notebook would grow by megabytes
@@ -101,10 +99,8 @@ class Drawn:
         """The timeline as a matplotlib ``Figure``: a row for each rank, a colour for each kind, microbatch numbers, idle time grey.
 
         Copies of residuals to host memory and back are lines at the lower edge of their rank's row. A ring has a colour for each
-        group, and the numbers of its turns.
-
-        As the last line of a notebook's cell it shows itself; ``figure().savefig("timeline.png")`` writes a file. Numbers are left
-        out where bars are too narrow for them; a wider figure has room for more.
+        group, and the numbers of its turns. As the last line of a notebook's cell the figure shows itself;
+        ``figure().savefig("timeline.png")`` writes a file. Numbers are left out where bars are too narrow for them.
 
         Args:
             width: of the figure in inches, of which a page shows 96 pixels each; as many as the bars need, up to 9.4, unless given.
@@ -118,21 +114,13 @@ class Drawn:
     def pebble_figure(self, width: float | None = None) -> Figure:
         """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each residual.
 
-        Args:
-            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
+        ``width`` is as for ``figure``, and so is the ``ImportError`` without matplotlib.
         """
         heading, _, stage_to_rank, bars, *_ = self.drawing()
         return pebbles(bars, stage_to_rank, heading, width=width)
 
     def pebble_gif(self, path: str | os.PathLike[str]) -> None:
-        """Write the pebble graph as an animated GIF, slot by slot, in at most 120 frames.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
-        """
+        """Write the pebble graph as an animated GIF, slot by slot, in at most 120 frames; it needs matplotlib, too."""
         heading, _, stage_to_rank, bars, *_ = self.drawing()
         pebble_gif(bars, stage_to_rank, heading, path)
 
@@ -140,7 +128,7 @@ class Drawn:
         return self._picture_html() if has_matplotlib() else f"<pre>{html.escape(str(self))}</pre>"
 
     def _picture_html(self) -> str:
-        """The figure, no wider than the page; nothing without matplotlib."""
+        """The figure as SVG or pixels, no wider than the page; nothing without matplotlib."""
         if not has_matplotlib():
             return ""
         return figure_html(self.figure(), self.drawing().heading, vectors=len(self.drawing().bars) <= _MOST_VECTORS)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
+from jaxpp.schedule.draw import canvas
 from jaxpp.schedule.draw.canvas import (
     IDLE,
     INK,
@@ -18,18 +19,10 @@ from jaxpp.schedule.draw.canvas import (
     Look,
     Panel,
     colour_of,
-    draw_bars,
     draw_boxes,
-    draw_rows,
-    fit_page,
     group_colour,
     inside,
-    page,
-    page_width,
-    write_numbers,
 )
-
-__all__ = ["Copied", "Timeline", "draw_timeline", "extents", "looks", "room", "scaled", "shortest", "timeline", "timeline_key"]
 
 _REST, _SENT, _OUT, _BACK = "#8C8C8C", "#D55E00", "#00684B", "#7AC2A8"  # what is no action, what arrives, copies to the host, back
 _UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
@@ -68,11 +61,11 @@ class Timeline(NamedTuple):
 def timeline(line: Timeline, stage_to_rank: Sequence[int], heading: str, width: float | None = None) -> Figure:
     """The bars in time, a row for each rank, as a matplotlib ``Figure``; ``width`` is in inches."""
     panel = room(stage_to_rank, line.end or 1)
-    inches, points = page_width(panel.across / shortest(line.bars), width)
-    figure, (axes,) = page(heading, timeline_key([line], stage_to_rank), [panel], inches)
+    inches, points = canvas.page_width(panel.across / shortest(line.bars), width)
+    figure, (axes,) = canvas.page(heading, timeline_key([line], stage_to_rank), [panel], inches)
     bars = draw_timeline(axes, line, stage_to_rank, points / panel.across)
-    fit_page(figure, [axes], [panel])
-    write_numbers([(axes, bars)], "turns" if line.num_groups else "microbatches")
+    canvas.fit_page(figure, [axes], [panel])
+    canvas.write_numbers([(axes, bars)], "turns" if line.num_groups else "microbatches")
     return figure
 
 
@@ -144,8 +137,8 @@ def looks(
 def draw_timeline(axes: Axes, line: Timeline, stage_to_rank: Sequence[int], scale: float) -> list[Look]:
     """Draw a timeline, a unit of time ``scale`` points wide, with a title; returns its bars, for their numbers."""
     bars = list(looks(line, stage_to_rank, scale))
-    draw_rows(axes, {str(rank): rank for rank in range(max(stage_to_rank) + 1)}, line.end or 1)
-    draw_bars(axes, bars, scale)
+    canvas.draw_rows(axes, {str(rank): rank for rank in range(max(stage_to_rank) + 1)}, line.end or 1)
+    canvas.draw_bars(axes, bars, scale)
     for back, label, colour, top in ((False, "copies to the host", _OUT, 0.74), (True, "copies back", _BACK, 0.84)):
         copies = [(copy.rank + top, 0.1, copy.start, copy.end) for copy in line.copies if copy.back == back]
         draw_boxes(axes, copies, colour, label, scale)
