@@ -40,8 +40,6 @@ from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["EXECUTABLES", "Executable", "ExecutableCache", "PlacedProgram", "Programs", "compile_lowered", "settings"]
-
 Shardings = tuple[Sharding, ...]
 
 _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
@@ -53,12 +51,7 @@ _LEAN: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHED
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """What was compiled; shared by the programs that are the same.
-
-    Attributes:
-        call: the compiled program.
-        name: what it is called in a trace: by the name of the first program that is the same.
-    """
+    """What was compiled; shared by the programs that are the same."""
 
     call: Compiled
     name: str
@@ -68,9 +61,6 @@ class ExecutableCache:
     """Executables by what they do, the most recently used last; threads may share it.
 
     The least recently used are forgotten, and all of them whenever ``jax.clear_caches`` is called.
-
-    Args:
-        limit: how many names are remembered; most executables have two.
     """
 
     def __init__(self, limit: int):

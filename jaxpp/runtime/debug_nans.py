@@ -27,8 +27,6 @@ from jaxpp.stages.jaxpr import describe, source_frames, variables
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["NanCheck", "flags"]
-
 _UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONSTANT, Role.RESIDUAL, Role.REPLICA})
 _ALONE = {Role.LOSS: "the loss", Role.STATIC: "what is made of the parameters alone", Role.SCALE: "the microbatch's weight"}
 _WORDS = {

@@ -14,8 +14,6 @@ from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import Placement
 from jaxpp.types import Array, Leaf
 
-__all__ = ["InFlight", "Observer", "execute", "limit_of"]
-
 _MOST_WAITING = 16  # programs that wait at once where ``InFlight`` limits them
 
 
@@ -30,17 +28,7 @@ class Observer(Protocol):
 def execute(
     plan: Plan, arguments: Sequence[Any], observer: Observer | None = None, hold: Callable[[], None] | None = None
 ) -> list[Any]:
-    """Run ``plan`` on ``arguments`` and return its results.
-
-    Args:
-        plan: what to run.
-        arguments: one value a slot of ``plan.inputs``.
-        observer: called after each instruction.
-        hold: called before the first instruction that takes over the buffer of an argument.
-
-    Raises:
-        Exception: whatever a program raised, unchanged, with a note that names the action.
-    """
+    """Run ``plan`` on ``arguments`` and return its results."""
     slots: list[Any] = [None] * plan.num_slots
     for slot, value in plan.constants:
         slots[slot] = value

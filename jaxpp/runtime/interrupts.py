@@ -27,8 +27,6 @@ try:
 except ImportError:
     _plain = signal
 
-__all__ = ["Hold", "despite_ctrl_c", "held"]
-
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
 
@@ -46,14 +44,6 @@ class Hold:
 
     Only the main thread runs handlers, so in other threads there is nothing to do. A second Ctrl-C more than a second after the
     first is not held back.
-
-    Args:
-        waited: a note for what a signal raises that was held back, unless the block raised.
-        broke_off: a note for what a second Ctrl-C raises.
-        signals: which ones to hold.
-
-    Attributes:
-        begun: whether ``begin`` was called.
     """
 
     __slots__ = ("_broke_off", "_came", "_handlers", "_signals", "_waited", "begun")

@@ -27,8 +27,6 @@ from jaxpp.stages.loss.traced_loss import key_implementation
 from jaxpp.stages.program import Role
 from jaxpp.types import Aval, Device
 
-__all__ = ["action_times", "clock_of", "copy_times", "link_times", "stage_times", "waiting"]
-
 _RUNS = 5
 _LARGE = 1 << 20
 """Elements of the array whose send tells what a byte costs."""
@@ -49,9 +47,6 @@ def action_times(
 
     The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those. Every
     process that has some of the places calls it, for the same reason ``where``.
-
-    Raises:
-        ProcessError: in several processes, which differ in what they would measure.
     """
     ordered, jobs = sorted(kinds), dict[tuple[int, Kind], PlacedProgram]()
     devices = [place.devices[0] for place in places]
@@ -72,11 +67,7 @@ def action_times(
 
 
 def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list[float]]:
-    """What the residuals of one microbatch take to pinned host memory, or back, whichever is longer; of each stage.
-
-    Returns:
-        seconds until they are there, and the seconds of them after which the process goes on.
-    """
+    """What the residuals of one microbatch take to pinned host memory, or back, whichever is longer; of each stage."""
     devices = [place.devices[0] for place in places]
     times = np.zeros((2, len(places)), np.float32)
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):

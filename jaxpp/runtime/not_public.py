@@ -29,8 +29,6 @@ def _module(name: str) -> Any:
 
 distributed, xla_client = _module("jax._src.distributed"), _module("jaxlib.xla_client")
 
-__all__ = ["Store", "copies_memory", "direct_copy", "is_known_alone", "memory_copy", "shared_store"]
-
 _METHODS = ("key_value_set", "key_value_dir_get", "blocking_key_value_get", "key_value_delete")
 
 
@@ -38,10 +36,6 @@ class Store:
     """Texts under names with slashes, as in a file system, which all processes read and write.
 
     ``jax.distributed.initialize`` starts it in process 0, as a part of the coordination service.
-
-    Args:
-        client: of the coordination service.
-        process: the number of this process. (``jax.process_index`` would open the devices, and wait for all processes to do so.)
     """
 
     def __init__(self, client: Any, process: int):

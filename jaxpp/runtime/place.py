@@ -27,8 +27,6 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home, Leaf
 
-__all__ = ["DATA", "MODEL", "PIPE", "OneDevice", "Own", "Place", "Placement", "Submesh", "devices_of", "place", "submeshes"]
-
 PIPE, DATA, MODEL = "pipe", "data", "model"
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})
 """Values that only their own stage reads: the compiler shards them over ``model`` as it likes."""
@@ -164,14 +162,7 @@ class OneDevice(Place):
 
 @dataclass(frozen=True)
 class Submesh(Place):
-    """A place of several devices.
-
-    Attributes:
-        mesh: axes ``data`` and ``model``.
-        specs: how each parameter leaf is sharded over ``model``; nothing is unless given.
-        opt_specs: how each optimizer leaf is sharded.
-        own: the parameters, gradients and optimizer leaves of which each replica has its own.
-    """
+    """A place of several devices."""
 
     mesh: Mesh
     specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
@@ -260,12 +251,7 @@ def _called(name: str, function: Callable[..., list[Leaf]]) -> Callable[..., lis
 
 @dataclass(frozen=True)
 class Placement:
-    """Where stages and ranks live; several may share a place.
-
-    Attributes:
-        places: the device of each stage, or the sub-mesh.
-        by_rank: that of each rank.
-    """
+    """Where stages and ranks live; several may share a place."""
 
     places: tuple[Place, ...]
     by_rank: tuple[Place, ...]
@@ -305,17 +291,7 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
 
 
 def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int) -> tuple[Place, ...]:
-    """The place of each rank, from the first; cycled by ``place`` if there are fewer.
-
-    Args:
-        devices: one a rank, or ``data_parallel`` of them.
-        mesh: axes ``pipe``, ``data`` and ``model``, those that are wanted.
-        data_parallel: replicas, without a mesh.
-        num_ranks: of the schedule.
-
-    Raises:
-        ArgumentError: both ways at once, axes of other names, more pipe than ranks, or too few devices.
-    """
+    """The place of each rank, from the first; cycled by ``place`` if there are fewer."""
     if not is_count(data_parallel, least=1):
         rule = "data_parallel is the number of replicas, at least 1"
         raise ArgumentError(f"data_parallel={data_parallel!r}", rule, repr(data_parallel), "pass 1 or more")

@@ -14,17 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["progress"]
-
 
 def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **options: Any) -> tqdm:
-    """A progress bar, or nothing where nobody watches; use it in a ``with`` block, whose end takes it away.
-
-    Args:
-        things: what to iterate over, if anything.
-        after: seconds of work before it shows.
-        **options: of ``tqdm``.
-    """
+    """A progress bar, or nothing where nobody watches; use it in a ``with`` block, whose end takes it away."""
     kernel = _kernel()
     if kernel is None:
         return tqdm(things, disable=not _is_terminal(), delay=after, leave=False, **options)

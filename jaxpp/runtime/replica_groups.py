@@ -18,16 +18,9 @@ from jaxpp.runtime.interrupts import held
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Array, Aval, Device
 
-__all__ = ["Mean", "ReplicaGroups", "shards_of"]
-
 
 class ReplicaGroups:
-    """Which replicas have the same parameters of their own; the means over them.
-
-    Attributes:
-        current: the groups of replicas for the step that is about to run; it runs before others are set.
-        compiled: the programs of the groups met so far, for all batch shapes.
-    """
+    """Which replicas have the same parameters of their own; the means over them."""
 
     def __init__(self) -> None:
         self.current: tuple[tuple[int, ...], ...] = ()
@@ -41,12 +34,7 @@ class ReplicaGroups:
         self.current = tuple(map(tuple, groups.values()))
 
     def mean(self, homes: Sequence[Sharding], avals: Sequence[Aval]) -> "Mean":
-        """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
-
-        Args:
-            homes: how each gradient is sharded, and after them the weights of microbatches; none where all replicas weigh the same.
-            avals: shape and dtype of each gradient, as one replica has it.
-        """
+        """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group."""
         return Mean(self, tuple(home for home in homes if isinstance(home, NamedSharding)), tuple(avals))
 
 

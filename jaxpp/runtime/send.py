@@ -33,8 +33,6 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, Home, Leaf
 
-__all__ = ["HOST_MEMORY", "Codec", "Send", "memory_copies"]
-
 HOST_MEMORY = "pinned_host"
 """The kind of host memory that devices copy from and to at full speed, without blocking."""
 
@@ -43,13 +41,7 @@ Move = Callable[..., Sequence[Array]]
 
 
 class Codec(NamedTuple):
-    """How a value travels.
-
-    Attributes:
-        wire: shape and dtype of what travels.
-        encode: makes that of the value, where the value is.
-        decode: makes the value of that, where it goes.
-    """
+    """How a value travels."""
 
     wire: Aval
     encode: Callable[[Array], Array]
@@ -58,15 +50,7 @@ class Codec(NamedTuple):
 
 @dataclass(frozen=True)
 class Send:
-    """A value that goes from one home to another, and stays where it is too.
-
-    Attributes:
-        target: where it goes.
-        source: where every value that will be sent lives, if that is known; values that a caller gave are looked at one by one.
-        aval: shape and dtype, with all axes; needed between processes, as is the source.
-        taken: whether a later program may take over the value's buffer. That marks the buffer as gone at once, but what is on its
-            way to another process is read later, when that process asks for it: so a copy is sent.
-    """
+    """A value that goes from one home to another, and stays where it is too."""
 
     target: Home
     source: Home | None = None
@@ -81,11 +65,7 @@ class Send:
         return count_bytes(jax.ShapeDtypeStruct(as_sharding(self.target).shard_shape(self.aval.shape), self.aval.dtype))
 
     def bind(self) -> Move:
-        """The quickest function that makes this send.
-
-        Raises:
-            ArgumentError: the value would have to be divided in another way, across processes.
-        """
+        """The quickest function that makes this send."""
         if self.source is None or self.aval is None:
             return self._within_process()
         codec = self._codec(self.aval)
@@ -200,10 +180,6 @@ def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
 
     It means ``jax.device_put``. On one device the runtime's own copy is called where it does the same, which takes a tenth of the
     host time. Where a value spans processes, each copies its own shards.
-
-    Args:
-        homes: the sharding of each value on the devices, where programs of a plan, or sends, made it.
-        to_host: whether the values are on the devices and go to host memory; else they come back.
     """
     put = jax.device_put
     goals = [home.with_memory_kind(HOST_MEMORY) for home in homes] if to_host else list(homes)

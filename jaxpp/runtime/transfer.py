@@ -21,22 +21,6 @@ from jaxpp.stages.program import Ref
 from jaxpp.stages.stacked import Slices
 from jaxpp.types import Array, Home, Leaf, Tree
 
-__all__ = [
-    "HOST_MEMORY",
-    "check_alive",
-    "concatenated_at",
-    "join_slices",
-    "joined_home",
-    "put",
-    "put_at",
-    "split_over_replicas",
-    "split_slices",
-    "to_device",
-    "to_homes",
-    "to_host",
-    "unaliased",
-]
-
 
 def put(value: Leaf, home: Home) -> Array:
     """A fresh copy of a value on a device, or with a sharding: it shares no buffer with the original.
@@ -89,11 +73,7 @@ def split_over_replicas(
 
 
 def check_alive(where: str, tree: Tree) -> None:
-    """Refuse arrays whose buffers a step has taken over.
-
-    Raises:
-        StateError: there are some; JAX would say that an array has been deleted.
-    """
+    """Refuse arrays whose buffers a step has taken over."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     if gone := sum(leaf.is_deleted() for leaf in leaves):
         raise StateError(
@@ -190,10 +170,6 @@ def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> 
 
     The copies share nothing with the originals. Device arrays may be given up (donated) straight away: the runtime keeps a buffer
     until what was begun before has read it. NumPy arrays must not be written to until the copies are there.
-
-    Args:
-        leaves: what to copy.
-        homes: the device sharding beside which each copy goes; its own by default.
     """
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes
     return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST_MEMORY) for home in homes], may_alias=False))

@@ -53,18 +53,6 @@ from jaxpp.runtime.processes.texts import difference, listed
 from jaxpp.runtime.send import Send
 from jaxpp.types import Array, Device, DType
 
-__all__ = [
-    "Agreement",
-    "Alignment",
-    "agreement",
-    "align_clocks",
-    "first_devices",
-    "raise_alike",
-    "rows_of_all",
-    "texts_of_all",
-    "transfers",
-]
-
 _LOOKS = 1.0  # seconds between two looks of the thread into the store
 _LIVES = 3.0  # seconds in which a process that lives says so again
 _GRACE = 5  # seconds that a process which has failed waits for the others
@@ -83,18 +71,7 @@ def _channel() -> "_Channel":
 
 
 class _Channel:
-    """The processes of a run, which make the same exchanges and calls in the same order.
-
-    Args:
-        store: which they share, if there is one.
-        processes: in order.
-
-    Attributes:
-        num_exchanges: in which this process has taken part, or does.
-        num_calls: on which this process has agreed.
-        last: the last of these calls, for people.
-        broken_off: which call has sent and received only a part of what the others do, or nothing.
-    """
+    """The processes of a run, which make the same exchanges and calls in the same order."""
 
     def __init__(self, store: Store | None, processes: Sequence[int]):
         self.store, self.processes, self.num_exchanges, self.num_calls = store, processes, 0, 0
@@ -109,11 +86,7 @@ class _Channel:
         return "\n".join([*self.last, f"and {self.num_calls} calls in all, with the digest {self._digest}"])
 
     def check(self, where: str) -> None:
-        """Refuse a call after one that was broken off.
-
-        Raises:
-            ProcessError: there was one.
-        """
+        """Refuse a call after one that was broken off."""
         if self.broken_off:
             rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
             fix = "start the script again in all processes, from the last checkpoint"
@@ -126,17 +99,7 @@ class _Channel:
         self.last.append(what)
 
     def exchange(self, text: str, where: str, what: str = "", *, compares: bool = False) -> tuple[str, ...]:
-        """The text of each process.
-
-        Args:
-            text: of this process.
-            where: the call, for an error.
-            what: the call with its batch, for people.
-            compares: whether it is an exchange of an agreement.
-
-        Raises:
-            ProcessError: a process failed, has ended, went on with another call, or does not come.
-        """
+        """The text of each process."""
         self.num_exchanges += 1
         if len(self.processes) == 1:
             return (text,)
@@ -215,11 +178,7 @@ class _Channel:
 
 
 def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, str]) -> None:
-    """Look for processes that failed, that are gone, or that went on with another call.
-
-    Raises:
-        ProcessError: there is one.
-    """
+    """Look for processes that failed, that are gone, or that went on with another call."""
     errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
     first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
     gone = {process: how for process, how in left.items() if process not in said}
@@ -294,23 +253,14 @@ def _tell_the_end(store: Store, error: BaseException | None) -> None:
 
 
 class Agreement:
-    """A call on which the processes of a run agree; called with a function of named texts.
-
-    Args:
-        where: the call, as the user wrote it.
-        channel: to the other processes; None where one process agrees with itself.
-    """
+    """A call on which the processes of a run agree; called with a function of named texts."""
 
     def __init__(self, where: str, channel: _Channel | None):
         self._where, self._channel, self._what = where, channel, where
         self._number, self._over = 0, channel is None
 
     def __call__(self, parts: Callable[[], Mapping[str, str]]) -> None:
-        """Compare texts; what is tried again after it has succeeded is not compared again.
-
-        Raises:
-            ProcessError: they differ; or another process failed, has ended, or does not come.
-        """
+        """Compare texts; what is tried again after it has succeeded is not compared again."""
         if self._over or self._channel is None:
             return
         channel = self._channel
@@ -328,11 +278,7 @@ class Agreement:
         self.again()
 
     def again(self) -> None:
-        """Count another call on which all have agreed.
-
-        Raises:
-            ProcessError: this process has broken off an earlier one.
-        """
+        """Count another call on which all have agreed."""
         if self._channel is not None:
             self._channel.check(self._where)
             self._channel.count(self._what, self._number)
@@ -354,13 +300,6 @@ def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
 
     If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices. A
     process that has none of them takes part, for every process calls every transfer.
-
-    Args:
-        where: the call, as the user wrote it.
-        devices: of the pipeline.
-
-    Raises:
-        ProcessError: the texts differ; or another process raised, has ended, or does not come.
     """
     channel = _channel() if len(processes_of(devices)) > 1 else None
     if channel is not None:
@@ -405,18 +344,7 @@ def rows_of_all(values: np.ndarray) -> np.ndarray:
 
 
 def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -> None:
-    """Make a check, and raise in every process if it fails in one; every process calls this.
-
-    Args:
-        where: the call, as the user wrote it.
-        check: does not wait for other processes.
-        kind: the errors by which it says what it has found.
-
-    Raises:
-        JaxppError: of that kind, what the first process found that found something.
-        ProcessError: another process raised another exception.
-        Exception: what the check raised here.
-    """
+    """Make a check, and raise in every process if it fails in one; every process calls this."""
     error, said = None, {}
     try:
         check()
@@ -479,12 +407,7 @@ _ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 
 
 class Alignment(NamedTuple):
-    """How the clock of this process stands to that of process 0.
-
-    Attributes:
-        offset: seconds to add to ``time.perf_counter()``.
-        error: seconds by which the sum may be wrong: half of the quickest way there and back; 0 in process 0.
-    """
+    """How the clock of this process stands to that of process 0."""
 
     offset: float = 0.0
     error: float = 0.0

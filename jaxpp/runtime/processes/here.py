@@ -17,20 +17,6 @@ from jaxpp.errors import BatchError, StateError
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, DType, Home, Leaf
 
-__all__ = [
-    "LocalRows",
-    "as_sharding",
-    "devices_in",
-    "elsewhere",
-    "is_addressable",
-    "is_here",
-    "is_whole_here",
-    "local",
-    "processes_of",
-    "put_across",
-    "spread",
-]
-
 
 def as_sharding(home: Home) -> Sharding:
     """A home as a sharding."""
@@ -73,9 +59,6 @@ def put_across(value: Leaf, home: Home) -> Array:
     """A fresh copy of what is here of a value at a home that is not of this process alone; nothing is sent.
 
     Either every process has the whole value, or it lives at this home already.
-
-    Raises:
-        StateError: the value lives in other processes, but not at this home.
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         sharding = as_sharding(home)
@@ -127,14 +110,7 @@ def local(leaf: Leaf, where: str) -> Leaf:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a global array that are in this process; ``lacks`` says whether they are those that are read here.
-
-    Attributes:
-        rows: the rows that are here, by the first and the one after the last.
-        shape: of the whole array; with ``num_replicas`` the rows are divided among these, the first axis.
-        dtype: of the elements.
-        num_replicas: 0 if the rows are not divided.
-    """
+    """The rows of a global array that are in this process; ``lacks`` says whether they are those that are read here."""
 
     rows: Mapping[tuple[int, int], np.ndarray]
     shape: tuple[int, ...]

@@ -24,8 +24,6 @@ from jaxpp.errors import ProcessError
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, kind_of
 
-__all__ = ["difference", "flags_text", "listed", "listing", "plain", "versions_text"]
-
 _PACKAGES = ("jaxlib", "jaxpp", "flax", "optax", "numpy")
 _OPTIONS = """
 enable_x64 default_matmul_precision default_prng_impl threefry_partitionable enable_custom_prng numpy_dtype_promotion
@@ -163,12 +161,7 @@ def listed(processes: Sequence[int]) -> str:
 
 
 def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessError:
-    """The error for texts that differ.
-
-    Args:
-        where: the call.
-        texts: of each part that differs, what each process says; parts that cause others come first.
-    """
+    """The error for texts that differ."""
     texts = {part: said for part, said in texts.items() if part not in _FOLLOW} or texts
     got: list[str] = []
     for part, said in list(texts.items())[:_MOST_PARTS]:

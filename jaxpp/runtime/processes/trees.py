@@ -35,8 +35,6 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stacked import Slices, joined, whole_shape
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
 
-__all__ = ["are_across", "array_handler", "gather", "slices_of", "stand_in_for"]
-
 _SLICES: dict[int, tuple[weakref.ref[Array], Slices]] = {}  # the slices of each stand-in that is alive, by its address
 _AWAY, _PART, _WHOLE = range(3)  # how much of a leaf a process holds
 _OTHERS = "devices of another process"  # the mesh axis that ``_seen_by_all`` adds
@@ -95,12 +93,7 @@ def _gather_across(tree: Tree, device: Device | None) -> Tree:
 
 
 def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
-    """A leaf of some processes in those that read it; every process calls this.
-
-    Returns:
-        an array on the first device of this process, or, if the leaf comes in parts, one put together on the host; None if this
-        process does not read it.
-    """
+    """A leaf of some processes in those that read it; every process calls this."""
     places: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     indices = leaf.sharding.devices_indices_map(leaf.shape)
     for device in sorted(indices, key=lambda device: device.id):
@@ -181,11 +174,7 @@ def stand_in_for(node: Slices) -> Array:
 
 
 def slices_of(leaf: Leaf) -> Slices | None:
-    """The slices of a stand-in; None for any other leaf.
-
-    Raises:
-        StateError: a later step has consumed them.
-    """
+    """The slices of a stand-in; None for any other leaf."""
     entry: Any = _SLICES.get(id(leaf))
     if entry is None or entry[0]() is not leaf:
         return None
@@ -236,12 +225,7 @@ def array_handler() -> Any:
 
 
 class _ByHolders:
-    """Orbax's ``TypeHandler`` for arrays, each of which is written and read by the processes that hold it.
-
-    Args:
-        handlers: the module ``orbax.checkpoint.type_handlers``.
-        registered: the handler that is registered for arrays: it reads what is here.
-    """
+    """Orbax's ``TypeHandler`` for arrays, each of which is written and read by the processes that hold it."""
 
     def __init__(self, handlers: Any, registered: Any):
         self._registered, self._save_args = registered, handlers.SaveArgs
