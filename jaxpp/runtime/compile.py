@@ -1,19 +1,16 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
-A pipeline knows a program by its object, and forgets it with its last plan. Programs that do the same (equal stages on one device,
-an update at another batch shape, a pipeline built again: a notebook cell that is run twice compiles once) share what is compiled.
-JAX keeps its own compiled programs by the Python function; the functions of a pipeline are made anew with it. So programs are known
-here by what they do: by the text that they are lowered to, and, before they are lowered, by their equations
-(``stages.fingerprint``); and by their names, which a trace shows.
+JAX keeps compiled programs by the Python function, and those of a pipeline are made anew with it. So programs are known here by
+what they do: by the text that they are lowered to, before that by their equations (``stages.fingerprint``), and by their names,
+which a trace shows. Equal stages, an update at another batch shape, and a notebook cell that is run twice share what is compiled.
 
-*Little memory.* Operations of a program that do not depend on each other may run in any order. XLA for CPU starts them as early as
-it can, so that they run side by side. The weight gradients of a stage (W) are such operations: all of them would be made first,
-each in a buffer of its own, and added to the sums afterwards. So much memory at once costs time too, because the host gets it anew
-at every call, page by page. A program that is ``lean`` is ordered for little memory instead: each gradient is added before the next
-is made, and all use one buffer. ``jax.lax.optimization_barrier`` does not order anything here, since XLA for CPU drops barriers
-before it orders the operations (JAX 0.10). Other platforms are left as they are.
+*Little memory.* XLA for CPU starts operations as early as it can. So it would make all weight gradients of a stage (W) first, each
+in a buffer of its own that the host gets anew at every call, and add them to the sums afterwards. A ``lean`` program is ordered for
+little memory instead: each gradient is added before the next is made. ``jax.lax.optimization_barrier`` does not help, since XLA for
+CPU drops barriers before it orders the operations (JAX 0.10). Other platforms are left as they are.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -54,14 +51,11 @@ class Executable:
     """What was compiled; shared by the programs that are the same."""
 
     call: Compiled
-    name: str
+    name: str  # in a trace: that of the first program that is the same
 
 
 class ExecutableCache:
-    """Executables by what they do, the most recently used last; threads may share it.
-
-    The least recently used are forgotten, and all of them whenever ``jax.clear_caches`` is called.
-    """
+    """Executables by what they do, for threads too: the ``limit`` names used last, and none after ``jax.clear_caches``."""
 
     def __init__(self, limit: int):
         self._limit, self._lock = limit, Lock()
@@ -106,12 +100,9 @@ EXECUTABLES = ExecutableCache(1024)
 
 
 def settings() -> Hashable:
-    """All settings of JAX as they are now: any of them may decide what a program is compiled to.
-
-    A version of JAX that does not list its settings has a value of its own each time, so that nothing is taken for the same.
-    """
+    """All settings of JAX as they are now, any of which may decide what a program is compiled to."""
     config: Any = jax.config  # whose flags checkers of types do not know
-    names = getattr(config, "values", None)
+    names = getattr(config, "values", None)  # where JAX does not list them, nothing is taken for the same
     return object() if names is None else tuple(repr(getattr(config, name, None)) for name in sorted(names))
 
 
@@ -129,10 +120,7 @@ class PlacedProgram(NamedTuple):
 
 
 class Programs:
-    """Compiled programs, each compiled once for each device it runs on.
-
-    Holds one pipeline's programs for as long as its plans do; what a second batch shape needs besides adds to them.
-    """
+    """One pipeline's compiled programs, each compiled once for each device it runs on, and held for as long as a plan has it."""
 
     def __init__(self):
         self._compiled: WeakKeyDictionary[Program, dict[tuple[Place, tuple[int, ...], Shardings], Executable]] = WeakKeyDictionary()
@@ -144,11 +132,9 @@ class Programs:
         """The same program with one more result, a byte that is there when the program is done."""
         tokened = self._tokened.get(id(program))
         if tokened is None:  # it holds the program, whose id is therefore that of no other
-            tokened = self._tokened[id(program)] = replace(
-                program,
-                function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)],
-                outputs=(*program.outputs, Ref(Role.VALUE, shared=True)),
-            )
+            outputs = (*program.outputs, Ref(Role.VALUE, shared=True))
+            tokened = replace(program, function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)], outputs=outputs)
+            self._tokened[id(program)] = tokened
         return tokened
 
     def compile(self, jobs: Iterable[PlacedProgram], given: Iterable[Shardings] | None = None, what: str = "") -> None:
@@ -202,11 +188,10 @@ class Programs:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
         name = _does(job, given, settled)
         known = None if name is None else EXECUTABLES.get(name)
-        if known is None:
-            return False
-        self._same[name] = known
-        self._keep(job, given, known, settled)
-        return True
+        if known is not None:
+            self._same[name] = known
+            self._keep(job, given, known, settled)
+        return known is not None
 
     def _keep(self, job: PlacedProgram, given: Shardings, executable: Executable, settled: Hashable) -> None:
         program, place, donated = job
@@ -258,11 +243,11 @@ def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:
 
 
 def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hashable) -> tuple[Hashable, ...]:
-    """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
+    """What programs that are the same have in common: all they do, and where; their names may differ.
 
-    They may be called otherwise. A function on the host is known to a text by a number alone, so a program that calls one is
-    like no other. (What stands for it is not the program, which its own executable would then keep alive.) To a text a key is
-    an array of integers, so the types of arguments and results are compared too. A text does not say how it is to be compiled.
+    A text knows a function on the host by a number alone, so a program that calls one is like no other. (An object stands for it,
+    as the program itself would be kept alive by its own executable.) To a text a key is an array of integers, so types are compared
+    too.
     """
     text = lowered.as_text()
     unnamed = _MODULE.sub("module", text, count=1)
@@ -272,14 +257,8 @@ def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hasha
 
 
 def compile_lowered(lowered: Lowered, platform: str, *, lean: bool) -> Compiled:
-    """Compile a lowered program; a ``lean`` program so that it holds little at once.
-
-    A compiler that does not know the option compiles the program without it. The results are the same.
-    """
-    options = _LEAN.get(platform) if lean else None
-    if options is None:
-        return lowered.compile()
-    try:
-        return lowered.compile(options)
-    except jax.errors.JaxRuntimeError:  # an unknown option, or an error that is raised again without the option
-        return lowered.compile()
+    """Compile a lowered program; a ``lean`` program so that it holds little at once, if the compiler knows how."""
+    if lean and platform in _LEAN:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # an unknown option, or an error that is raised again without it
+            return lowered.compile(_LEAN[platform])
+    return lowered.compile()

@@ -28,7 +28,11 @@ class Observer(Protocol):
 def execute(
     plan: Plan, arguments: Sequence[Any], observer: Observer | None = None, hold: Callable[[], None] | None = None
 ) -> list[Any]:
-    """Run ``plan`` on ``arguments`` and return its results."""
+    """Run ``plan`` on ``arguments`` and return its results.
+
+    ``hold`` is called before the first instruction that takes over the buffer of an argument. What a program raises comes out
+    unchanged, with a note that names the action.
+    """
     slots: list[Any] = [None] * plan.num_slots
     for slot, value in plan.constants:
         slots[slot] = value
@@ -56,18 +60,18 @@ def execute(
 
 
 class InFlight:
-    """Lets few programs wait, where XLA's runtime for CPU would wait for itself.
+    """Lets few programs of a watched plan wait, where XLA's runtime for CPU would wait for itself.
 
     That runtime holds back the thread that dispatches a program as soon as 32 wait on a device. With several processes, and
-    programs that run on several devices at once, it then never goes on, although their arguments are there (seen with JAX 0.10 and
-    forced devices). GPUs are not concerned. It needs a watched plan, whose programs each make something that is not donated.
+    programs that run on several devices at once, it then never goes on (seen with JAX 0.10 and forced devices). GPUs are not
+    concerned.
     """
 
     def __init__(self):
         self._waiting: deque[Array] = deque()
 
     def beside(self, other: Observer | None) -> Observer:
-        """An observer that waits for the program that was dispatched so many before, and calls another one if there is one."""
+        """An observer that waits for the program that was dispatched so many before, and calls ``other``."""
 
         def observe(instruction: Instruction, slots: Sequence[Leaf]) -> None:
             if instruction.about.program and instruction.about.watch >= 0:
