@@ -33,12 +33,9 @@ _METHODS = ("key_value_set", "key_value_dir_get", "blocking_key_value_get", "key
 
 
 class Store:
-    """Texts under names with slashes, as in a file system, which all processes read and write.
+    """Texts under names with slashes, which all processes read and write; ``jax.distributed.initialize`` starts it in process 0."""
 
-    ``jax.distributed.initialize`` starts it in process 0, as a part of the coordination service.
-    """
-
-    def __init__(self, client: Any, process: int):
+    def __init__(self, client: Any, process: int):  # ``jax.process_index`` would open the devices, and wait for all processes
         self._client, self.process = client, process
 
     def put(self, name: str, text: str) -> None:
@@ -80,10 +77,7 @@ def is_known_alone() -> bool:
 
 @functools.cache
 def direct_copy(home: Home) -> tuple[Callable[[Array], Sequence[Array]], frozenset[Sharding]]:
-    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
-
-    It is tried from each other device of the same kind. Where it is missing there are no such shardings.
-    """
+    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it was tried and did the same."""
     if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
         return jax.device_put, frozenset()
     sharding = home if isinstance(home, SingleDeviceSharding) else SingleDeviceSharding(home)
