@@ -306,8 +306,8 @@ def _grid(mesh: object, num_ranks: int) -> np.ndarray:
         got = repr(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
         raise ArgumentError("mesh", rule, got, 'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))')
     if mesh.shape.get(PIPE, 1) > num_ranks:
-        where, rule = f"mesh, num_stages with {num_ranks} ranks", "each device along pipe is a rank of the schedule" got, fix =
-        f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks", f"pass more stages, or a mesh with {num_ranks} along pipe" raise
-        ArgumentError(where, rule, got, fix)
+        where, rule = f"mesh, num_stages with {num_ranks} ranks", "each device along pipe is a rank of the schedule"
+        got = f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks"
+        raise ArgumentError(where, rule, got, f"pass more stages, or a mesh with {num_ranks} along pipe")
     order = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
     return np.transpose(mesh.devices, order).reshape([mesh.shape.get(axis, 1) for axis in axes])
