@@ -1,8 +1,8 @@
 """What lives in this process, and what stands for the rest.
 
-A run on several hosts has several processes, and each has some of the devices (``jax.process_index``). All of them know the whole
-pipeline; each compiles, holds and dispatches what has a device here. A value that lives in another process is an array without
-local shards: it has a shape, a type and a sharding, and nobody here can read it.
+Each process of a run has some of the devices, and knows the whole pipeline; it compiles, holds and dispatches what has a device
+here. A value that lives in another process is an array without local shards: it has a shape, a type and a sharding, and nobody here
+can read it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -78,29 +78,22 @@ def put_across(value: Leaf, home: Home) -> Array:
 
 
 def spread(value: Leaf, home: Home, memory_kind: str | None = None) -> Array:
-    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent.
-
-    With ``memory_kind`` they are not in the devices' own memory, but in that.
-    """
+    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent."""
     sharding, shape = as_sharding(home), np.shape(value)
     if memory_kind is not None:
         sharding = sharding.with_memory_kind(memory_kind)
     value = value if hasattr(value, "dtype") else np.asarray(value, jax.dtypes.result_type(value))
     indices = sharding.addressable_devices_indices_map(shape)
-    at = {device: SingleDeviceSharding(device, memory_kind=memory_kind) if memory_kind else device for device in indices}
-    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], at[device]) for device, index in indices.items()]
+    pieces = []
+    for device, index in indices.items():
+        is_all = index is None or all(one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=True))
+        at = SingleDeviceSharding(device, memory_kind=memory_kind) if memory_kind else device
+        pieces.append(jax.device_put(value if is_all else value[index], at))
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _is_all(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:
-    return index is None or all(one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=True))
-
-
 def local(leaf: Leaf, where: str) -> Leaf:
-    """A leaf of the caller's batch, as far as it is in this process: a global array as the rows that are here.
-
-    Of an array that lives in other processes there is only the shape. ``where`` is the leaf's path, for an error.
-    """
+    """A leaf of the caller's batch, as far as it is in this process: of a global array the rows, of one elsewhere the shape."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if not leaf.addressable_shards:
@@ -112,14 +105,14 @@ def local(leaf: Leaf, where: str) -> Leaf:
 class LocalRows:
     """The rows of a global array that are in this process; ``lacks`` says whether they are those that are read here."""
 
-    rows: Mapping[tuple[int, int], np.ndarray]
-    shape: tuple[int, ...]
+    rows: Mapping[tuple[int, int], np.ndarray]  # by the first and the one after the last
+    shape: tuple[int, ...]  # of the whole array; with ``num_replicas`` the rows are divided among these, the first axis
     dtype: DType
-    num_replicas: int = 0
+    num_replicas: int = 0  # 0 if the rows are not divided
 
     @classmethod
     def of(cls, array: Array, where: str = "batch") -> "LocalRows":
-        """The rows of an array that is sharded over its first axis; ``where`` it stands, for the error."""
+        """The rows of an array that is sharded over its first axis."""
         rows = {}
         for shard in array.addressable_shards:
             first, *rest = (one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True))
@@ -156,15 +149,12 @@ class LocalRows:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """A part, all of whose rows are here."""
-        begin, end, _ = index[0].indices(self.shape[0])
         each = self.shape[1] if self.num_replicas else 1
-        part = self._read(begin * each, end * each)
-        return (part.reshape(-1, *self.shape[1:]) if self.num_replicas else part)[(slice(None), *index[1:])]
-
-    def _read(self, begin: int, end: int) -> np.ndarray:
+        begin, end = (each * row for row in index[0].indices(self.shape[0])[:2])
         parts = []
         while begin < end:
             at = next(key for key in self.rows if key[0] <= begin < key[1])
             parts.append(self.rows[at][begin - at[0] : end - at[0]])
             begin = min(end, at[1])
-        return np.concatenate(parts)
+        part = np.concatenate(parts)
+        return (part.reshape(-1, *self.shape[1:]) if self.num_replicas else part)[(slice(None), *index[1:])]

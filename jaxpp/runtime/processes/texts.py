@@ -1,8 +1,7 @@
 """The texts that the processes of a run compare, and the error message that shows where they differ.
 
-``listing`` writes equations as text that is the same in every process: the text of a jaxpr has addresses of Python functions, and
-sets in an order that differs from process to process; so the variables are numbered in their order, every equation is a line, and
-what is an accident of the process is taken out. ``versions_text`` and ``flags_text`` say on what a process runs.
+``listing`` writes equations as text that is the same in every process, where the text of a jaxpr has addresses of Python functions
+and sets in an order of the process. ``versions_text`` and ``flags_text`` say on what a process runs.
 """
 
 import functools
@@ -12,7 +11,7 @@ import itertools
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,10 +76,6 @@ def listing(graph: Graph) -> str:
         2 f32[3] = mul 2.0:f32[] 1
         out 2
     """
-    return "\n".join(_lines(graph))
-
-
-def _lines(graph: Graph) -> Iterator[str]:
     numbers: dict[Var, int] = {}
 
     def define(var: Var) -> str:
@@ -92,14 +87,13 @@ def _lines(graph: Graph) -> Iterator[str]:
             return f"{plain(str(atom.val))}:{describe(aval_of(atom))}"
         return str(numbers.get(atom, "?"))
 
-    for var in graph.inputs:
-        yield define(var)
-    for var, value in graph.constants.items():
-        yield f"{define(var)} constant {_digest(value)}"
+    lines = [define(var) for var in graph.inputs]
+    lines += [f"{define(var)} constant {_digest(value)}" for var, value in graph.constants.items()]
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
-        made, module = ", ".join(map(define, eqn.outvars)), [f"({name})"] if name else []
-        yield " ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *map(read, eqn.invars), *module])
-    yield " ".join(["out", *map(read, graph.outputs)])
+        arguments, module = map(read, eqn.invars), [f"({name})"] if name else []
+        made = ", ".join(map(define, eqn.outvars))
+        lines.append(" ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *arguments, *module]))
+    return "\n".join([*lines, " ".join(["out", *map(read, graph.outputs)])])
 
 
 def _parameters(params: Mapping[str, Any]) -> str:
@@ -161,7 +155,7 @@ def listed(processes: Sequence[int]) -> str:
 
 
 def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessError:
-    """The error for texts that differ."""
+    """The error for texts that differ: of each part, what each process says; parts that cause others come first."""
     texts = {part: said for part, said in texts.items() if part not in _FOLLOW} or texts
     got: list[str] = []
     for part, said in list(texts.items())[:_MOST_PARTS]:
@@ -187,10 +181,8 @@ def _shown(part: str, said: Mapping[int, str]) -> list[str]:
     where = part if longest == 1 else f"{part}, line {number + 1}"
     same = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*groups, strict=False)))
     begin = max(0, same - _BEFORE)
-    return [f"{where}: {listed(who)}: {_window(line, begin)}" for line, who in groups.items()]
-
-
-def _window(line: str, begin: int) -> str:
-    """The part of a line around the first difference."""
-    shown = line[begin : begin + _WIDTH]
-    return ("..." if begin else "") + shown + ("..." if begin + _WIDTH < len(line) else "")
+    shown = []
+    for line, who in groups.items():
+        window = ("..." if begin else "") + line[begin : begin + _WIDTH] + ("..." if begin + _WIDTH < len(line) else "")
+        shown.append(f"{where}: {listed(who)}: {window}")
+    return shown
