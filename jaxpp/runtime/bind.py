@@ -25,7 +25,7 @@ from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Ref, Role
-from jaxpp.types import Array, Aval, Device, Home
+from jaxpp.types import Aval, Device, Home
 
 _SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
 _LEAVES = frozenset({Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE})
@@ -92,7 +92,7 @@ class Bound:
         constants = {name: constant for name, constant in self.constants.items() if name in read}
         away = [name for name in map(self.resolve, outputs) if not self.placement[name.stage].is_here]
         here = dataclasses.replace(self, lines=lines, constants=constants, numbers=numbers)
-        return here, {name: shapes.stand_in(name) for name in away}
+        return here, {name: elsewhere(shapes[name], self.placement[name.stage].home(name.ref)) for name in away}
 
 
 class Shapes:
@@ -119,10 +119,6 @@ class Shapes:
     def may_be_taken(self, name: Name) -> bool:
         """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
         return name in self._taken or name.ref.role in _LEAVES
-
-    def stand_in(self, name: Name) -> Array:
-        """What stands here for a value that lives elsewhere."""
-        return elsewhere(self[name], self._placement[name.stage].home(name.ref))
 
 
 def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundLine | None:
@@ -232,9 +228,14 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
         read = tuple(slots[name] for name in line.inputs)
         written = tuple(slots[name] for name in line.outputs)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
-        executable = compiled.get(number)
-        call = _runs(line, executable, groups, check, made_at, chosen)
-        made_at.update(_plain_results(line, executable))
+        executable, job = compiled.get(number), line.placed
+        if executable is None or job is None:
+            call = _call_of(line, groups, made_at, chosen)
+        else:
+            call = executable.call if check is None else check(line, job, executable.call)
+            for name, info in zip(line.outputs, jax.tree.leaves(executable.call.out_info), strict=True):
+                if not jnp.issubdtype(info.dtype, jax.dtypes.extended):
+                    made_at[name] = line.place.home(name.ref)
         at = -1 if watched_name is None else slots[watched_name]
         about = About(line.device, line.stage, line.action, line.is_send, executable.name if executable else "", at, line.copies)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
@@ -244,17 +245,8 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
     return plan, compiled_bound
 
 
-def _runs(
-    line: BoundLine,
-    compiled: Executable | None,
-    groups: ReplicaGroups,
-    check: Check | None,
-    made_at: Mapping[Name, Home],
-    chosen: Mapping[Name, Sharding],
-) -> Runnable:
-    """What the host calls for a line; ``made_at`` says where programs before it made plain arrays, ``chosen`` as in ``Bound``."""
-    if compiled is not None and line.placed is not None:
-        return compiled.call if check is None else check(line, line.placed, compiled.call)
+def _call_of(line: BoundLine, groups: ReplicaGroups, made_at: Mapping[Name, Home], chosen: Mapping[Name, Sharding]) -> Runnable:
+    """What the host calls for a line without a program; ``made_at`` says where programs before it made plain arrays, not keys."""
     if isinstance(line.call, GroupMean):
         return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
     if isinstance(line.call, MemoryCopy):
@@ -267,14 +259,6 @@ def _runs(
     (source,) = line.inputs
     send = Send(line.place.home(line.outputs[0].ref), made_at.get(source))
     return send.bind_for_caller() if source.stage == CALLER and jax.process_count() > 1 else send.bind()
-
-
-def _plain_results(line: BoundLine, compiled: Executable | None) -> dict[Name, Home]:
-    """Where a program's results are; those that are keys, which are no plain arrays, are left out."""
-    if compiled is None:
-        return {}
-    results = zip(line.outputs, jax.tree.leaves(compiled.call.out_info), strict=True)
-    return {name: line.place.home(name.ref) for name, info in results if not jnp.issubdtype(info.dtype, jax.dtypes.extended)}
 
 
 def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:

@@ -60,9 +60,7 @@ class ExecutableCache:
     def __init__(self, limit: int):
         self._limit, self._lock = limit, Lock()
         self._known: OrderedDict[Hashable, Executable] = OrderedDict()
-        self._traces = 0
-        self._probe = jax.jit(self._traced)
-        self._seen = 0
+        self._probe = jax.jit(self._forget)  # a trace of it forgets, and JAX traces it again after ``jax.clear_caches``
 
     def get(self, name: Hashable) -> Executable | None:
         """The executable of this name, if there is one."""
@@ -84,15 +82,12 @@ class ExecutableCache:
         return len(self._known)
 
     def follow_jax(self) -> None:
-        """Forget everything if ``jax.clear_caches`` was called: JAX then traces again what it has traced before."""
+        """Forget everything if ``jax.clear_caches`` was called."""
         self._probe.lower()
-        with self._lock:
-            if self._traces != self._seen:
-                self._seen = self._traces
-                self._known.clear()
 
-    def _traced(self) -> None:
-        self._traces += 1
+    def _forget(self) -> None:
+        with self._lock:
+            self._known.clear()
 
 
 EXECUTABLES = ExecutableCache(1024)
@@ -139,16 +134,13 @@ class Programs:
 
     def compile(self, jobs: Iterable[PlacedProgram], given: Iterable[Shardings] | None = None, what: str = "") -> None:
         """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered."""
-        fresh: dict[Hashable, tuple[PlacedProgram, Shardings]] = {}
-        for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
-            program, place, donated = job
-            if (place, donated, chosen) not in self._compiled.get(program, ()):
-                fresh[program, place, donated, chosen] = job, chosen
-        if not fresh:
+        pairs = zip(jobs, repeat(()) if given is None else given)  # noqa: B905  (one of them is endless)
+        asked = dict.fromkeys((job, own) for job, own in pairs if (*job[1:], own) not in self._compiled.get(job.program, ()))
+        if not asked:
             return
         EXECUTABLES.follow_jax()
         settled = settings()
-        fresh = {key: job for key, job in fresh.items() if not self._is_compiled(*job, settled)}
+        fresh = [pair for pair in asked if not self._is_compiled(*pair, settled)]
         if not fresh:
             return
         pool, ready = ThreadPoolExecutor(os.cpu_count()), SimpleQueue[Future[Compiled]]()
@@ -156,7 +148,7 @@ class Programs:
         wanted: dict[tuple[Hashable, ...], list[PlacedProgram]] = {}
         try:
             with progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar:
-                for job, chosen in fresh.values():
+                for job, chosen in fresh:
                     lowered = _lower(job, chosen)
                     text = _text(job, chosen, lowered, settled)
                     known = self._same.get(text) or EXECUTABLES.get((job.program.name, *text))
@@ -194,16 +186,14 @@ class Programs:
         return known is not None
 
     def _keep(self, job: PlacedProgram, given: Shardings, executable: Executable, settled: Hashable) -> None:
-        program, place, donated = job
-        self._compiled.setdefault(program, {})[place, donated, given] = executable
+        self._compiled.setdefault(job.program, {})[*job[1:], given] = executable
         name = _does(job, given, settled)
         if name is not None:
             EXECUTABLES.add(name, executable)
 
     def get(self, job: PlacedProgram, given: Shardings = ()) -> Executable:
         """The compiled program, for arguments sharded so."""
-        program, place, donated = job
-        return self._compiled[program][place, donated, given]
+        return self._compiled[job.program][*job[1:], given]
 
     def constant(self, constant: Constant, place: Place, ref: Ref) -> Array:
         """The array of a constant at a place: put there at the first call, and kept for as long as there is the constant."""
@@ -214,9 +204,8 @@ class Programs:
 
     def __getitem__(self, job: PlacedProgram) -> Compiled:
         """The compiled program, however its arguments are sharded."""
-        program, place, donated = job
-        executables = self._compiled.get(program) or self._compiled[self._tokened[id(program)]]
-        return next(executable.call for key, executable in executables.items() if key[:2] == (place, donated))
+        executables = self._compiled.get(job.program) or self._compiled[self._tokened[id(job.program)]]
+        return next(executable.call for key, executable in executables.items() if key[:2] == job[1:])
 
     def __len__(self) -> int:
         return sum(map(len, list(self._compiled.values())))

@@ -3,15 +3,15 @@
 Problem: JAX's own check runs a program again, one operation after the other, which it cannot where the buffers of the arguments
 were given up; and it knows a program, not a model. Idea: while the flag is on, no program takes over a buffer (so the state stays
 whole), each result is looked at before anything reads it, and the equations of the program that made a NaN are run one by one on
-the same arguments. What is kept for a backward may be NaN and come to nothing (``jnp.where`` around a root), so it is only
-remembered where that was made. The flag off, nothing of this is there.
+the same arguments. A residual may be NaN and come to nothing (``jnp.where`` around a root), so it is only remembered where that was
+made.
 """
 
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +40,6 @@ _WORDS = {
 _OWN = str(Path(__file__).parents[1])
 
 
-class _FirstNan(NamedTuple):
-    """Where a program makes the first NaN: the equation, if its arguments had none; else the arguments that had."""
-
-    made: str
-    given: tuple[Ref, ...] = ()
-
-
 def flags() -> tuple[bool, bool]:
     """Whether NaN and infinities are to be looked for: ``jax_debug_nans``, ``jax_debug_infs``."""
     config: Any = jax.config  # whose flags checkers of types do not know
@@ -60,10 +53,6 @@ class NanCheck:
         self._step, self._nans, self._infs = step, *flags()
         self._unchecked = _UNCHECKED | ({Role.COTANGENT, Role.GRAD, Role.VALUE} if scaled else set())
         self._kept: dict[tuple[int, int], str] = {}
-
-    @property
-    def _what(self) -> str:
-        return " or ".join(["NaN"] * self._nans + ["infinity"] * self._infs)
 
     def __call__(self, line: BoundLine, job: PlacedProgram, call: Runnable) -> Runnable:
         """What runs instead of ``call``, the compiled program of a line."""
@@ -88,10 +77,10 @@ class NanCheck:
         return int(self._nans * np.isnan(array).sum() + self._infs * np.isinf(array).sum())
 
     def _tell(self, line: BoundLine, job: PlacedProgram, args: Sequence[Array], wrong: Sequence[tuple[Ref, Array]]) -> None:
-        first = self._find(job, args)
+        made, given = self._find(job, args)
         microbatch = -1 if line.action is None else line.action.microbatch
         here = line.stage, microbatch
-        origin = first.made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in first.given))
+        origin = made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in given))
         seen = [(ref, value) for ref, value in wrong if ref.role not in self._unchecked]
         if not seen:
             self._kept[here] = origin
@@ -99,12 +88,11 @@ class NanCheck:
         where = f"stage {line.stage}" + (f", microbatch {microbatch}" if microbatch >= 0 else "")
         got = [f"{self._name(ref)}, {describe(value)}: {self._count(value)} of {value.size} elements" for ref, value in seen[:4]]
         got += [f"and {len(seen) - 4} more"] * (len(seen) > 4)
-        raise NonFiniteError(
-            f"{line.label} ({where})",
-            f"with {'jax_debug_nans' if self._nans else 'jax_debug_infs'} on, no value that a program returns is {self._what}",
-            [*got, origin or "which equation makes it is not seen when they run one by one"],
-            "look at that line of the model; the state is as it was before, pipe.state",
-        )
+        flag, what = "jax_debug_nans" if self._nans else "jax_debug_infs", ["NaN"] * self._nans + ["infinity"] * self._infs
+        rule = f"with {flag} on, no value that a program returns is {' or '.join(what)}"
+        got.append(origin or "which equation makes it is not seen when they run one by one")
+        fix = "look at that line of the model; the state is as it was before, pipe.state"
+        raise NonFiniteError(f"{line.label} ({where})", rule, got, fix)
 
     def _name(self, ref: Ref) -> str:
         loss = self._step.cuts[0].loss
@@ -120,8 +108,8 @@ class NanCheck:
             return self._kept.get(here, "it was kept by the forward")
         return f"it comes in with {self._name(ref)}"
 
-    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> _FirstNan:
-        """Run the equations of a program one by one."""
+    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> tuple[str, tuple[Ref, ...]]:
+        """Which equation of a program, run one by one, makes the first NaN, if one does; and which arguments have some."""
         program = job.program
         given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
         avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
@@ -136,8 +124,8 @@ class NanCheck:
                 values.update(zip(outputs, graph.function([i], inputs, outputs)(*(values[var] for var in inputs)), strict=True))
                 clean = not any(self._count(values[var]) for var in inputs)
                 if clean and any(self._count(values[var]) for var in outputs):
-                    return _FirstNan(self._made(eqn, name), given)
-        return _FirstNan("", given)
+                    return self._made(eqn, name), given
+        return "", given
 
     def _made(self, eqn: JaxprEqn, name: str) -> str:
         module = re.sub(r"\b(transpose|jvp|vmap|checkpoint|remat)\(|\)", "", name)

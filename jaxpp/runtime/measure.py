@@ -43,10 +43,9 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
 def action_times(
     cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs, where: str
 ) -> dict[Kind, list[float]]:
-    """Seconds that each of these kinds of actions takes for one microbatch, on each stage.
+    """Seconds that each of these kinds of actions takes for one microbatch of zeros, on each stage.
 
-    The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those. Every
-    process that has some of the places calls it, for the same reason ``where``.
+    Every process that has some of the places calls it, for the same reason ``where``.
     """
     ordered, jobs = sorted(kinds), dict[tuple[int, Kind], PlacedProgram]()
     devices = [place.devices[0] for place in places]
@@ -67,7 +66,7 @@ def action_times(
 
 
 def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list[float]]:
-    """What the residuals of one microbatch take to pinned host memory, or back, whichever is longer; of each stage."""
+    """Seconds that each stage's residuals of a microbatch take to host memory or back, the longer of both; and to dispatch that."""
     devices = [place.devices[0] for place in places]
     times = np.zeros((2, len(places)), np.float32)
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
@@ -94,7 +93,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
 def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of a send from each stage to the next, without its bytes and for each byte; nothing where both share a device.
 
-    Sends are measured one at a time. In several processes every process calls it, and all get the same times.
+    In several processes every process calls it, and all get the same times.
     """
     devices = [place.devices[0] for place in places]
     pairs = list(itertools.pairwise(devices))
@@ -174,8 +173,5 @@ def _zeros(aval: Aval) -> jax.Array:
 
 def clock_of(flops: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
     """Time over work: after which part of the FLOPs which part of the time has passed."""
-    points, work, passed = [(0.0, 0.0)], 0.0, 0.0
-    for own, taken in zip(flops, seconds, strict=True):
-        work, passed = work + own, passed + taken
-        points.append((work / max(sum(flops), 1.0), passed / sum(seconds)))
-    return tuple(points)
+    work, passed = (itertools.accumulate(values, initial=0.0) for values in (flops, seconds))
+    return tuple((done / max(sum(flops), 1.0), at / sum(seconds)) for done, at in zip(work, passed, strict=True))

@@ -1,7 +1,7 @@
 """The only file that uses what is not part of JAX's public interface; each use is looked up with care and has a public fall-back.
 
 - The *key-value store* of ``jax.distributed`` (``jax._src.distributed``): texts that all processes of a run read and write. Without
-  it ``processes.channel`` exchanges texts by sends; it then cannot tell who is missing, and waits without a limit.
+  it ``processes.channel`` exchanges texts by sends.
 - The *runtime's own copy* (``jaxlib.xla_client``) that ``jax.device_put`` calls too: it takes a fifth of the host time. Each way is
   tried once, and must give what ``jax.device_put`` gives. Without it ``send`` calls ``jax.device_put``.
 """

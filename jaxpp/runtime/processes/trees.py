@@ -1,17 +1,13 @@
 """Trees whose leaves live in several processes: gathered by all of them, and saved by Orbax as one checkpoint.
 
-``gather`` brings each leaf from the process that holds it to the first device of every other one, leaf by leaf, so that what is on
-its way is never more than one leaf. Among ``n`` processes, a leaf is sent ``n - 1`` times, and all of them then hold the whole
-tree: this is for trees that fit on one device.
+``gather`` brings each leaf from the process that holds it to the first device of every other one, one leaf at a time.
 
-*Stacked leaves.* JAX shards an axis into equal parts only, so the slices of a leaf that is cut unequally are no global array; in
-one process they are put together on the host when somebody looks, but here nobody has all of them. So the user's tree has a
-stand-in (``stand_in_for``), an array with the shape and the type of the whole leaf and without local shards, as for any leaf that
-lives elsewhere. What saves and gathers states asks ``slices_of`` for the slices.
+*Stacked leaves.* JAX shards an axis into equal parts only, so the slices of a leaf that is cut unequally are no global array, and
+here nobody has all of them. So the user's tree has a stand-in (``stand_in_for``), an array with the shape and the type of the whole
+leaf and without local shards. What saves and gathers states asks ``slices_of`` for the slices.
 
 *Checkpoints.* Orbax expects that every process has a part of every array, and refuses leaves that live in other processes. With
-``array_handler`` whoever has an array writes it. Orbax lets each process write into a store of its own and merges the stores when
-all are done. So the folder gets its final name after the last process, and any number of processes can restore it.
+``array_handler`` whoever has an array writes it, into a store of its own; Orbax merges the stores when all are done.
 """
 
 import importlib
@@ -77,9 +73,8 @@ def _gather_across(tree: Tree, device: Device | None) -> Tree:
     with agreement("jaxpp.gather", jax.devices()) as agree:
         if goal.process_index != me:
             got = f"{goal} of process {goal.process_index}, in process {me}"
-            raise ArgumentError(
-                "jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out"
-            )
+            rule = "each process gathers to a device of its own"
+            raise ArgumentError("jaxpp.gather(tree, device)", rule, got, "leave device out")
         agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {_described(leaf)}" for path, leaf in paths)})
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
@@ -93,7 +88,7 @@ def _gather_across(tree: Tree, device: Device | None) -> Tree:
 
 
 def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
-    """A leaf of some processes in those that read it; every process calls this."""
+    """A leaf of some processes in those that read it, as an array or put together on the host of its parts; all call this."""
     places: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     indices = leaf.sharding.devices_indices_map(leaf.shape)
     for device in sorted(indices, key=lambda device: device.id):
@@ -142,11 +137,8 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
             where = jax.tree_util.keystr(path) or "the leaf"
             wrong.append(f"{where}, {_described(leaf)}: whole in {len(whole)} of {len(column)} processes")
     if wrong:
-        rule, fix = (
-            "a leaf is whole in one process, or in all, or one global array",
-            "gather it with the leaves of a state, or leave it out",
-        )
-        raise ArgumentError("jaxpp.gather(tree)", rule, wrong, fix)
+        rule = "a leaf is whole in one process, or in all, or one global array"
+        raise ArgumentError("jaxpp.gather(tree)", rule, wrong, "gather it with the leaves of a state, or leave it out")
     return [bool((column == _WHOLE).all()) for column in amounts.T]
 
 
@@ -244,16 +236,13 @@ class _ByHolders:
 
     async def serialize(self, values: Sequence[Array], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
         """Begin to write what is here."""
-        if keys := [f"{info.name}: {describe(value)}" for value, info in zip(values, infos, strict=True) if _is_key(value)]:
+        pairs = zip(values, infos, strict=True)
+        if keys := [f"{info.name}: {describe(one)}" for one, info in pairs if jnp.issubdtype(one.dtype, jax.dtypes.extended)]:
             fix = "keep the numbers that a key is made of in the state, jax.random.key_data(key)"
             raise StateError("a checkpoint", "several processes save arrays of numbers", keys, fix)
         args = [self._save_args()] * len(values) if args is None else args
-        values = _collected(values)
-        mine = [
-            (_seen_by_all(value), info, arg)
-            for value, info, arg in zip(values, infos, args, strict=True)
-            if value.addressable_shards
-        ]
+        triples = zip(_collected(values), infos, args, strict=True)
+        mine = [(_seen_by_all(value), info, arg) for value, info, arg in triples if value.addressable_shards]
         return await self._writer.serialize(*map(list, zip(*mine, strict=True))) if mine else []
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Array]:
@@ -272,26 +261,18 @@ class _ByHolders:
         self._registered.finalize(directory)
 
 
-def _is_key(value: Array) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.extended)
-
-
 def _collected(values: Sequence[Array]) -> list[Array]:
-    """The values; those held as slices in several processes are whole in the host memory of one process, each in the next one's."""
+    """The values; one held as slices is whole in the host memory of one process, the next for each. All processes call this."""
     collected, keepers = [], itertools.cycle(range(jax.process_count()))
     for value in values:
-        node = slices_of(value)
-        collected.append(value if node is None else _collected_at(next(keepers), value, node))
+        collected.append(value)
+        if (node := slices_of(value)) is not None:
+            keeper = next(keepers)
+            parts = [_brought(part, {keeper}) for part in node.parts]
+            if jax.process_index() == keeper:
+                home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
+                collected[-1] = put(np.concatenate([np.asarray(part) for part in parts]), home)
     return collected
-
-
-def _collected_at(keeper: int, stand_in: Array, node: Slices) -> Array:
-    """The whole leaf in the host memory of one process; in the others the stand-in. Every process calls this."""
-    parts = [_brought(part, {keeper}) for part in node.parts]
-    if jax.process_index() != keeper:
-        return stand_in
-    home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
-    return put(np.concatenate([np.asarray(part) for part in parts]), home)
 
 
 def _is_away(arg: Any) -> bool:
@@ -311,10 +292,7 @@ def _stand_in(info: Any, arg: Any, stored: Any) -> Array:
 
 
 def _seen_by_all(value: Array) -> Array:
-    """The same array, sharing its buffers, as Orbax takes it: one of which other processes seem to have a copy.
-
-    Orbax writes the first copy only, and that is the one here, so nobody needs to make the other.
-    """
+    """The same array as Orbax takes it: other processes seem to have a copy, which it does not write, so nobody makes it."""
     if not value.is_fully_addressable:
         return value
     sharding = value.sharding
