@@ -9,7 +9,7 @@ made.
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ class NanCheck:
         made, given = self._find(job, args)
         microbatch = -1 if line.action is None else line.action.microbatch
         here = line.stage, microbatch
-        origin = made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in given))
+        kept = self._kept.get(here, "it was kept by the forward")
+        sources = [kept if ref.role == Role.RESIDUAL else f"it comes in with {self._name(ref)}" for ref in given]
+        origin = made or "; ".join(dict.fromkeys(sources))
         seen = [(ref, value) for ref, value in wrong if ref.role not in self._unchecked]
         if not seen:
             self._kept[here] = origin
@@ -102,12 +104,6 @@ class NanCheck:
         path = paths[ref.index] if 0 <= ref.index < len(paths) else str(ref.index)
         return f"{_WORDS.get(ref.role, ref.role)} {path}"
 
-    def _origin(self, ref: Ref, here: tuple[int, int]) -> str:
-        """Where the NaN of an argument comes from."""
-        if ref.role == Role.RESIDUAL:
-            return self._kept.get(here, "it was kept by the forward")
-        return f"it comes in with {self._name(ref)}"
-
     def _find(self, job: PlacedProgram, args: Sequence[Array]) -> tuple[str, tuple[Ref, ...]]:
         """Which equation of a program, run one by one, makes the first NaN, if one does; and which arguments have some."""
         program = job.program
@@ -115,7 +111,9 @@ class NanCheck:
         avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
         graph, _ = trace(program.function, *avals)
         read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
-        for row in _rows(job, args):
+        own = [not program.spans and job.place.per_replica(ref) for ref in program.inputs]
+        for replica in range(job.place.num_replicas if any(own) else 1):
+            row = [np.asarray(arg)[replica] if mine else np.asarray(arg) for arg, mine in zip(args, own, strict=True)]
             values = dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants)
             for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
                 inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]
@@ -130,25 +128,14 @@ class NanCheck:
     def _made(self, eqn: JaxprEqn, name: str) -> str:
         module = re.sub(r"\b(transpose|jvp|vmap|checkpoint|remat)\(|\)", "", name)
         backward = "the gradient of " if "transpose(" in name else ""
-        lines = _lines(eqn) or self._lines_like(eqn, module)
+        lines = _lines(eqn)
+        if not lines:  # those of the loss's own equations of that kind in that module
+            graph, kind = self._step.cuts[0].loss.graph, eqn.primitive.name
+            pairs = zip(graph.eqns, graph.names, strict=True)
+            found = [_lines(other) for other, its in pairs if other.primitive.name == kind and its == module]
+            lines = ", ".join(dict.fromkeys(filter(None, found)))
         where = f" in {backward}{module}" if module else ""
         return f"the first is made by `{eqn.primitive.name}`{where}" + f" ({lines})" * bool(lines)
-
-    def _lines_like(self, eqn: JaxprEqn, module: str) -> str:
-        """The lines of the loss's own equations of that kind in that module."""
-        graph = self._step.cuts[0].loss.graph
-        pairs = zip(graph.eqns, graph.names, strict=True)
-        found = [_lines(other) for other, name in pairs if other.primitive.name == eqn.primitive.name and name == module]
-        return ", ".join(dict.fromkeys(filter(None, found)))
-
-
-def _rows(job: PlacedProgram, args: Sequence[Array]) -> Iterator[list[np.ndarray]]:
-    """The arguments as the program sees them: once, or once a replica."""
-    program, place, _ = job
-    host = [np.asarray(arg) for arg in args]
-    own = [not program.spans and place.per_replica(ref) for ref in program.inputs]
-    for replica in range(place.num_replicas if any(own) else 1):
-        yield [arg[replica] if mine else arg for arg, mine in zip(host, own, strict=True)]
 
 
 def _lines(eqn: JaxprEqn) -> str:

@@ -42,9 +42,9 @@ class Store:
         """Write a text, over any that has this name."""
         self._client.key_value_set(name, text, allow_overwrite=True)
 
-    def folder(self, name: str) -> Mapping[str, str]:
-        """All texts of a folder, by the last part of their names."""
-        return {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(name + "/")}
+    def folder(self, name: str) -> Mapping[int, str]:
+        """All texts of a folder, by the last part of their names, the number of a process."""
+        return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(name + "/")}
 
     def wait(self, name: str, seconds: float) -> str | None:
         """The text of a name, waited for; None if nobody has written it when the time is over."""

@@ -214,14 +214,8 @@ class Submesh(Place):
             results = program.function(*(arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)))
             return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
-        return jax.shard_map(
-            of_one,
-            mesh=self.mesh,
-            in_specs=tuple(split if mine else whole for mine in reads),
-            out_specs=[split if mine else whole for mine in writes],
-            axis_names={DATA},
-            check_vma=False,
-        )
+        ins, outs = ([split if mine else whole for mine in ends] for ends in (reads, writes))
+        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names={DATA}, check_vma=False)
 
 
 def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:

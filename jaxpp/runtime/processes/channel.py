@@ -55,7 +55,7 @@ _REMEMBERED = 10  # calls that are shown if processes did not do the same calls
 _LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
 _FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
 _RULE = "all processes do the same calls"
-_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"
+_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: that a process lives; how its script has ended
 
 
 @functools.cache
@@ -106,8 +106,8 @@ class _Channel:
         folder, me = _folder(self.num_exchanges), self.store.process
         begun, patience = time.monotonic(), _PATIENCE
         while True:
-            left = _left(self.store)  # first, for a process may take part in its last exchange and end
-            said = {int(process): json.loads(text) for process, text in self.store.folder(folder).items()}
+            left = self.store.folder(_LEFT)  # first, for a process may take part in its last exchange and end
+            said = {process: json.loads(text) for process, text in self.store.folder(folder).items()}
             _check_all_well(where, what, said, me, left)
             away = [process for process in self.processes if process not in said]
             if not away:
@@ -129,7 +129,7 @@ class _Channel:
             while store is not None and not self._ends.wait(_LOOKS if number else 0):
                 number += 1
                 store.put(f"{_ALIVE}/{store.process}", str(number))
-                for process, how in sorted(_left(store).items()):
+                for process, how in sorted(store.folder(_LEFT).items()):
                     if process not in reported and process != store.process and how.startswith(_FAILED):
                         reported.add(process)
                         here = f"process {store.process} cannot go on without it"
@@ -140,8 +140,9 @@ class _Channel:
     def _tell_who_waits_in_vain(self, store: Store) -> None:
         """If others wait in the next exchange, and this process has gone on without it, say so."""
         calls, number = self.num_calls, self.num_exchanges + 1  # in this order: the main thread counts on
-        waiting = {int(process): json.loads(text) for process, text in store.folder(_folder(number)).items()}
-        for process, said in waiting.items():
+        waiting = store.folder(_folder(number))
+        for process, text in waiting.items():
+            said = json.loads(text)
             if "calls" in said and said["calls"] < calls and store.process not in waiting:
                 self.say(number, passed=self.last[-1])
                 here = f"while process {store.process} has gone on with {self.last[-1]}"
@@ -180,11 +181,6 @@ def _folder(number: int) -> str:
     return f"jaxpp/exchanges/{number}"
 
 
-def _left(store: Store) -> Mapping[int, str]:
-    """The processes whose scripts have ended, and how."""
-    return {int(process): how for process, how in store.folder(_LEFT).items()}
-
-
 def _in_one_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
@@ -214,11 +210,11 @@ def _say_who_is_lost(store: Store) -> None:
     ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
     print(f"jaxpp: process {store.process} failed; {ends}", file=sys.stderr, flush=True)
     said = store.folder(_ALIVE)
-    asked = set(map(int, said)) - {store.process, *_left(store)}
+    asked = {*said} - {store.process, *store.folder(_LEFT)}
     limit = time.monotonic() + _LIVES
     while asked and time.monotonic() < limit:
         time.sleep(0.1)
-        asked -= {int(process) for process, number in store.folder(_ALIVE).items() if number != said.get(process)}
+        asked -= {process for process, number in store.folder(_ALIVE).items() if number != said.get(process)}
     if asked:
         what = f"{listed(sorted(asked))} does not answer: killed (out of memory?), or its host is lost"
         print(f"jaxpp: {what}; resume from the last checkpoint", file=sys.stderr, flush=True)
@@ -339,10 +335,8 @@ def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -
 @functools.cache
 def first_devices() -> dict[int, Device]:
     """The first device of each process."""
-    firsts: dict[int, Device] = {}
-    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
-        firsts.setdefault(device.process_index, device)
-    return firsts
+    last_to_first = sorted(jax.devices(), key=lambda device: -device.id)
+    return {device.process_index: device for device in last_to_first}
 
 
 def _sent(values: np.ndarray, source: int, target: int) -> np.ndarray | None:
