@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name, last_uses
 from jaxpp.plan.offload import leave_out_needless
@@ -21,7 +21,7 @@ from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, processes_of
-from jaxpp.runtime.replica_groups import ReplicaGroups
+from jaxpp.runtime.replica_groups import Mean, ReplicaGroups
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Ref, Role
@@ -248,7 +248,8 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
 def _call_of(line: BoundLine, groups: ReplicaGroups, made_at: Mapping[Name, Home], chosen: Mapping[Name, Sharding]) -> Runnable:
     """What the host calls for a line without a program; ``made_at`` says where programs before it made plain arrays, not keys."""
     if isinstance(line.call, GroupMean):
-        return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
+        shardings = [line.place.sharding(name.ref) for name in line.inputs]
+        return Mean(groups, tuple(one for one in shardings if isinstance(one, NamedSharding)), line.call.avals)
     if isinstance(line.call, MemoryCopy):
         homes = [chosen.get(name) or line.place.sharding(name.ref) for name in line.outputs]
         return memory_copies(homes, to_host=line.call == MemoryCopy.TO_HOST)

@@ -68,17 +68,12 @@ class Hold:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._came.get(number, now) > _PATIENCE:
-            self._let_through(number, frame)
+            del self._came[number]
+            for each, handler in self._handlers.items():  # none is held back any more: ``__exit__`` may be what this breaks off
+                _plain.signal(each, handler)
+            for _ in range(2):  # a handler may raise at the second only
+                _call(self._handlers[number], number, frame, self._broke_off)
         self._came.setdefault(number, now)
-
-    def _let_through(self, number: int, frame: FrameType | None) -> None:
-        """Let a signal through that has come twice, and hold none back any more: ``__exit__`` may be what it breaks off."""
-        del self._came[number]
-        for each, handler in self._handlers.items():
-            _plain.signal(each, handler)
-        handler = self._handlers[number]
-        for _ in range(2):  # a handler may raise at the second only
-            _call(handler, number, frame, self._broke_off)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

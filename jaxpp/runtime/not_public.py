@@ -46,14 +46,13 @@ class Store:
         """All texts of a folder, by the last part of their names, the number of a process."""
         return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(name + "/")}
 
-    def wait(self, name: str, seconds: float) -> str | None:
-        """The text of a name, waited for; None if nobody has written it when the time is over."""
+    def wait(self, name: str, seconds: float) -> None:
+        """Return as soon as somebody has written a text of this name, or when the time is over."""
         try:
-            return self._client.blocking_key_value_get(name, int(1000 * seconds))
+            self._client.blocking_key_value_get(name, int(1000 * seconds))
         except Exception as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
     def drop(self, name: str) -> None:
         """Forget a text, if there is one."""

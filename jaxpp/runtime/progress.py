@@ -22,13 +22,9 @@ def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **optio
     if kernel is None:
         is_terminal = getattr(sys.stderr, "isatty", bool)()  # what only has ``write`` (a logger's) is none
         return tqdm(things, disable=not is_terminal, delay=after, leave=False, **options)
-    return _NotebookBar(things, disable=not _is_watched(kernel), delay=after, leave=False, file=io.StringIO(), **options)
-
-
-def _is_watched(kernel: Any) -> bool:
-    """Whether a person runs the cell: a program that runs a notebook (nbclient, nbmake, papermill) cannot be asked for input."""
-    request = getattr(kernel, "get_parent", dict)() or {}
-    return request.get("content", {}).get("allow_stdin", True)
+    request = getattr(kernel, "get_parent", dict)() or {}  # a program that runs a notebook cannot be asked for input
+    watched = request.get("content", {}).get("allow_stdin", True)
+    return _NotebookBar(things, disable=not watched, delay=after, leave=False, file=io.StringIO(), **options)
 
 
 class _NotebookBar(tqdm):

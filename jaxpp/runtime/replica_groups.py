@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from jaxpp.runtime.interrupts import held
@@ -32,21 +32,14 @@ class ReplicaGroups:
             groups.setdefault(name, []).append(replica)
         self.current = tuple(map(tuple, groups.values()))
 
-    def mean(self, homes: Sequence[Sharding], avals: Sequence[Aval]) -> "Mean":
-        """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
-
-        After the ``homes`` of the gradients come those of the microbatches' weights; none where all replicas weigh the same.
-        """
-        return Mean(self, tuple(home for home in homes if isinstance(home, NamedSharding)), tuple(avals))
-
 
 @dataclass(frozen=True)
 class Mean:
-    """Runs one program a group, compiled when it is first needed."""
+    """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group."""
 
     groups: ReplicaGroups
-    homes: tuple[NamedSharding, ...]
-    avals: tuple[Aval, ...]
+    homes: tuple[NamedSharding, ...]  # of the gradients, and of the microbatches' weights, if replicas weigh differently
+    avals: tuple[Aval, ...]  # of the gradients, as one replica has them
     _groups: dict[tuple[int, ...], tuple[Compiled, list[NamedSharding], tuple[Device, ...]]] = field(default_factory=dict)
 
     def __call__(self, *values: Array) -> list[Array]:

@@ -148,10 +148,8 @@ def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device,
 def _indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[tuple[int, ...], ...]]:
     """What each device has, in the order of the devices."""
     indices = sharding.devices_indices_map(shape)
-    return {
-        device: tuple(part.indices(size) for part, size in zip(indices[device], shape, strict=True))
-        for device in sorted(indices, key=lambda device: device.id)
-    }
+    devices = sorted(indices, key=lambda device: device.id)
+    return {one: tuple(part.indices(size) for part, size in zip(indices[one], shape, strict=True)) for one in devices}
 
 
 def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
@@ -169,14 +167,12 @@ def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
         return put(list(values), goals, may_alias=False)
 
     def copy_shards(*values: Array) -> Sequence[Array]:
-        return [_copied_shards(value, goal) for value, goal in zip(values, goals, strict=True)]
+        arrays = []
+        for value, goal in zip(values, goals, strict=True):
+            kind = {} if goal.memory_kind is None else {"memory_kind": goal.memory_kind}
+            beside = [SingleDeviceSharding(shard.device, **kind) for shard in value.addressable_shards]
+            copies = put([shard.data for shard in value.addressable_shards], beside, may_alias=False)
+            arrays.append(jax.make_array_from_single_device_arrays(value.shape, goal, copies))
+        return arrays
 
     return copy if all(map(is_whole_here, homes)) else copy_shards
-
-
-def _copied_shards(value: Array, goal: Sharding) -> Array:
-    """The shards here of a value in other memory of the same devices."""
-    kind = {} if goal.memory_kind is None else {"memory_kind": goal.memory_kind}
-    shards = [(shard.data, SingleDeviceSharding(shard.device, **kind)) for shard in value.addressable_shards]
-    copies = jax.device_put([data for data, _ in shards], [home for _, home in shards], may_alias=False)
-    return jax.make_array_from_single_device_arrays(value.shape, goal, copies)

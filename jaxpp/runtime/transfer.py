@@ -72,12 +72,10 @@ def check_alive(where: str, tree: Tree) -> None:
     """Refuse arrays whose buffers a step has taken over; JAX would say that an array has been deleted."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     if gone := sum(leaf.is_deleted() for leaf in leaves):
-        raise StateError(
-            where,
-            "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had",
-            f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise",
-            "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)",
-        )
+        rule = "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had"
+        got = f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise"
+        fix = "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)"
+        raise StateError(where, rule, got, fix)
 
 
 def join_slices(node: Slices) -> Array | Slices:

@@ -4,6 +4,7 @@
 and sets in an order of the process. ``versions_text`` and ``flags_text`` say on what a process runs.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -97,14 +98,14 @@ def listing(graph: Graph) -> str:
 
 
 def _parameters(params: Mapping[str, Any]) -> str:
-    said = {name: value for name, value in sorted(params.items()) if value is not None and value is not False}
-    return "[" + " ".join(f"{name}={_one_line(value)}" for name, value in said.items()) + "]" if said else ""
-
-
-def _one_line(value: object) -> str:
-    """A parameter; of a long one (the body of a loop) the beginning, and a digest of the whole."""
-    text = plain(" ".join(str(value).split()))
-    return text if len(text) <= 400 else f"{text[:400]}...{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    said = []
+    for name, value in sorted(params.items()):
+        if value is not None and value is not False:
+            text = plain(" ".join(str(value).split()))
+            if len(text) > 400:  # such as the body of a loop
+                text = f"{text[:400]}...{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+            said.append(f"{name}={text}")
+    return f"[{' '.join(said)}]" if said else ""
 
 
 def _digest(value: Any) -> str:
@@ -120,10 +121,8 @@ def versions_text() -> str:
     """The versions of Python and of the libraries."""
     versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "jax": jax.__version__}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return "\n".join(f"{name} {version}" for name, version in versions.items())
 
 

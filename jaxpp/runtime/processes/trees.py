@@ -248,8 +248,9 @@ class _ByHolders:
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Array]:
         """Read what is to be here, and stand-ins for the rest, whose shapes and types are read."""
         args = [None] * len(infos) if args is None else args
-        away = [k for k, arg in enumerate(args) if _is_away(arg)]
-        here = [k for k, arg in enumerate(args) if not _is_away(arg)]
+        shardings = [getattr(arg, "sharding", None) for arg in args]
+        away = [k for k, sharding in enumerate(shardings) if isinstance(sharding, Sharding) and not is_here(sharding)]
+        here = [k for k in range(len(args)) if k not in away]
         stored = await self._registered.metadata([infos[k] for k in away]) if away else []
         arrays = await self._registered.deserialize([infos[k] for k in here], [args[k] for k in here]) if here else []
         stand_ins = [_stand_in(infos[k], args[k], aval) for k, aval in zip(away, stored, strict=True)]
@@ -273,12 +274,6 @@ def _collected(values: Sequence[Array]) -> list[Array]:
                 home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
                 collected[-1] = put(np.concatenate([np.asarray(part) for part in parts]), home)
     return collected
-
-
-def _is_away(arg: Any) -> bool:
-    """Whether what is to be restored has no place here."""
-    sharding = getattr(arg, "sharding", None)
-    return isinstance(sharding, Sharding) and not is_here(sharding)
 
 
 def _stand_in(info: Any, arg: Any, stored: Any) -> Array:
