@@ -234,9 +234,8 @@ def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:
 def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hashable) -> tuple[Hashable, ...]:
     """What programs that are the same have in common: all they do, and where; their names may differ.
 
-    A text knows a function on the host by a number alone, so a program that calls one is like no other. (An object stands for it,
-    as the program itself would be kept alive by its own executable.) To a text a key is an array of integers, so types are compared
-    too.
+    A text knows a function on the host by a number alone, so a program that calls one is like no other; an object stands for it, as
+    its executable would keep the program alive. To a text a key is an array of integers, so types are compared too.
     """
     text = lowered.as_text()
     unnamed = _MODULE.sub("module", text, count=1)

@@ -56,14 +56,13 @@ class NanCheck:
 
     def __call__(self, line: BoundLine, job: PlacedProgram, call: Runnable) -> Runnable:
         """What runs instead of ``call``, the compiled program of a line."""
-        outputs = job.program.outputs
 
         def checked(*args: Array) -> Sequence[Array]:
             with jax.debug_nans(False), jax.debug_infs(False):
                 results = call(*args)
-                wrong = [k for k, value in enumerate(results) if self._count(value)]
+                wrong = [(ref, value) for ref, value in zip(job.program.outputs, results, strict=True) if self._count(value)]
                 if wrong:
-                    self._tell(line, job, args, [(outputs[k], results[k]) for k in wrong])
+                    self._tell(line, job, args, wrong)
             return results
 
         return checked

@@ -62,9 +62,8 @@ def execute(
 class InFlight:
     """Lets few programs of a watched plan wait, where XLA's runtime for CPU would wait for itself.
 
-    That runtime holds back the thread that dispatches a program as soon as 32 wait on a device. With several processes, and
-    programs that run on several devices at once, it then never goes on (seen with JAX 0.10 and forced devices). GPUs are not
-    concerned.
+    That runtime holds back the thread that dispatches as soon as 32 programs wait on a device. With several processes, and
+    programs on several devices at once, it then never goes on (seen with JAX 0.10 and forced devices).
     """
 
     def __init__(self):

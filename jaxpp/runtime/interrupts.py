@@ -100,7 +100,6 @@ def held(waited: str = "", broke_off: str = "") -> Iterator[None]:
 
 
 def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) -> None:
-    """Call a handler as Python does; what it raises is given the note."""
     try:
         handler(number, frame)
     except BaseException as error:

@@ -1,8 +1,8 @@
 """Arrays at the edges of a step (what moves inside it is a ``Send``).
 
-``put`` and ``put_at`` copy a value to a place, ``to_homes`` moves what is not there yet, and ``unaliased`` copies a host array that
-the caller may overwrite. ``split_over_replicas`` divides a batch. ``join_slices`` and ``split_slices`` make one array of the slices
-of a stacked leaf, and back. ``to_host`` and ``to_device`` move parameter sets to pinned host memory, and back.
+``put`` and ``put_at`` copy a value, ``to_homes`` moves what is not there yet, ``split_over_replicas`` divides a batch.
+``join_slices`` makes one array of the slices of a stacked leaf. ``to_host`` and ``to_device`` move parameter sets to pinned host
+memory, and back.
 """
 
 from collections.abc import Collection, Sequence
@@ -133,13 +133,10 @@ def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
 
 
 def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:
-    """The leaves, each on its device or with its sharding: as they are if they are there already.
-
-    NumPy arrays are copied one after the other, so that the host never has a second copy of all of them.
-    """
+    """The leaves at their homes, as they are if they are there; NumPy arrays one by one, for the host has no room for all twice."""
     if jax.process_count() > 1:
         return [_to_home(leaf, home) for leaf, home in zip(leaves, homes, strict=True)]
-    ours = [_copied(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
+    ours = [_to_home(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
     return jax.device_put(ours, list(homes))
 
 
@@ -148,18 +145,15 @@ def _to_home(leaf: Leaf, home: Home) -> Array:
         return leaf
     if not is_whole_here(home) or not is_addressable(leaf):
         return put_across(leaf, home)
-    return _copied(leaf, home) if isinstance(leaf, np.ndarray) else jax.device_put(leaf, home)
-
-
-def _copied(leaf: np.ndarray, home: Home) -> Array:
-    return jax.block_until_ready(jax.device_put(np.array(leaf), home))
+    if isinstance(leaf, np.ndarray):
+        return jax.block_until_ready(jax.device_put(np.array(leaf), home))
+    return jax.device_put(leaf, home)
 
 
 def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> tuple[Array, ...]:
     """Begin to copy arrays to the pinned host memory beside their devices, or beside ``homes``, and return at once.
 
-    Device arrays may be donated straight away: the runtime keeps a buffer until what was begun before has read it. NumPy arrays
-    must not be written to until the copies are there.
+    Device arrays may be donated straight away; NumPy arrays must not be written to until the copies are there.
     """
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes
     return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST_MEMORY) for home in homes], may_alias=False))

@@ -1,20 +1,18 @@
 """The one channel between the processes of a run: an exchange of texts, and all that is made of it.
 
 Problem: a process whose code, settings or shapes differ sends what nobody waits for, and waits for what nobody sends. Idea: all
-processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: exchanges are numbered; at
-each of them every process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of
-the others. ``agreement`` exchanges digests of named texts, and only where they differ the texts, so that all raise the same error.
-Later calls of that plan are only counted, and the counts compared. A process that does not come may be slow, for it compiles or
-loads data: the others say whom they wait for, and go on waiting. Without the store texts are exchanged by sends, without a limit.
+processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: at each exchange every
+process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of the others.
+``agreement`` exchanges digests of named texts, and where they differ the texts, so that all raise the same error. Later calls of
+a plan are only counted, and the counts compared. Who waits says for whom. Without the store texts are exchanged by sends.
 
 *While a process waits for a device* no Python runs in its main thread. So a thread looks into the store once a second: it says that
 the process lives, prints which others have failed, and tells those that wait in vain for this one that it will not come.
 
-*The end of a process.* JAX waits at the end of a script until all processes have come to the end of theirs, also if an exception
-has ended it, and the others wait for what it will never send. So every process leaves a note when its script ends; after an
-exception it prints which others do not live any more, and ends after five seconds. For the others it is then as if it had been
-killed: a value that they wait for becomes an error where the connection breaks (on CPU), or else JAX ends them when the heartbeats
-stay away.
+*The end of a process.* JAX waits at the end of a script for all processes, also if an exception has ended it and the others wait
+for what it will never send. So every process leaves a note when its script ends; after an exception it prints which others do not
+live any more, and ends after five seconds, for the others as if it had been killed: by an error where the connection breaks (on
+CPU), or by JAX when the heartbeats stay away.
 """
 
 import atexit
@@ -340,10 +338,7 @@ def first_devices() -> dict[int, Device]:
 
 
 def _sent(values: np.ndarray, source: int, target: int) -> np.ndarray | None:
-    """What the process ``source`` passes, in the process ``target``, which waits for it; None in the others, which call this too.
-
-    Of the values of the others only shape and type are used; the type is one that JAX knows without 64 bits.
-    """
+    """What the process ``source`` passes, in ``target``; all call this, with one shape and type known without 64 bits."""
     me, move = jax.process_index(), _between(values.shape, values.dtype, source, target)
     arrived = move(spread(np.array(values), first_devices()[source])) if me == source else move()
     return np.asarray(arrived[0]) if me == target else None
@@ -382,11 +377,10 @@ class Alignment(NamedTuple):
 
 
 def align_clocks() -> Alignment:
-    """Align the clock of this process with that of process 0; every process calls it, and nothing is asked in a run of one.
+    """Align the clock of this process with that of process 0; every process calls it.
 
-    Process 0 looks at its clock between a question and its answer, so the offset lies within the round trip. Of many trips the
-    quickest way there bounds it from one side, the quickest way back from the other (F. Cristian, "Probabilistic clock
-    synchronization", Distributed Computing 3, 1989).
+    The offset lies within a round trip. Of many trips the quickest way there bounds it from one side, the quickest way back from
+    the other (F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989).
     """
     least, most = -math.inf, math.inf
     for process in range(1, jax.process_count()):

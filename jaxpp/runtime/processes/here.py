@@ -56,10 +56,7 @@ def is_addressable(value: Leaf) -> bool:
 
 
 def put_across(value: Leaf, home: Home) -> Array:
-    """A fresh copy of what is here of a value at a home that is not of this process alone; nothing is sent.
-
-    Either every process has the whole value, or it lives at this home already.
-    """
+    """A fresh copy of what is here of a value that every process has, or that lives at this home already; nothing is sent."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         sharding = as_sharding(home)
         if value.sharding == sharding:

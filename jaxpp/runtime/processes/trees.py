@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_all, transfers
-from jaxpp.runtime.processes.here import elsewhere, is_here
+from jaxpp.runtime.processes.here import elsewhere, is_addressable, is_here
 from jaxpp.runtime.send import Send
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put
 from jaxpp.stages.jaxpr import describe
@@ -58,17 +58,10 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         2.0
     """
     check_alive("jaxpp.gather", tree)
-    if jax.process_count() > 1:
-        return _gather_across(tree, device)
-    device = jax.devices()[0] if device is None else device
-    return jax.tree.map(lambda leaf: put(leaf, device), tree)
-
-
-def _gather_across(tree: Tree, device: Device | None) -> Tree:
-    """The tree with every leaf a copy on a device of this process; every process calls it, with the same tree."""
-    targets = first_devices()
-    me = jax.process_index()
-    goal: Any = targets[me] if device is None else device
+    targets, me = first_devices(), jax.process_index()
+    goal = targets[me] if device is None else device
+    if jax.process_count() == 1:
+        return jax.tree.map(lambda leaf: put(leaf, goal), tree)
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     with agreement("jaxpp.gather", jax.devices()) as agree:
         if goal.process_index != me:
@@ -129,7 +122,8 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     if not paths:
         return []
-    amounts = rows_of_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
+    mine = [_WHOLE if is_addressable(leaf) else _PART if leaf.addressable_shards else _AWAY for _, leaf in paths]
+    amounts = rows_of_all(np.array(mine, np.int8))
     wrong = []
     for (path, leaf), column in zip(paths, amounts.T, strict=True):
         whole = np.flatnonzero(column == _WHOLE)
@@ -140,12 +134,6 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
         rule = "a leaf is whole in one process, or in all, or one global array"
         raise ArgumentError("jaxpp.gather(tree)", rule, wrong, "gather it with the leaves of a state, or leave it out")
     return [bool((column == _WHOLE).all()) for column in amounts.T]
-
-
-def _amount(leaf: Leaf) -> int:
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return _WHOLE
-    return _PART if leaf.addressable_shards else _AWAY
 
 
 def are_across(tree: Tree) -> bool:
@@ -166,7 +154,7 @@ def stand_in_for(node: Slices) -> Array:
 
 
 def slices_of(leaf: Leaf) -> Slices | None:
-    """The slices of a stand-in; None for any other leaf."""
+    """The slices of a stand-in, which no later step may have consumed; None for any other leaf."""
     entry: Any = _SLICES.get(id(leaf))
     if entry is None or entry[0]() is not leaf:
         return None
