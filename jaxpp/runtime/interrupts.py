@@ -92,9 +92,9 @@ class Hold:
 
 
 @contextmanager
-def held(waited: str = "", broke_off: str = "") -> Iterator[None]:
+def held() -> Iterator[None]:
     """A block in which signals wait from its beginning to its end, with ``Hold``."""
-    with Hold(waited, broke_off) as hold:
+    with Hold("", "") as hold:
         hold.begin()
         yield
 

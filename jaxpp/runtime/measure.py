@@ -24,7 +24,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.traced_loss import key_implementation
-from jaxpp.stages.program import Role
+from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Aval, Device
 
 _RUNS = 5
@@ -43,10 +43,7 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
 def action_times(
     cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs, where: str
 ) -> dict[Kind, list[float]]:
-    """Seconds that each of these kinds of actions takes for one microbatch of zeros, on each stage.
-
-    Every process that has some of the places calls it, for the same reason ``where``.
-    """
+    """Seconds that each kind of action takes for a microbatch of zeros, on each stage; every process that has a place calls it."""
     ordered, jobs = sorted(kinds), dict[tuple[int, Kind], PlacedProgram]()
     devices = [place.devices[0] for place in places]
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
@@ -70,14 +67,13 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
     devices = [place.devices[0] for place in places]
     times = np.zeros((2, len(places)), np.float32)
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
-        reads = {
-            ref: aval
-            for backward in code.backward.values()
-            for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True)
-            if ref.role in (Role.RESIDUAL, Role.ACTIVATION) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        }
-        if is_here(device) and reads:
-            arrays = [put(_zeros(aval), device) for aval in reads.values()]
+        reads: dict[Ref, Aval] = {}
+        for backward in code.backward.values():
+            reads |= zip(backward.then.inputs, backward.then.avals, strict=True)
+        kept = [aval for ref, aval in reads.items() if ref.role in (Role.RESIDUAL, Role.ACTIVATION)]
+        moved = [aval for aval in kept if not jnp.issubdtype(aval.dtype, jax.dtypes.extended)]
+        if is_here(device) and moved:
+            arrays = [put(_zeros(aval), device) for aval in moved]
             homes = [array.sharding for array in arrays]
             ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
             runs: tuple[list[_Times], ...] = ([], [])
@@ -91,10 +87,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
 
 
 def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a send from each stage to the next, without its bytes and for each byte; nothing where both share a device.
-
-    In several processes every process calls it, and all get the same times.
-    """
+    """Seconds of a send from each stage to the next, without its bytes and for each byte; every process with a place calls it."""
     devices = [place.devices[0] for place in places]
     pairs = list(itertools.pairwise(devices))
     times = np.zeros((len(pairs), 2), np.float32)

@@ -52,8 +52,7 @@ class Place(abc.ABC):
     @property
     def is_here(self) -> bool:
         """Whether some of its devices are of this process."""
-        me = jax.process_index()
-        return any(device.process_index == me for device in self.devices)
+        return jax.process_index() in {device.process_index for device in self.devices}
 
     @property
     def axis_sizes(self) -> Mapping[str, int]:

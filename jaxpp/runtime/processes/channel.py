@@ -52,6 +52,7 @@ _LIMIT = 1800.0  # seconds after which it waits no longer
 _REMEMBERED = 10  # calls that are shown if processes did not do the same calls
 _LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
 _FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
+_ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 _RULE = "all processes do the same calls"
 _ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: that a process lives; how its script has ended
 
@@ -364,9 +365,6 @@ def _texts_by_sends(text: str) -> tuple[str, ...]:
     sizes = [int(row[0]) for row in rows(np.array([len(data)], np.int32))]
     padded = rows(np.pad(data, (0, max(sizes) - len(data))))
     return tuple(zlib.decompress(row[:size].tobytes()).decode() for row, size in zip(padded, sizes, strict=True))
-
-
-_ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 
 
 class Alignment(NamedTuple):

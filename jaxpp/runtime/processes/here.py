@@ -35,14 +35,12 @@ def processes_of(devices: Iterable[Device]) -> tuple[int, ...]:
 
 def is_here(home: Home) -> bool:
     """Whether some of a home's devices are of this process."""
-    me = jax.process_index()
-    return any(device.process_index == me for device in devices_in(home))
+    return jax.process_index() in processes_of(devices_in(home))
 
 
 def is_whole_here(home: Home) -> bool:
     """Whether all of a home's devices are of this process."""
-    me = jax.process_index()
-    return all(device.process_index == me for device in devices_in(home))
+    return processes_of(devices_in(home)) == (jax.process_index(),)
 
 
 def elsewhere(aval: Aval, home: Home) -> Array:

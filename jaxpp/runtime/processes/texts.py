@@ -156,9 +156,7 @@ def listed(processes: Sequence[int]) -> str:
 def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessError:
     """The error for texts that differ: of each part, what each process says; parts that cause others come first."""
     texts = {part: said for part, said in texts.items() if part not in _FOLLOW} or texts
-    got: list[str] = []
-    for part, said in list(texts.items())[:_MOST_PARTS]:
-        got += _shown(part, said)
+    got = [line for part in list(texts)[:_MOST_PARTS] for line in _shown(part, texts[part])]
     if others := list(texts)[_MOST_PARTS:]:
         got.append(f"also different: {', '.join(others)}")
     return ProcessError(where, _RULE, got, _REMEDIES.get(next(iter(texts)), _SAME_CODE))
@@ -166,18 +164,12 @@ def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessErr
 
 def _shown(part: str, said: Mapping[int, str]) -> list[str]:
     """The first line in which the texts of a part differ, once for all processes that say the same."""
-    lines = {process: text.splitlines() for process, text in said.items()}
-    longest = max(map(len, lines.values()))
-    at = dict.fromkeys(lines, "(nothing)")
-    number = 0
-    for number in range(longest):
-        at = {process: text[number] if number < len(text) else "(nothing)" for process, text in lines.items()}
-        if len(set(at.values())) > 1:
-            break
+    rows = list(itertools.zip_longest(*map(str.splitlines, said.values()), fillvalue="(nothing)"))
+    number = next((k for k, row in enumerate(rows) if len(set(row)) > 1), len(rows) - 1)
     groups: dict[str, list[int]] = {}
-    for process, line in at.items():
+    for process, line in zip(said, rows[number], strict=True):
         groups.setdefault(line, []).append(process)
-    where = part if longest == 1 else f"{part}, line {number + 1}"
+    where = part if len(rows) == 1 else f"{part}, line {number + 1}"
     same = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*groups, strict=False)))
     begin = max(0, same - _BEFORE)
     shown = []
