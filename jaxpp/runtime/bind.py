@@ -1,9 +1,8 @@
 """Stages get their devices: from the lines of a step to a plan that ``runtime.execute`` runs.
 
-``bind_lines`` gives each line the place of its stage and leaves out sends that would move nothing: where a value is on the device
-of its target already, the target becomes another name for it. So it does with copies to host memory that would free nothing.
-Nothing is compiled, so that the memory of a step can be forecast from the bound lines alone. ``compile_plan`` compiles the
-programs, numbers the names, finds the last reader of each value, and frees the value there.
+``bind_lines`` gives each line the place of its stage and leaves out sends of values that are there already, whose targets become
+other names for them, and copies to host memory that would free nothing. Nothing is compiled yet: memory is forecast from these
+lines. ``compile_plan`` compiles the programs, numbers the names, and frees each value after its last reader.
 """
 
 import dataclasses
@@ -14,20 +13,18 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name, last_uses, leave_out_needless
 from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, processes_of
-from jaxpp.runtime.replica_groups import ReplicaGroups
+from jaxpp.runtime.replica_groups import Mean, ReplicaGroups
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Array, Aval, Device, Home
-
-__all__ = ["Bound", "BoundLine", "Check", "Runnable", "Shapes", "add_reports", "bind_lines", "compile_lines", "compile_plan"]
+from jaxpp.stages.program import Ref, Role
+from jaxpp.types import Aval, Device, Home
 
 _SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
 _LEAVES = frozenset({Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE})
@@ -40,16 +37,11 @@ Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]
 
 @dataclass(frozen=True)
 class BoundLine(Line):
-    """A line with the place where it runs, or where it sends to.
-
-    Attributes:
-        place: the place.
-        crossing: its send, if that goes from one process to another; then the line has no input where the value is not in this
-            process, and no output where the value is not sent to this process.
-    """
+    """A line with the place where it runs, or where it sends to."""
 
     place: Place = field(kw_only=True)
     crossing: Send | None = None
+    """Its send to another process: such a line has no input where the value is not here, and no output where it does not arrive."""
 
     @property
     def device(self) -> Device | Submesh:
@@ -64,25 +56,15 @@ class BoundLine(Line):
 
 @dataclass(frozen=True)
 class Bound:
-    """The lines of a step with their places.
-
-    Attributes:
-        lines: in the order in which the host hands them over.
-        placement: the place of each stage.
-        constants: the values that are there before the step and are read in it.
-        first_names: for a name that is another name of a value, the name under which the value was first known.
-        chosen: how the compiler has sharded what it may shard as it likes; known when the plan is compiled.
-        placed: the arrays of the constants; there when the plan is compiled.
-        numbers: where these lines are among those of all processes; None if they are the lines of all.
-    """
+    """The lines of a step with their places."""
 
     lines: tuple[BoundLine, ...]
     placement: Placement
-    constants: Mapping[Name, Constant]
-    first_names: Mapping[Name, Name]
-    chosen: Mapping[Name, Sharding] = field(default_factory=dict)
-    placed: Mapping[Name, jax.Array] = field(default_factory=dict)
-    numbers: tuple[int, ...] | None = None
+    constants: Mapping[Name, Constant]  # those that the lines read
+    first_names: Mapping[Name, Name]  # for a name that is another name of a value, the name under which it was first known
+    chosen: Mapping[Name, Sharding] = field(default_factory=dict)  # by the compiler, where it may shard as it likes
+    placed: Mapping[Name, jax.Array] = field(default_factory=dict)  # the constants; there when the plan is compiled
+    numbers: tuple[int, ...] | None = None  # of these lines among those of all processes; None if they are the lines of all
 
     def resolve(self, name: Name) -> Name:
         """The name under which a value was first known."""
@@ -96,9 +78,8 @@ class Bound:
     def here(self, leaves: Mapping[tuple[Role, int], Aval], outputs: Sequence[Name]) -> tuple["Bound", dict[Name, jax.Array]]:
         """The lines that this process runs, and what stands for those of the outputs that live in other processes.
 
-        Every process writes the lines of the whole step, in one order, and keeps those that concern its devices: the programs that
-        run here, and the sends that begin or end here. What crosses to another process is one line on each side. ``leaves`` are the
-        shapes of the leaves of a state, as one replica has them.
+        Every process writes the lines of the whole step, and keeps the programs that run here and the sends that begin or end here.
+        ``leaves`` are the shapes of the leaves of a state, as one replica has them.
         """
         if jax.process_count() == 1:
             return self, {}
@@ -110,17 +91,11 @@ class Bound:
         constants = {name: constant for name, constant in self.constants.items() if name in read}
         away = [name for name in map(self.resolve, outputs) if not self.placement[name.stage].is_here]
         here = dataclasses.replace(self, lines=lines, constants=constants, numbers=numbers)
-        return here, {name: shapes.stand_in(name) for name in away}
+        return here, {name: elsewhere(shapes[name], self.placement[name.stage].home(name.ref)) for name in away}
 
 
 class Shapes:
-    """Shape and dtype of what other processes have, found when somebody asks.
-
-    Args:
-        lines: of all processes.
-        placement: the place of each stage.
-        leaves: those of the leaves of a state, by what a leaf is and its number, as one replica has it.
-    """
+    """Shape and dtype of what other processes have; ``leaves`` are those of the leaves of a state, as one replica has them."""
 
     def __init__(self, lines: Sequence[Line], placement: Placement, leaves: Mapping[tuple[Role, int], Aval]):
         self._placement, self._leaves = placement, leaves
@@ -144,10 +119,6 @@ class Shapes:
         """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
         return name in self._taken or name.ref.role in _LEAVES
 
-    def stand_in(self, name: Name) -> Array:
-        """What stands here for a value that lives elsewhere."""
-        return elsewhere(self[name], self._placement[name.stage].home(name.ref))
-
 
 def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundLine | None:
     """A line as this process runs it; None if it does not concern this process."""
@@ -170,11 +141,7 @@ def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundL
 
 
 def add_reports(builder: Builder, placement: Placement, names: Iterable[Name]) -> dict[Name, Name]:
-    """Send what a step reports to one stage of each process that does not have it, so that every process can read it.
-
-    Returns:
-        the name of each value in this process.
-    """
+    """Send what a step reports to one stage of each process that lacks it; the name that each value has in this process."""
     readers: dict[int, int] = {}
     for stage, place in enumerate(placement.places):
         for process in processes_of(place.devices):
@@ -236,22 +203,10 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
     what: str = "",
     check: Check | None = None,
 ) -> tuple[Plan, Bound]:
-    """Compile the programs, put the constants on their devices, and turn names into slots.
+    """Compile the programs, put the constants on their devices, and turn names into slots; the plan, and the lines run here.
 
-    Args:
-        bound: the lines.
-        programs: holds the compiled programs.
-        groups: which replicas have the same parameters of their own, where they have some.
-        inputs: names of the arguments.
-        outputs: names of the results.
-        leaves: shapes of the leaves of a state, as one replica has them; several processes need to know them.
-        given: how those arguments are sharded that the compiler has sharded as it likes, for another plan.
-        watched: whether it must be possible to ask every instruction whether it is done.
-        what: what the programs are compiled for, for the progress bar.
-        check: makes of each line's program what runs instead; then no program takes over a buffer.
-
-    Returns:
-        the plan; and the lines that this process runs, with what is known once they are compiled.
+    ``leaves`` is needed in several processes, ``given`` where another plan made the compiler choose how an argument is sharded.
+    In a ``watched`` plan every instruction can be asked whether it is done; with ``check`` no program takes over a buffer.
     """
     bound, away = bound.here(leaves, outputs)
     lines = list(bound.lines)
@@ -272,9 +227,14 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
         read = tuple(slots[name] for name in line.inputs)
         written = tuple(slots[name] for name in line.outputs)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
-        executable = compiled.get(number)
-        call = _runs(line, executable, groups, check, made_at, chosen)
-        made_at.update(_plain_results(line, executable))
+        executable, job = compiled.get(number), line.placed
+        if executable is None or job is None:
+            call = _call_of(line, groups, made_at, chosen)
+        else:
+            call = executable.call if check is None else check(line, job, executable.call)
+            for name, info in zip(line.outputs, jax.tree.leaves(executable.call.out_info), strict=True):
+                if not jnp.issubdtype(info.dtype, jax.dtypes.extended):
+                    made_at[name] = line.place.home(name.ref)
         at = -1 if watched_name is None else slots[watched_name]
         about = About(line.device, line.stage, line.action, line.is_send, executable.name if executable else "", at, line.copies)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
@@ -284,19 +244,11 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
     return plan, compiled_bound
 
 
-def _runs(
-    line: BoundLine,
-    compiled: Executable | None,
-    groups: ReplicaGroups,
-    check: Check | None,
-    made_at: Mapping[Name, Home],
-    chosen: Mapping[Name, Sharding],
-) -> Runnable:
-    """What the host calls for a line; ``made_at`` says where programs before it made plain arrays, ``chosen`` as in ``Bound``."""
-    if compiled is not None and line.placed is not None:
-        return compiled.call if check is None else check(line, line.placed, compiled.call)
+def _call_of(line: BoundLine, groups: ReplicaGroups, made_at: Mapping[Name, Home], chosen: Mapping[Name, Sharding]) -> Runnable:
+    """What the host calls for a line without a program; ``made_at`` says where programs before it made plain arrays, not keys."""
     if isinstance(line.call, GroupMean):
-        return groups.mean([line.place.sharding(name.ref) for name in line.inputs], line.call.avals)
+        shardings = [line.place.sharding(name.ref) for name in line.inputs]
+        return Mean(groups, tuple(one for one in shardings if isinstance(one, NamedSharding)), line.call.avals)
     if isinstance(line.call, MemoryCopy):
         homes = [chosen.get(name) or line.place.sharding(name.ref) for name in line.outputs]
         return memory_copies(homes, to_host=line.call == MemoryCopy.TO_HOST)
@@ -309,25 +261,15 @@ def _runs(
     return send.bind_for_caller() if source.stage == CALLER and jax.process_count() > 1 else send.bind()
 
 
-def _plain_results(line: BoundLine, compiled: Executable | None) -> dict[Name, Home]:
-    """Where a program's results are; those that are keys, which are no plain arrays, are left out."""
-    if compiled is None:
-        return {}
-    results = zip(line.outputs, jax.tree.leaves(compiled.call.out_info), strict=True)
-    return {name: line.place.home(name.ref) for name, info in results if not jnp.issubdtype(info.dtype, jax.dtypes.extended)}
-
-
 def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
-    """For each line an output that can be asked for: a small one that nobody donates. A program without one is given a token.
-
-    (To hold on to a large one, if only until it is there, would keep its memory from being used again.)
-    """
+    """For each line an output to watch: small, for holding it holds memory, and not donated; else its program is given a token."""
     names: list[Name | None] = []
     donated: set[Name] = set()
     for number in reversed(range(len(lines))):
         line = lines[number]
-        small = line.outputs if line.program is None else _small(line.program, line.outputs)
-        safe = next((name for name in small if name not in donated), None)
+        sizes = [0] * len(line.outputs) if line.program is None else map(count_bytes, line.program.results)
+        pairs = zip(line.outputs, sizes, strict=True)
+        safe = next((name for name, size in pairs if size <= _SMALL and name not in donated), None)
         if safe is None and line.program is not None:
             safe = Name(CALLER, Ref(Role.VALUE, shared=True), number)
             program = programs.with_token(line.program)
@@ -336,10 +278,6 @@ def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
         donated -= set(line.outputs)
         donated |= line.taken
     return names[::-1]
-
-
-def _small(program: Program, names: Sequence[Name]) -> list[Name]:
-    return [name for name, aval in zip(names, program.results, strict=True) if count_bytes(aval) <= _SMALL]
 
 
 def compile_lines(
@@ -353,7 +291,10 @@ def compile_lines(
     given: dict[int, tuple[Sharding, ...]] = {}
     waiting: dict[int, PlacedProgram] = {}
     jobs = {number: line.placed for number, line in enumerate(lines) if line.placed is not None}
-    sources = _sources(lines)
+    sources: dict[Name, Name] = {}  # for what was copied to host memory, and what came back, the value that left: sharded alike
+    for line in lines:
+        if line.copies:
+            sources |= {copy: sources.get(name, name) for name, copy in zip(line.inputs, line.outputs, strict=True)}
 
     def flush() -> None:
         programs.compile(waiting.values(), [given[number] for number in waiting], what)
@@ -374,12 +315,3 @@ def compile_lines(
     flush()
     chosen |= {copy: chosen[name] for copy, name in sources.items() if name in chosen}
     return {number: programs.get(job, given[number]) for number, job in jobs.items()}, chosen
-
-
-def _sources(lines: Sequence[BoundLine]) -> dict[Name, Name]:
-    """For what was copied to host memory, and for what came back, the value that left; all three are sharded alike."""
-    sources: dict[Name, Name] = {}
-    for line in lines:
-        if line.copies:
-            sources |= {copy: sources.get(name, name) for name, copy in zip(line.inputs, line.outputs, strict=True)}
-    return sources

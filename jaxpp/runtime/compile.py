@@ -1,19 +1,16 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
-A pipeline knows a program by its object, and forgets it with its last plan. Programs that do the same (equal stages on one device,
-an update at another batch shape, a pipeline built again: a notebook cell that is run twice compiles once) share what is compiled.
-JAX keeps its own compiled programs by the Python function; the functions of a pipeline are made anew with it. So programs are known
-here by what they do: by the text that they are lowered to, and, before they are lowered, by their equations
-(``stages.fingerprint``); and by their names, which a trace shows.
+JAX keeps compiled programs by the Python function, and those of a pipeline are made anew with it. So programs are known here by
+what they do: by the text that they are lowered to, before that by their equations (``stages.fingerprint``), and by their names,
+which a trace shows. Equal stages, an update at another batch shape, and a notebook cell that is run twice share what is compiled.
 
-*Little memory.* Operations of a program that do not depend on each other may run in any order. XLA for CPU starts them as early as
-it can, so that they run side by side. The weight gradients of a stage (W) are such operations: all of them would be made first,
-each in a buffer of its own, and added to the sums afterwards. So much memory at once costs time too, because the host gets it anew
-at every call, page by page. A program that is ``lean`` is ordered for little memory instead: each gradient is added before the next
-is made, and all use one buffer. ``jax.lax.optimization_barrier`` does not order anything here, since XLA for CPU drops barriers
-before it orders the operations (JAX 0.10). Other platforms are left as they are.
+*Little memory.* XLA for CPU starts operations as early as it can. So it would make all weight gradients of a stage (W) first, each
+in a buffer of its own that the host gets anew at every call, and add them to the sums afterwards. A ``lean`` program is ordered for
+little memory instead: each gradient is added before the next is made. ``jax.lax.optimization_barrier`` does not help, since XLA for
+CPU drops barriers before it orders the operations (JAX 0.10). Other platforms are left as they are.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -40,8 +37,6 @@ from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["EXECUTABLES", "Executable", "ExecutableCache", "PlacedProgram", "Programs", "compile_lowered", "settings"]
-
 Shardings = tuple[Sharding, ...]
 
 _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
@@ -53,32 +48,19 @@ _LEAN: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHED
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """What was compiled; shared by the programs that are the same.
-
-    Attributes:
-        call: the compiled program.
-        name: what it is called in a trace: by the name of the first program that is the same.
-    """
+    """What was compiled; shared by the programs that are the same."""
 
     call: Compiled
-    name: str
+    name: str  # in a trace: that of the first program that is the same
 
 
 class ExecutableCache:
-    """Executables by what they do, the most recently used last; threads may share it.
-
-    The least recently used are forgotten, and all of them whenever ``jax.clear_caches`` is called.
-
-    Args:
-        limit: how many names are remembered; most executables have two.
-    """
+    """Executables by what they do, for threads too: the ``limit`` names used last, and none after ``jax.clear_caches``."""
 
     def __init__(self, limit: int):
         self._limit, self._lock = limit, Lock()
         self._known: OrderedDict[Hashable, Executable] = OrderedDict()
-        self._traces = 0
-        self._probe = jax.jit(self._traced)
-        self._seen = 0
+        self._probe = jax.jit(self._forget)  # a trace of it forgets, and JAX traces it again after ``jax.clear_caches``
 
     def get(self, name: Hashable) -> Executable | None:
         """The executable of this name, if there is one."""
@@ -100,15 +82,12 @@ class ExecutableCache:
         return len(self._known)
 
     def follow_jax(self) -> None:
-        """Forget everything if ``jax.clear_caches`` was called: JAX then traces again what it has traced before."""
+        """Forget everything if ``jax.clear_caches`` was called."""
         self._probe.lower()
-        with self._lock:
-            if self._traces != self._seen:
-                self._seen = self._traces
-                self._known.clear()
 
-    def _traced(self) -> None:
-        self._traces += 1
+    def _forget(self) -> None:
+        with self._lock:
+            self._known.clear()
 
 
 EXECUTABLES = ExecutableCache(1024)
@@ -116,12 +95,9 @@ EXECUTABLES = ExecutableCache(1024)
 
 
 def settings() -> Hashable:
-    """All settings of JAX as they are now: any of them may decide what a program is compiled to.
-
-    A version of JAX that does not list its settings has a value of its own each time, so that nothing is taken for the same.
-    """
+    """All settings of JAX as they are now, any of which may decide what a program is compiled to."""
     config: Any = jax.config  # whose flags checkers of types do not know
-    names = getattr(config, "values", None)
+    names = getattr(config, "values", None)  # where JAX does not list them, nothing is taken for the same
     return object() if names is None else tuple(repr(getattr(config, name, None)) for name in sorted(names))
 
 
@@ -139,10 +115,7 @@ class PlacedProgram(NamedTuple):
 
 
 class Programs:
-    """Compiled programs, each compiled once for each device it runs on.
-
-    Holds one pipeline's programs for as long as its plans do; what a second batch shape needs besides adds to them.
-    """
+    """One pipeline's compiled programs, each compiled once for each device it runs on, and held for as long as a plan has it."""
 
     def __init__(self):
         self._compiled: WeakKeyDictionary[Program, dict[tuple[Place, tuple[int, ...], Shardings], Executable]] = WeakKeyDictionary()
@@ -154,25 +127,20 @@ class Programs:
         """The same program with one more result, a byte that is there when the program is done."""
         tokened = self._tokened.get(id(program))
         if tokened is None:  # it holds the program, whose id is therefore that of no other
-            tokened = self._tokened[id(program)] = replace(
-                program,
-                function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)],
-                outputs=(*program.outputs, Ref(Role.VALUE, shared=True)),
-            )
+            outputs = (*program.outputs, Ref(Role.VALUE, shared=True))
+            tokened = replace(program, function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)], outputs=outputs)
+            self._tokened[id(program)] = tokened
         return tokened
 
     def compile(self, jobs: Iterable[PlacedProgram], given: Iterable[Shardings] | None = None, what: str = "") -> None:
         """Compile what is not compiled yet, on as many threads as there are cores, while the next is lowered."""
-        fresh: dict[Hashable, tuple[PlacedProgram, Shardings]] = {}
-        for job, chosen in zip(jobs, repeat(()) if given is None else given):  # noqa: B905  (one of them is endless)
-            program, place, donated = job
-            if (place, donated, chosen) not in self._compiled.get(program, ()):
-                fresh[program, place, donated, chosen] = job, chosen
-        if not fresh:
+        pairs = zip(jobs, repeat(()) if given is None else given)  # noqa: B905  (one of them is endless)
+        asked = dict.fromkeys((job, own) for job, own in pairs if (*job[1:], own) not in self._compiled.get(job.program, ()))
+        if not asked:
             return
         EXECUTABLES.follow_jax()
         settled = settings()
-        fresh = {key: job for key, job in fresh.items() if not self._is_compiled(*job, settled)}
+        fresh = [pair for pair in asked if not self._is_compiled(*pair, settled)]
         if not fresh:
             return
         pool, ready = ThreadPoolExecutor(os.cpu_count()), SimpleQueue[Future[Compiled]]()
@@ -180,7 +148,7 @@ class Programs:
         wanted: dict[tuple[Hashable, ...], list[PlacedProgram]] = {}
         try:
             with progress(total=len(fresh), desc=f"compiling {what}".strip(), unit="program", after=_PATIENCE) as bar:
-                for job, chosen in fresh.values():
+                for job, chosen in fresh:
                     lowered = _lower(job, chosen)
                     text = _text(job, chosen, lowered, settled)
                     known = self._same.get(text) or EXECUTABLES.get((job.program.name, *text))
@@ -212,23 +180,20 @@ class Programs:
         """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
         name = _does(job, given, settled)
         known = None if name is None else EXECUTABLES.get(name)
-        if known is None:
-            return False
-        self._same[name] = known
-        self._keep(job, given, known, settled)
-        return True
+        if known is not None:
+            self._same[name] = known
+            self._keep(job, given, known, settled)
+        return known is not None
 
     def _keep(self, job: PlacedProgram, given: Shardings, executable: Executable, settled: Hashable) -> None:
-        program, place, donated = job
-        self._compiled.setdefault(program, {})[place, donated, given] = executable
+        self._compiled.setdefault(job.program, {})[*job[1:], given] = executable
         name = _does(job, given, settled)
         if name is not None:
             EXECUTABLES.add(name, executable)
 
     def get(self, job: PlacedProgram, given: Shardings = ()) -> Executable:
         """The compiled program, for arguments sharded so."""
-        program, place, donated = job
-        return self._compiled[program][place, donated, given]
+        return self._compiled[job.program][*job[1:], given]
 
     def constant(self, constant: Constant, place: Place, ref: Ref) -> Array:
         """The array of a constant at a place: put there at the first call, and kept for as long as there is the constant."""
@@ -239,9 +204,8 @@ class Programs:
 
     def __getitem__(self, job: PlacedProgram) -> Compiled:
         """The compiled program, however its arguments are sharded."""
-        program, place, donated = job
-        executables = self._compiled.get(program) or self._compiled[self._tokened[id(program)]]
-        return next(executable.call for key, executable in executables.items() if key[:2] == (place, donated))
+        executables = self._compiled.get(job.program) or self._compiled[self._tokened[id(job.program)]]
+        return next(executable.call for key, executable in executables.items() if key[:2] == job[1:])
 
     def __len__(self) -> int:
         return sum(map(len, list(self._compiled.values())))
@@ -268,11 +232,10 @@ def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:
 
 
 def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hashable) -> tuple[Hashable, ...]:
-    """What programs that are the same have in common: all they do (arguments that they do not read included), and where.
+    """What programs that are the same have in common: all they do, and where; their names may differ.
 
-    They may be called otherwise. A function on the host is known to a text by a number alone, so a program that calls one is
-    like no other. (What stands for it is not the program, which its own executable would then keep alive.) To a text a key is
-    an array of integers, so the types of arguments and results are compared too. A text does not say how it is to be compiled.
+    A text knows a function on the host by a number alone, so a program that calls one is like no other; an object stands for it, as
+    its executable would keep the program alive. To a text a key is an array of integers, so types are compared too.
     """
     text = lowered.as_text()
     unnamed = _MODULE.sub("module", text, count=1)
@@ -282,14 +245,8 @@ def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hasha
 
 
 def compile_lowered(lowered: Lowered, platform: str, *, lean: bool) -> Compiled:
-    """Compile a lowered program; a ``lean`` program so that it holds little at once.
-
-    A compiler that does not know the option compiles the program without it. The results are the same.
-    """
-    options = _LEAN.get(platform) if lean else None
-    if options is None:
-        return lowered.compile()
-    try:
-        return lowered.compile(options)
-    except jax.errors.JaxRuntimeError:  # an unknown option, or an error that is raised again without the option
-        return lowered.compile()
+    """Compile a lowered program; a ``lean`` program so that it holds little at once, if the compiler knows how."""
+    if lean and platform in _LEAN:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # an unknown option, or an error that is raised again without it
+            return lowered.compile(_LEAN[platform])
+    return lowered.compile()

@@ -3,15 +3,15 @@
 Problem: JAX's own check runs a program again, one operation after the other, which it cannot where the buffers of the arguments
 were given up; and it knows a program, not a model. Idea: while the flag is on, no program takes over a buffer (so the state stays
 whole), each result is looked at before anything reads it, and the equations of the program that made a NaN are run one by one on
-the same arguments. What is kept for a backward may be NaN and come to nothing (``jnp.where`` around a root), so it is only
-remembered where that was made. The flag off, nothing of this is there.
+the same arguments. A residual may be NaN and come to nothing (``jnp.where`` around a root), so it is only remembered where that was
+made.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,6 @@ from jaxpp.stages.jaxpr import describe, source_frames, variables
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array
 
-__all__ = ["NanCheck", "flags"]
-
 _UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONSTANT, Role.RESIDUAL, Role.REPLICA})
 _ALONE = {Role.LOSS: "the loss", Role.STATIC: "what is made of the parameters alone", Role.SCALE: "the microbatch's weight"}
 _WORDS = {
@@ -40,13 +38,6 @@ _WORDS = {
     Role.VALUE: "a value of the optimizer,",
 }
 _OWN = str(Path(__file__).parents[1])
-
-
-class _FirstNan(NamedTuple):
-    """Where a program makes the first NaN: the equation, if its arguments had none; else the arguments that had."""
-
-    made: str
-    given: tuple[Ref, ...] = ()
 
 
 def flags() -> tuple[bool, bool]:
@@ -63,20 +54,15 @@ class NanCheck:
         self._unchecked = _UNCHECKED | ({Role.COTANGENT, Role.GRAD, Role.VALUE} if scaled else set())
         self._kept: dict[tuple[int, int], str] = {}
 
-    @property
-    def _what(self) -> str:
-        return " or ".join(["NaN"] * self._nans + ["infinity"] * self._infs)
-
     def __call__(self, line: BoundLine, job: PlacedProgram, call: Runnable) -> Runnable:
         """What runs instead of ``call``, the compiled program of a line."""
-        outputs = job.program.outputs
 
         def checked(*args: Array) -> Sequence[Array]:
             with jax.debug_nans(False), jax.debug_infs(False):
                 results = call(*args)
-                wrong = [k for k, value in enumerate(results) if self._count(value)]
+                wrong = [(ref, value) for ref, value in zip(job.program.outputs, results, strict=True) if self._count(value)]
                 if wrong:
-                    self._tell(line, job, args, [(outputs[k], results[k]) for k in wrong])
+                    self._tell(line, job, args, wrong)
             return results
 
         return checked
@@ -90,10 +76,12 @@ class NanCheck:
         return int(self._nans * np.isnan(array).sum() + self._infs * np.isinf(array).sum())
 
     def _tell(self, line: BoundLine, job: PlacedProgram, args: Sequence[Array], wrong: Sequence[tuple[Ref, Array]]) -> None:
-        first = self._find(job, args)
+        made, given = self._find(job, args)
         microbatch = -1 if line.action is None else line.action.microbatch
         here = line.stage, microbatch
-        origin = first.made or "; ".join(dict.fromkeys(self._origin(ref, here) for ref in first.given))
+        kept = self._kept.get(here, "it was kept by the forward")
+        sources = [kept if ref.role == Role.RESIDUAL else f"it comes in with {self._name(ref)}" for ref in given]
+        origin = made or "; ".join(dict.fromkeys(sources))
         seen = [(ref, value) for ref, value in wrong if ref.role not in self._unchecked]
         if not seen:
             self._kept[here] = origin
@@ -101,12 +89,11 @@ class NanCheck:
         where = f"stage {line.stage}" + (f", microbatch {microbatch}" if microbatch >= 0 else "")
         got = [f"{self._name(ref)}, {describe(value)}: {self._count(value)} of {value.size} elements" for ref, value in seen[:4]]
         got += [f"and {len(seen) - 4} more"] * (len(seen) > 4)
-        raise NonFiniteError(
-            f"{line.label} ({where})",
-            f"with {'jax_debug_nans' if self._nans else 'jax_debug_infs'} on, no value that a program returns is {self._what}",
-            [*got, origin or "which equation makes it is not seen when they run one by one"],
-            "look at that line of the model; the state is as it was before, pipe.state",
-        )
+        flag, what = "jax_debug_nans" if self._nans else "jax_debug_infs", ["NaN"] * self._nans + ["infinity"] * self._infs
+        rule = f"with {flag} on, no value that a program returns is {' or '.join(what)}"
+        got.append(origin or "which equation makes it is not seen when they run one by one")
+        fix = "look at that line of the model; the state is as it was before, pipe.state"
+        raise NonFiniteError(f"{line.label} ({where})", rule, got, fix)
 
     def _name(self, ref: Ref) -> str:
         loss = self._step.cuts[0].loss
@@ -116,20 +103,16 @@ class NanCheck:
         path = paths[ref.index] if 0 <= ref.index < len(paths) else str(ref.index)
         return f"{_WORDS.get(ref.role, ref.role)} {path}"
 
-    def _origin(self, ref: Ref, here: tuple[int, int]) -> str:
-        """Where the NaN of an argument comes from."""
-        if ref.role == Role.RESIDUAL:
-            return self._kept.get(here, "it was kept by the forward")
-        return f"it comes in with {self._name(ref)}"
-
-    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> _FirstNan:
-        """Run the equations of a program one by one."""
+    def _find(self, job: PlacedProgram, args: Sequence[Array]) -> tuple[str, tuple[Ref, ...]]:
+        """Which equation of a program, run one by one, makes the first NaN, if one does; and which arguments have some."""
         program = job.program
         given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
         avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
         graph, _ = trace(program.function, *avals)
         read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
-        for row in _rows(job, args):
+        own = [not program.spans and job.place.per_replica(ref) for ref in program.inputs]
+        for replica in range(job.place.num_replicas if any(own) else 1):
+            row = [np.asarray(arg)[replica] if mine else np.asarray(arg) for arg, mine in zip(args, own, strict=True)]
             values = dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants)
             for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
                 inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]
@@ -138,31 +121,20 @@ class NanCheck:
                 values.update(zip(outputs, graph.function([i], inputs, outputs)(*(values[var] for var in inputs)), strict=True))
                 clean = not any(self._count(values[var]) for var in inputs)
                 if clean and any(self._count(values[var]) for var in outputs):
-                    return _FirstNan(self._made(eqn, name), given)
-        return _FirstNan("", given)
+                    return self._made(eqn, name), given
+        return "", given
 
     def _made(self, eqn: JaxprEqn, name: str) -> str:
         module = re.sub(r"\b(transpose|jvp|vmap|checkpoint|remat)\(|\)", "", name)
         backward = "the gradient of " if "transpose(" in name else ""
-        lines = _lines(eqn) or self._lines_like(eqn, module)
+        lines = _lines(eqn)
+        if not lines:  # those of the loss's own equations of that kind in that module
+            graph, kind = self._step.cuts[0].loss.graph, eqn.primitive.name
+            pairs = zip(graph.eqns, graph.names, strict=True)
+            found = [_lines(other) for other, its in pairs if other.primitive.name == kind and its == module]
+            lines = ", ".join(dict.fromkeys(filter(None, found)))
         where = f" in {backward}{module}" if module else ""
         return f"the first is made by `{eqn.primitive.name}`{where}" + f" ({lines})" * bool(lines)
-
-    def _lines_like(self, eqn: JaxprEqn, module: str) -> str:
-        """The lines of the loss's own equations of that kind in that module."""
-        graph = self._step.cuts[0].loss.graph
-        pairs = zip(graph.eqns, graph.names, strict=True)
-        found = [_lines(other) for other, name in pairs if other.primitive.name == eqn.primitive.name and name == module]
-        return ", ".join(dict.fromkeys(filter(None, found)))
-
-
-def _rows(job: PlacedProgram, args: Sequence[Array]) -> Iterator[list[np.ndarray]]:
-    """The arguments as the program sees them: once, or once a replica."""
-    program, place, _ = job
-    host = [np.asarray(arg) for arg in args]
-    own = [not program.spans and place.per_replica(ref) for ref in program.inputs]
-    for replica in range(place.num_replicas if any(own) else 1):
-        yield [arg[replica] if mine else arg for arg, mine in zip(host, own, strict=True)]
 
 
 def _lines(eqn: JaxprEqn) -> str:

@@ -14,8 +14,6 @@ from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.place import Placement
 from jaxpp.types import Array, Leaf
 
-__all__ = ["InFlight", "Observer", "execute", "limit_of"]
-
 _MOST_WAITING = 16  # programs that wait at once where ``InFlight`` limits them
 
 
@@ -32,14 +30,8 @@ def execute(
 ) -> list[Any]:
     """Run ``plan`` on ``arguments`` and return its results.
 
-    Args:
-        plan: what to run.
-        arguments: one value a slot of ``plan.inputs``.
-        observer: called after each instruction.
-        hold: called before the first instruction that takes over the buffer of an argument.
-
-    Raises:
-        Exception: whatever a program raised, unchanged, with a note that names the action.
+    ``hold`` is called before the first instruction that takes over the buffer of an argument. What a program raises comes out
+    unchanged, with a note that names the action.
     """
     slots: list[Any] = [None] * plan.num_slots
     for slot, value in plan.constants:
@@ -68,18 +60,17 @@ def execute(
 
 
 class InFlight:
-    """Lets few programs wait, where XLA's runtime for CPU would wait for itself.
+    """Lets few programs of a watched plan wait, where XLA's runtime for CPU would wait for itself.
 
-    That runtime holds back the thread that dispatches a program as soon as 32 wait on a device. With several processes, and
-    programs that run on several devices at once, it then never goes on, although their arguments are there (seen with JAX 0.10 and
-    forced devices). GPUs are not concerned. It needs a watched plan, whose programs each make something that is not donated.
+    That runtime holds back the thread that dispatches as soon as 32 programs wait on a device. With several processes, and
+    programs on several devices at once, it then never goes on (seen with JAX 0.10 and forced devices).
     """
 
     def __init__(self):
         self._waiting: deque[Array] = deque()
 
     def beside(self, other: Observer | None) -> Observer:
-        """An observer that waits for the program that was dispatched so many before, and calls another one if there is one."""
+        """An observer that waits for the program that was dispatched so many before, and calls ``other``."""
 
         def observe(instruction: Instruction, slots: Sequence[Leaf]) -> None:
             if instruction.about.program and instruction.about.watch >= 0:

@@ -1,11 +1,9 @@
 """Signals held back while an update takes over the buffers of the state, so that Ctrl-C never leaves half of one behind.
 
-Problem: Python runs a signal's handler between any two bytecodes of the main thread, so a ``KeyboardInterrupt`` may come after a
-program has taken over old parameters and before its results have a name. Idea: from the first such program until the new state is
-where it can be found again, a signal only leaves a note; then its handler is called. An update is dispatched within milliseconds,
-but a device that never answers would hold signals back for ever: so Ctrl-C gets through if it is pressed again after a second.
-
-A generation holds Ctrl-C back while a token is made, so that the next call goes on; and signals wait while a program is lowered.
+Problem: a ``KeyboardInterrupt`` may come between any two bytecodes of the main thread, so also after a program has taken over old
+parameters and before its results have a name. Idea: from the first such program until the new state can be found again, a signal
+only leaves a note; then its handler is called. A device that never answers would hold signals back for ever: so Ctrl-C gets through
+if it is pressed again after a second. Signals wait too while a token is generated or a program is lowered.
 """
 
 import importlib
@@ -20,14 +18,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-# What Python's ``signal`` wraps. The wrapper looks for an enumerator of each handler, which raises and catches an exception: one
-# that a KeyboardInterrupt then had as its context, for the user to wonder about.
-try:
+try:  # what ``signal`` wraps; the wrapper raises and catches an exception, which a KeyboardInterrupt would have as its context
     _plain: Any = importlib.import_module("_signal")
 except ImportError:
     _plain = signal
-
-__all__ = ["Hold", "despite_ctrl_c", "held"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
@@ -42,18 +36,10 @@ _T = TypeVar("_T")
 
 
 class Hold:
-    """Holds signals back from ``begin`` to the end of the ``with`` block, if there are Python handlers for them.
+    """Holds signals back from ``begin`` to the end of the ``with`` block; in other threads than the main one there are none.
 
-    Only the main thread runs handlers, so in other threads there is nothing to do. A second Ctrl-C more than a second after the
-    first is not held back.
-
-    Args:
-        waited: a note for what a signal raises that was held back, unless the block raised.
-        broke_off: a note for what a second Ctrl-C raises.
-        signals: which ones to hold.
-
-    Attributes:
-        begun: whether ``begin`` was called.
+    What a signal raises has the note ``waited`` if it was held back and the block did not raise, and ``broke_off`` if it is a
+    second Ctrl-C, more than a second after the first.
     """
 
     __slots__ = ("_broke_off", "_came", "_handlers", "_signals", "_waited", "begun")
@@ -82,17 +68,12 @@ class Hold:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._came.get(number, now) > _PATIENCE:
-            self._let_through(number, frame)
+            del self._came[number]
+            for each, handler in self._handlers.items():  # none is held back any more: ``__exit__`` may be what this breaks off
+                _plain.signal(each, handler)
+            for _ in range(2):  # a handler may raise at the second only
+                _call(self._handlers[number], number, frame, self._broke_off)
         self._came.setdefault(number, now)
-
-    def _let_through(self, number: int, frame: FrameType | None) -> None:
-        """Let a signal through that has come twice, and hold none back any more: ``__exit__`` may be what it breaks off."""
-        del self._came[number]
-        for each, handler in self._handlers.items():
-            _plain.signal(each, handler)
-        handler = self._handlers[number]
-        for _ in range(2):  # a handler may raise at the second only
-            _call(handler, number, frame, self._broke_off)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -111,15 +92,14 @@ class Hold:
 
 
 @contextmanager
-def held(waited: str = "", broke_off: str = "") -> Iterator[None]:
+def held() -> Iterator[None]:
     """A block in which signals wait from its beginning to its end, with ``Hold``."""
-    with Hold(waited, broke_off) as hold:
+    with Hold("", "") as hold:
         hold.begin()
         yield
 
 
 def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) -> None:
-    """Call a handler as Python does; what it raises is given the note."""
     try:
         handler(number, frame)
     except BaseException as error:
@@ -131,8 +111,7 @@ def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) ->
 def despite_ctrl_c(trace: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """What ``trace`` returns, which traces, lowers and changes nothing, also if Ctrl-C has broken off such work before.
 
-    If Ctrl-C comes at an unlucky moment (about one time in a thousand), a cache of JAX's goes on believing that it is just
-    computing an entry, and refuses to be asked for it again. Then JAX's caches are cleared, and ``trace`` is called once more.
+    About one Ctrl-C in a thousand leaves a cache of JAX's that believes to be computing an entry, and refuses to be asked for it.
     """
     try:
         return trace(*args, **kwargs)

@@ -24,10 +24,8 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.traced_loss import key_implementation
-from jaxpp.stages.program import Role
+from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Aval, Device
-
-__all__ = ["action_times", "clock_of", "copy_times", "link_times", "stage_times", "waiting"]
 
 _RUNS = 5
 _LARGE = 1 << 20
@@ -45,14 +43,7 @@ def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], 
 def action_times(
     cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs, where: str
 ) -> dict[Kind, list[float]]:
-    """Seconds that each of these kinds of actions takes for one microbatch, on each stage.
-
-    The programs run on zeros, one after another, so a stage whose work depends on values is measured as it is for those. Every
-    process that has some of the places calls it, for the same reason ``where``.
-
-    Raises:
-        ProcessError: in several processes, which differ in what they would measure.
-    """
+    """Seconds that each kind of action takes for a microbatch of zeros, on each stage; every process that has a place calls it."""
     ordered, jobs = sorted(kinds), dict[tuple[int, Kind], PlacedProgram]()
     devices = [place.devices[0] for place in places]
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
@@ -72,22 +63,17 @@ def action_times(
 
 
 def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list[float]]:
-    """What the residuals of one microbatch take to pinned host memory, or back, whichever is longer; of each stage.
-
-    Returns:
-        seconds until they are there, and the seconds of them after which the process goes on.
-    """
+    """Seconds that each stage's residuals of a microbatch take to host memory or back, the longer of both; and to dispatch that."""
     devices = [place.devices[0] for place in places]
     times = np.zeros((2, len(places)), np.float32)
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
-        reads = {
-            ref: aval
-            for backward in code.backward.values()
-            for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True)
-            if ref.role in (Role.RESIDUAL, Role.ACTIVATION) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        }
-        if is_here(device) and reads:
-            arrays = [put(_zeros(aval), device) for aval in reads.values()]
+        reads: dict[Ref, Aval] = {}
+        for backward in code.backward.values():
+            reads |= zip(backward.then.inputs, backward.then.avals, strict=True)
+        kept = [aval for ref, aval in reads.items() if ref.role in (Role.RESIDUAL, Role.ACTIVATION)]
+        moved = [aval for aval in kept if not jnp.issubdtype(aval.dtype, jax.dtypes.extended)]
+        if is_here(device) and moved:
+            arrays = [put(_zeros(aval), device) for aval in moved]
             homes = [array.sharding for array in arrays]
             ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
             runs: tuple[list[_Times], ...] = ([], [])
@@ -101,10 +87,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
 
 
 def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a send from each stage to the next, without its bytes and for each byte; nothing where both share a device.
-
-    Sends are measured one at a time. In several processes every process calls it, and all get the same times.
-    """
+    """Seconds of a send from each stage to the next, without its bytes and for each byte; every process with a place calls it."""
     devices = [place.devices[0] for place in places]
     pairs = list(itertools.pairwise(devices))
     times = np.zeros((len(pairs), 2), np.float32)
@@ -183,8 +166,5 @@ def _zeros(aval: Aval) -> jax.Array:
 
 def clock_of(flops: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
     """Time over work: after which part of the FLOPs which part of the time has passed."""
-    points, work, passed = [(0.0, 0.0)], 0.0, 0.0
-    for own, taken in zip(flops, seconds, strict=True):
-        work, passed = work + own, passed + taken
-        points.append((work / max(sum(flops), 1.0), passed / sum(seconds)))
-    return tuple(points)
+    work, passed = (itertools.accumulate(values, initial=0.0) for values in (flops, seconds))
+    return tuple((done / max(sum(flops), 1.0), at / sum(seconds)) for done, at in zip(work, passed, strict=True))

@@ -1,7 +1,7 @@
 """The only file that uses what is not part of JAX's public interface; each use is looked up with care and has a public fall-back.
 
 - The *key-value store* of ``jax.distributed`` (``jax._src.distributed``): texts that all processes of a run read and write. Without
-  it ``processes.channel`` exchanges texts by sends; it then cannot tell who is missing, and waits without a limit.
+  it ``processes.channel`` exchanges texts by sends.
 - The *runtime's own copy* (``jaxlib.xla_client``) that ``jax.device_put`` calls too: it takes a fifth of the host time. Each way is
   tried once, and must give what ``jax.device_put`` gives. Without it ``send`` calls ``jax.device_put``.
 """
@@ -29,40 +29,30 @@ def _module(name: str) -> Any:
 
 distributed, xla_client = _module("jax._src.distributed"), _module("jaxlib.xla_client")
 
-__all__ = ["Store", "copies_memory", "direct_copy", "is_known_alone", "memory_copy", "shared_store"]
-
 _METHODS = ("key_value_set", "key_value_dir_get", "blocking_key_value_get", "key_value_delete")
 
 
 class Store:
-    """Texts under names with slashes, as in a file system, which all processes read and write.
+    """Texts under names with slashes, which all processes read and write; ``jax.distributed.initialize`` starts it in process 0."""
 
-    ``jax.distributed.initialize`` starts it in process 0, as a part of the coordination service.
-
-    Args:
-        client: of the coordination service.
-        process: the number of this process. (``jax.process_index`` would open the devices, and wait for all processes to do so.)
-    """
-
-    def __init__(self, client: Any, process: int):
+    def __init__(self, client: Any, process: int):  # ``jax.process_index`` would open the devices, and wait for all processes
         self._client, self.process = client, process
 
     def put(self, name: str, text: str) -> None:
         """Write a text, over any that has this name."""
         self._client.key_value_set(name, text, allow_overwrite=True)
 
-    def folder(self, name: str) -> Mapping[str, str]:
-        """All texts of a folder, by the last part of their names."""
-        return {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(name + "/")}
+    def folder(self, name: str) -> Mapping[int, str]:
+        """All texts of a folder, by the last part of their names, the number of a process."""
+        return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(name + "/")}
 
-    def wait(self, name: str, seconds: float) -> str | None:
-        """The text of a name, waited for; None if nobody has written it when the time is over."""
+    def wait(self, name: str, seconds: float) -> None:
+        """Return as soon as somebody has written a text of this name, or when the time is over."""
         try:
-            return self._client.blocking_key_value_get(name, int(1000 * seconds))
+            self._client.blocking_key_value_get(name, int(1000 * seconds))
         except Exception as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
     def drop(self, name: str) -> None:
         """Forget a text, if there is one."""
@@ -86,10 +76,7 @@ def is_known_alone() -> bool:
 
 @functools.cache
 def direct_copy(home: Home) -> tuple[Callable[[Array], Sequence[Array]], frozenset[Sharding]]:
-    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it can be relied upon.
-
-    It is tried from each other device of the same kind. Where it is missing there are no such shardings.
-    """
+    """The copy that ``jax.device_put`` itself makes to one device, and the shardings from which it was tried and did the same."""
     if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
         return jax.device_put, frozenset()
     sharding = home if isinstance(home, SingleDeviceSharding) else SingleDeviceSharding(home)

@@ -3,10 +3,9 @@
 A stage lives on one device (``OneDevice``), or on a sub-mesh of several (``Submesh``): replicas along ``data``, shards of the
 parameters along ``model``. Both are a ``Place``, so that nothing else asks which it is.
 
-Everything else in jaxpp speaks of one replica: its part of a microbatch, its shapes. Here one program becomes that of all replicas.
-What each replica has of its own (activations, residuals, gradients not yet summed) is one array with the replicas as its first
-axis, sharded over ``data``; a program on such arrays runs under ``jax.shard_map``, which adds no communication. What all replicas
-share (parameters, optimizer state) is the same on each. Along ``model`` the compiler divides the work as the parameters are
+The rest of jaxpp speaks of one replica, whose program becomes that of all replicas here. What each has of its own (activations,
+residuals, gradients not yet summed) is one array with the replicas as its first axis, sharded over ``data``; a program on such
+arrays runs under ``jax.shard_map``, which adds no communication. Along ``model`` the compiler divides the work as parameters are
 sharded.
 """
 
@@ -27,8 +26,6 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home, Leaf
 
-__all__ = ["DATA", "MODEL", "PIPE", "OneDevice", "Own", "Place", "Placement", "Submesh", "devices_of", "place", "submeshes"]
-
 PIPE, DATA, MODEL = "pipe", "data", "model"
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})
 """Values that only their own stage reads: the compiler shards them over ``model`` as it likes."""
@@ -38,13 +35,9 @@ Own = frozenset[tuple[Role, int]]
 
 
 class Place(abc.ABC):
-    """Where a stage lives; a subclass that defines no more is one replica that shards nothing.
-
-    Equal places are the same devices, which hold the same values sharded alike.
-    """
+    """Where a stage lives, by default one replica that shards nothing; equal places hold the same values sharded alike."""
 
     own: Own = frozenset()
-    """The parameters, gradients and optimizer leaves of which each replica has its own."""
 
     @property
     @abc.abstractmethod
@@ -52,15 +45,14 @@ class Place(abc.ABC):
         """Its devices."""
 
     @property
-    @abc.abstractmethod
     def shown(self) -> "Device | Submesh":
         """What users see of it: the device, or the sub-mesh."""
+        return self.devices[0]
 
     @property
     def is_here(self) -> bool:
         """Whether some of its devices are of this process."""
-        me = jax.process_index()
-        return any(device.process_index == me for device in self.devices)
+        return jax.process_index() in {device.process_index for device in self.devices}
 
     @property
     def axis_sizes(self) -> Mapping[str, int]:
@@ -122,11 +114,15 @@ class Place(abc.ABC):
     def jit(self, program: Program, donated: Sequence[int]) -> "jax.stages.Wrapped":
         """A program as ``jax.jit`` runs it here, given all its arguments, read or not."""
         outs = [None if self.is_free(ref) else self.sharding(ref) for ref in program.outputs]
-        function = _called(program.name, self._of_all(program))
-        return jax.jit(function, donate_argnums=donated, out_shardings=outs, keep_unused=True)
+        function = self._of_all(program)
+
+        def run(*args: Leaf) -> list[Leaf]:
+            return list(function(*args))
+
+        run.__name__ = run.__qualname__ = program.name  # by which the compiler and its traces call it
+        return jax.jit(run, donate_argnums=donated, out_shardings=outs, keep_unused=True)
 
     def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
-        """The function of a program, for all replicas."""
         return program.function
 
 
@@ -144,11 +140,6 @@ class OneDevice(Place):
         """The device."""
         return (self.device,)
 
-    @property
-    def shown(self) -> Device:
-        """The device."""
-        return self.device
-
     def moved(self, devices: Sequence[Device]) -> "OneDevice | None":
         """The first of the devices."""
         return OneDevice(devices[0]) if devices else None
@@ -164,18 +155,11 @@ class OneDevice(Place):
 
 @dataclass(frozen=True)
 class Submesh(Place):
-    """A place of several devices.
-
-    Attributes:
-        mesh: axes ``data`` and ``model``.
-        specs: how each parameter leaf is sharded over ``model``; nothing is unless given.
-        opt_specs: how each optimizer leaf is sharded.
-        own: the parameters, gradients and optimizer leaves of which each replica has its own.
-    """
+    """A place of several devices, with the axes ``data`` and ``model``."""
 
     mesh: Mesh
-    specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
-    opt_specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)
+    specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # of each parameter leaf over ``model``; none unless given
+    opt_specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # of each optimizer leaf
     own: Own = field(default=frozenset(), hash=False)
 
     def __str__(self) -> str:
@@ -198,14 +182,10 @@ class Submesh(Place):
         """Those of the mesh."""
         return self.mesh.shape
 
-    def spec(self, ref: Ref) -> PartitionSpec:
-        """How a value is sharded over ``model``."""
-        specs = self.opt_specs if ref.role == Role.OPT else self.specs if ref.role in (Role.PARAM, Role.GRAD) else ()
-        return specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
-
     def sharding(self, ref: Ref) -> NamedSharding:
-        """Over ``data`` where each replica has its own, and over ``model`` as ``spec`` says."""
-        spec = self.spec(ref)
+        """Over ``data`` where each replica has its own, and over ``model`` as ``specs`` and ``opt_specs`` say."""
+        specs = self.opt_specs if ref.role == Role.OPT else self.specs if ref.role in (Role.PARAM, Role.GRAD) else ()
+        spec = specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 
     def replica(self, number: int) -> "Submesh":
@@ -233,14 +213,8 @@ class Submesh(Place):
             results = program.function(*(arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)))
             return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
-        return jax.shard_map(
-            of_one,
-            mesh=self.mesh,
-            in_specs=tuple(split if mine else whole for mine in reads),
-            out_specs=[split if mine else whole for mine in writes],
-            axis_names={DATA},
-            check_vma=False,
-        )
+        ins, outs = ([split if mine else whole for mine in ends] for ends in (reads, writes))
+        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names={DATA}, check_vma=False)
 
 
 def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:
@@ -248,26 +222,11 @@ def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:
     return shown.devices if isinstance(shown, Submesh) else (shown,)
 
 
-def _called(name: str, function: Callable[..., list[Leaf]]) -> Callable[..., list[Leaf]]:
-    """The function by another name, by which the compiler and its traces call it."""
-
-    def run(*args: Leaf) -> list[Leaf]:
-        return list(function(*args))
-
-    run.__name__ = run.__qualname__ = name
-    return run
-
-
 @dataclass(frozen=True)
 class Placement:
-    """Where stages and ranks live; several may share a place.
+    """Where stages and ranks live; several may share a place."""
 
-    Attributes:
-        places: the device of each stage, or the sub-mesh.
-        by_rank: that of each rank.
-    """
-
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # of the stages
     by_rank: tuple[Place, ...]
 
     def __getitem__(self, stage: int) -> Place:
@@ -305,17 +264,7 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
 
 
 def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int) -> tuple[Place, ...]:
-    """The place of each rank, from the first; cycled by ``place`` if there are fewer.
-
-    Args:
-        devices: one a rank, or ``data_parallel`` of them.
-        mesh: axes ``pipe``, ``data`` and ``model``, those that are wanted.
-        data_parallel: replicas, without a mesh.
-        num_ranks: of the schedule.
-
-    Raises:
-        ArgumentError: both ways at once, axes of other names, more pipe than ranks, or too few devices.
-    """
+    """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``."""
     if not is_count(data_parallel, least=1):
         rule = "data_parallel is the number of replicas, at least 1"
         raise ArgumentError(f"data_parallel={data_parallel!r}", rule, repr(data_parallel), "pass 1 or more")
@@ -327,12 +276,9 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
             where, got = f"devices, data_parallel={data_parallel}", ", ".join(map(str, checked))
             raise ArgumentError(where, "replicas of a stage have a device each", got, "name each device once")
         if len(checked) < data_parallel:
-            raise ArgumentError(
-                f"data_parallel={data_parallel}",
-                "each replica of a stage has a device of its own",
-                f"{len(checked)} devices for {data_parallel} replicas",
-                f"pass data_parallel={len(checked)} or less",
-            )
+            where, rule = f"data_parallel={data_parallel}", "each replica of a stage has a device of its own"
+            got, fix = f"{len(checked)} devices for {data_parallel} replicas", f"pass data_parallel={len(checked)} or less"
+            raise ArgumentError(where, rule, got, fix)
         groups = min(num_ranks, len(checked) // data_parallel)
         grid = np.array(checked[: groups * data_parallel]).reshape(groups, data_parallel, 1)
     else:
@@ -349,18 +295,12 @@ def _grid(mesh: object, num_ranks: int) -> np.ndarray:
     """The devices of a mesh along pipe, data and model."""
     axes = (PIPE, DATA, MODEL)
     if not isinstance(mesh, Mesh) or not set(mesh.axis_names) <= set(axes):
-        raise ArgumentError(
-            "mesh",
-            'a mesh has axes called "pipe", "data" and "model", those that are wanted, in any order',
-            repr(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__,
-            'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))',
-        )
+        rule = 'a mesh has axes called "pipe", "data" and "model", those that are wanted, in any order'
+        got = repr(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
+        raise ArgumentError("mesh", rule, got, 'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))')
     if mesh.shape.get(PIPE, 1) > num_ranks:
-        raise ArgumentError(
-            f"mesh, num_stages with {num_ranks} ranks",
-            "each device along pipe is a rank of the schedule",
-            f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks",
-            f"pass more stages, or a mesh with {num_ranks} along pipe",
-        )
+        where, rule = f"mesh, num_stages with {num_ranks} ranks", "each device along pipe is a rank of the schedule"
+        got = f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks"
+        raise ArgumentError(where, rule, got, f"pass more stages, or a mesh with {num_ranks} along pipe")
     order = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
     return np.transpose(mesh.devices, order).reshape([mesh.shape.get(axis, 1) for axis in axes])

@@ -14,38 +14,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["progress"]
-
 
 def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **options: Any) -> tqdm:
-    """A progress bar, or nothing where nobody watches; use it in a ``with`` block, whose end takes it away.
-
-    Args:
-        things: what to iterate over, if anything.
-        after: seconds of work before it shows.
-        **options: of ``tqdm``.
-    """
-    kernel = _kernel()
-    if kernel is None:
-        return tqdm(things, disable=not _is_terminal(), delay=after, leave=False, **options)
-    return _NotebookBar(things, disable=not _is_watched(kernel), delay=after, leave=False, file=io.StringIO(), **options)
-
-
-def _is_terminal() -> bool:
-    """Whether standard error is a terminal."""
-    return bool(getattr(sys.stderr, "isatty", bool)())  # what only has ``write`` (a logger's) is none
-
-
-def _kernel() -> Any:
-    """The kernel of the notebook that this code runs in; None elsewhere."""
+    """A bar of ``tqdm``, shown ``after`` seconds, where somebody watches; the end of its ``with`` block takes it away."""
     ipython = sys.modules.get("IPython")
-    return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
-
-
-def _is_watched(kernel: Any) -> bool:
-    """Whether a person runs the cell: a program that runs a notebook (nbclient, nbmake, papermill) cannot be asked for input."""
-    request = getattr(kernel, "get_parent", dict)() or {}
-    return request.get("content", {}).get("allow_stdin", True)
+    kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+    if kernel is None:
+        is_terminal = getattr(sys.stderr, "isatty", bool)()  # what only has ``write`` (a logger's) is none
+        return tqdm(things, disable=not is_terminal, delay=after, leave=False, **options)
+    request = getattr(kernel, "get_parent", dict)() or {}  # a program that runs a notebook cannot be asked for input
+    watched = request.get("content", {}).get("allow_stdin", True)
+    return _NotebookBar(things, disable=not watched, delay=after, leave=False, file=io.StringIO(), **options)
 
 
 class _NotebookBar(tqdm):

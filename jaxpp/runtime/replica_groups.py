@@ -6,32 +6,24 @@ needs: a group of replicas reduces by itself, on a mesh of its own devices, and 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from jaxpp.runtime.interrupts import held
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.types import Array, Aval, Device
 
-__all__ = ["Mean", "ReplicaGroups", "shards_of"]
-
 
 class ReplicaGroups:
-    """Which replicas have the same parameters of their own; the means over them.
-
-    Attributes:
-        current: the groups of replicas for the step that is about to run; it runs before others are set.
-        compiled: the programs of the groups met so far, for all batch shapes.
-    """
+    """Which replicas have the same parameters of their own, in the step that is about to run; the means over them."""
 
     def __init__(self) -> None:
         self.current: tuple[tuple[int, ...], ...] = ()
-        self.compiled: dict[Hashable, Compiled] = {}
+        self.compiled: dict[Hashable, Compiled] = {}  # the programs of the groups met so far, for all batch shapes
 
     def set(self, names: Sequence[Hashable]) -> None:
         """Say what the parameters of each replica are called in the steps to come; equal names mean equal parameters."""
@@ -40,24 +32,15 @@ class ReplicaGroups:
             groups.setdefault(name, []).append(replica)
         self.current = tuple(map(tuple, groups.values()))
 
-    def mean(self, homes: Sequence[Sharding], avals: Sequence[Aval]) -> "Mean":
-        """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group.
-
-        Args:
-            homes: how each gradient is sharded, and after them the weights of microbatches; none where all replicas weigh the same.
-            avals: shape and dtype of each gradient, as one replica has it.
-        """
-        return Mean(self, tuple(home for home in homes if isinstance(home, NamedSharding)), tuple(avals))
-
 
 @dataclass(frozen=True)
 class Mean:
-    """Runs one program a group, compiled when it is first needed."""
+    """An instruction: sums of weighted gradients, each replica's own, to the means over the replicas of its group."""
 
     groups: ReplicaGroups
-    homes: tuple[NamedSharding, ...]
-    avals: tuple[Aval, ...]
-    _groups: dict[tuple[int, ...], "_Group"] = field(default_factory=dict)
+    homes: tuple[NamedSharding, ...]  # of the gradients, and of the microbatches' weights, if replicas weigh differently
+    avals: tuple[Aval, ...]  # of the gradients, as one replica has them
+    _groups: dict[tuple[int, ...], tuple[Compiled, list[NamedSharding], tuple[Device, ...]]] = field(default_factory=dict)
 
     def __call__(self, *values: Array) -> list[Array]:
         """The means, each replica with its group's."""
@@ -67,21 +50,18 @@ class Mean:
             if not any(device in parts[0] for device in self._devices[list(group)].flat):
                 continue  # all its devices are of other processes
             program, homes, devices = self._of(group)
-            mine = [
-                jax.make_array_from_single_device_arrays(
-                    (len(group), *value.shape[1:]), home, [part[device] for device in devices if device in part]
-                )
-                for value, home, part in zip(values, homes, parts, strict=True)
-            ]
+            mine = []
+            for value, home, part in zip(values, homes, parts, strict=True):
+                own, shape = [part[device] for device in devices if device in part], (len(group), *value.shape[1:])
+                mine.append(jax.make_array_from_single_device_arrays(shape, home, own))
             for shards, result in zip(means, program(*mine), strict=True):
                 shards.update(shards_of(result))
         order = tuple(self._devices.flat)
-        return [
-            jax.make_array_from_single_device_arrays(
-                value.shape, value.sharding, [shards[device] for device in order if device in shards]
-            )
-            for shards, value in zip(means, values, strict=False)
-        ]
+        results = []
+        for shards, value in zip(means, values, strict=False):
+            own = [shards[device] for device in order if device in shards]
+            results.append(jax.make_array_from_single_device_arrays(value.shape, value.sharding, own))
+        return results
 
     @property
     def _devices(self) -> np.ndarray:
@@ -90,14 +70,14 @@ class Mean:
 
     def program(self, group: tuple[int, ...]) -> Compiled:
         """The compiled program of a group of replicas; of one alone it communicates nothing."""
-        return self._of(group).program
+        return self._of(group)[0]
 
-    def _of(self, group: tuple[int, ...]) -> "_Group":
-        """The program of a group, compiled when it is first met."""
+    def _of(self, group: tuple[int, ...]) -> tuple[Compiled, list[NamedSharding], tuple[Device, ...]]:
+        """The program of a group, compiled when it is first met, how its arguments are sharded, and its devices."""
         if group not in self._groups:
             mesh = Mesh(self._devices[list(group)], self.homes[0].mesh.axis_names)
             homes = [NamedSharding(mesh, home.spec) for home in self.homes]
-            self._groups[group] = _Group(self._compiled(group, homes), homes, tuple(self._devices[list(group)].flat))
+            self._groups[group] = self._compiled(group, homes), homes, tuple(mesh.devices.flat)
         return self._groups[group]
 
     def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Compiled:
@@ -110,21 +90,11 @@ class Mean:
                 return [jnp.broadcast_to(_mean(_total(g), jnp.asarray(whole, g.dtype)), g.shape) for g in args[:count]]
 
             shapes = [*self.avals, *[jax.ShapeDtypeStruct((), scale_dtype())] * (len(homes) - count)]
-            avals = [
-                jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home)
-                for aval, home in zip(shapes, homes, strict=True)
-            ]
+            pairs = zip(shapes, homes, strict=True)
+            avals = [jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home) for aval, home in pairs]
             with held():  # a small program, and a step after Ctrl-C finds it compiled
                 self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
         return self.groups.compiled[key]
-
-
-class _Group(NamedTuple):
-    """A group's program, how its arguments are sharded, and its devices."""
-
-    program: Compiled
-    homes: list[NamedSharding]
-    devices: tuple[Device, ...]
 
 
 def _mean(total: Array, weight: Array) -> Array:

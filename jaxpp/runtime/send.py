@@ -1,26 +1,18 @@
 """Sends: everything that moves values inside a step.
 
-A ``Send`` brings one value from where it is to where it goes. It has three parts, and each has one place here:
-
-- *encode*: what leaves is made of the value (``Codec``). Typed keys cross processes as the numbers that they are made of; whoever
-  wants to compress what crosses adds a codec.
-- *move*: ``jax.device_put``, or, where it is known to do the same, the runtime's own copy, which takes a fifth of the host time
-  (``not_public``). A retry would stand here.
-- *decode*: the value is made of what arrived.
-
-``Send.bind`` decides all of this once, when a plan is made, and returns the quickest function that does it: between two devices of
-one process that is the runtime's copy itself. ``memory_copies`` moves residuals to host memory and back.
+``Send.bind`` decides once, when a plan is made, how a value goes from where it is to where it is wanted, and returns the quickest
+function that does it: ``jax.device_put``, or, where it is known to do the same, the runtime's own copy, which takes a fifth of the
+host time (``not_public``). ``memory_copies`` moves residuals to host memory and back.
 
 *Between processes* both sides call the send, in the same order, for all processes have the same lines. The one that has the value
 drops what it gets back, an array without local shards; all others pass a stand-in for it. JAX numbers the transfers of each process
 as they are called, and sender and receiver find each other by this number. Where a place spans processes, each shard goes by
-itself, from the devices that have it to those that want it; most stay inside a process.
+itself.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +25,6 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, Home, Leaf
 
-__all__ = ["HOST_MEMORY", "Codec", "Send", "memory_copies"]
-
 HOST_MEMORY = "pinned_host"
 """The kind of host memory that devices copy from and to at full speed, without blocking."""
 
@@ -42,36 +32,16 @@ Move = Callable[..., Sequence[Array]]
 """Called with the value where it is here, and with nothing where it is not; returns it where it is to be, and else nothing."""
 
 
-class Codec(NamedTuple):
-    """How a value travels.
-
-    Attributes:
-        wire: shape and dtype of what travels.
-        encode: makes that of the value, where the value is.
-        decode: makes the value of that, where it goes.
-    """
-
-    wire: Aval
-    encode: Callable[[Array], Array]
-    decode: Callable[[Array], Array]
-
-
 @dataclass(frozen=True)
 class Send:
-    """A value that goes from one home to another, and stays where it is too.
-
-    Attributes:
-        target: where it goes.
-        source: where every value that will be sent lives, if that is known; values that a caller gave are looked at one by one.
-        aval: shape and dtype, with all axes; needed between processes, as is the source.
-        taken: whether a later program may take over the value's buffer. That marks the buffer as gone at once, but what is on its
-            way to another process is read later, when that process asks for it: so a copy is sent.
-    """
+    """A value that goes from one home to another, and stays where it is too."""
 
     target: Home
-    source: Home | None = None
-    aval: Aval | None = None
+    source: Home | None = None  # of every value that will be sent, if that is known; values of a caller are looked at one by one
+    aval: Aval | None = None  # with all axes; needed between processes, as is the source
     taken: bool = False
+    """Whether a later program may take over the buffer. What is on its way to another process is read when that process asks for
+    it, and the buffer is marked as gone at once: so a copy is sent."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,20 +51,17 @@ class Send:
         return count_bytes(jax.ShapeDtypeStruct(as_sharding(self.target).shard_shape(self.aval.shape), self.aval.dtype))
 
     def bind(self) -> Move:
-        """The quickest function that makes this send.
-
-        Raises:
-            ArgumentError: the value would have to be divided in another way, across processes.
-        """
+        """The quickest function that makes this send."""
         if self.source is None or self.aval is None:
             return self._within_process()
-        codec = self._codec(self.aval)
-        if codec is None:
+        if not jnp.issubdtype(self.aval.dtype, jax.dtypes.prng_key):
             return self._across(self.aval, self.source)
-        move = Send(self.target, self.source, codec.wire)._across(codec.wire, self.source)
+        wire = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype))
+        move = Send(self.target, self.source, wire)._across(wire, self.source)
+        implementation = str(jax.random.key_impl(jnp.empty((), self.aval.dtype)))
 
-        def send(*value: Array) -> Sequence[Array]:
-            return [codec.decode(data) for data in move(*map(codec.encode, value))]
+        def send(*value: Array) -> Sequence[Array]:  # keys cross processes as the numbers that they are made of
+            return [jax.random.wrap_key_data(data, impl=implementation) for data in move(*map(jax.random.key_data, value))]
 
         return send
 
@@ -106,14 +73,6 @@ class Send:
             return (spread(value, home),) if send is None or isinstance(value, LocalRows) else send(value)
 
         return give
-
-    def _codec(self, aval: Aval) -> Codec | None:
-        """How the value crosses between processes; None as it is."""
-        if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-            return None
-        implementation = str(jax.random.key_impl(jnp.empty((), aval.dtype)))
-        wire = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return Codec(wire, jax.random.key_data, functools.partial(jax.random.wrap_key_data, impl=implementation))
 
     def _within_process(self) -> Move:
         """The runtime's copy where it was tried, and ``jax.device_put`` for every value that it is not made for."""
@@ -189,21 +148,15 @@ def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device,
 def _indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[tuple[int, ...], ...]]:
     """What each device has, in the order of the devices."""
     indices = sharding.devices_indices_map(shape)
-    return {
-        device: tuple(part.indices(size) for part, size in zip(indices[device], shape, strict=True))
-        for device in sorted(indices, key=lambda device: device.id)
-    }
+    devices = sorted(indices, key=lambda device: device.id)
+    return {one: tuple(part.indices(size) for part, size in zip(indices[one], shape, strict=True)) for one in devices}
 
 
 def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
     """What copies values to the pinned host memory beside their devices, or back; it waits for nothing and shares no buffer.
 
-    It means ``jax.device_put``. On one device the runtime's own copy is called where it does the same, which takes a tenth of the
-    host time. Where a value spans processes, each copies its own shards.
-
-    Args:
-        homes: the sharding of each value on the devices, where programs of a plan, or sends, made it.
-        to_host: whether the values are on the devices and go to host memory; else they come back.
+    It means ``jax.device_put``. On one device the runtime's own copy is called where it does the same, in a tenth of the host time.
+    Where a value spans processes, each copies its own shards.
     """
     put = jax.device_put
     goals = [home.with_memory_kind(HOST_MEMORY) for home in homes] if to_host else list(homes)
@@ -214,14 +167,12 @@ def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
         return put(list(values), goals, may_alias=False)
 
     def copy_shards(*values: Array) -> Sequence[Array]:
-        return [_copied_shards(value, goal) for value, goal in zip(values, goals, strict=True)]
+        arrays = []
+        for value, goal in zip(values, goals, strict=True):
+            kind = {} if goal.memory_kind is None else {"memory_kind": goal.memory_kind}
+            beside = [SingleDeviceSharding(shard.device, **kind) for shard in value.addressable_shards]
+            copies = put([shard.data for shard in value.addressable_shards], beside, may_alias=False)
+            arrays.append(jax.make_array_from_single_device_arrays(value.shape, goal, copies))
+        return arrays
 
     return copy if all(map(is_whole_here, homes)) else copy_shards
-
-
-def _copied_shards(value: Array, goal: Sharding) -> Array:
-    """The shards here of a value in other memory of the same devices."""
-    kind = {} if goal.memory_kind is None else {"memory_kind": goal.memory_kind}
-    shards = [(shard.data, SingleDeviceSharding(shard.device, **kind)) for shard in value.addressable_shards]
-    copies = jax.device_put([data for data, _ in shards], [home for _, home in shards], may_alias=False)
-    return jax.make_array_from_single_device_arrays(value.shape, goal, copies)

@@ -1,8 +1,8 @@
 """Arrays at the edges of a step (what moves inside it is a ``Send``).
 
-``put`` and ``put_at`` copy a value to a place, ``to_homes`` moves what is not there yet, and ``unaliased`` copies a host array that
-the caller may overwrite. ``split_over_replicas`` divides a batch. ``join_slices`` and ``split_slices`` make one array of the slices
-of a stacked leaf, and back. ``to_host`` and ``to_device`` move parameter sets to pinned host memory, and back.
+``put`` and ``put_at`` copy a value, ``to_homes`` moves what is not there yet, ``split_over_replicas`` divides a batch.
+``join_slices`` makes one array of the slices of a stacked leaf. ``to_host`` and ``to_device`` move parameter sets to pinned host
+memory, and back.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,28 +21,9 @@ from jaxpp.stages.program import Ref
 from jaxpp.stages.stacked import Slices
 from jaxpp.types import Array, Home, Leaf, Tree
 
-__all__ = [
-    "HOST_MEMORY",
-    "check_alive",
-    "concatenated_at",
-    "join_slices",
-    "joined_home",
-    "put",
-    "put_at",
-    "split_over_replicas",
-    "split_slices",
-    "to_device",
-    "to_homes",
-    "to_host",
-    "unaliased",
-]
-
 
 def put(value: Leaf, home: Home) -> Array:
-    """A fresh copy of a value on a device, or with a sharding: it shares no buffer with the original.
-
-    Of several processes, each gets what is here of it (``put_across``).
-    """
+    """A fresh copy of a value at a home, sharing no buffer with it; in several processes each gets what is here of it."""
     if jax.process_count() > 1 and not (is_whole_here(home) and is_addressable(value)):
         return put_across(value, home)
     value = unaliased(value)  # ``may_alias=False`` shares the memory of NumPy arrays that are aligned all the same
@@ -65,10 +46,9 @@ def unaliased(value: Leaf) -> Leaf:
 def split_over_replicas(
     batch: Sequence[Leaf], keys: Sequence[Array], num_replicas: int, shared: Collection[int] = ()
 ) -> tuple[list[Leaf], list[Array]]:
-    """The leaves of a batch, and a key, with the replicas as their first axis: each gets its part of the batch, and the key.
+    """The leaves of a batch, and the keys, with the replicas as their first axis; leaves numbered ``shared`` stay as they are.
 
-    Leaves numbered ``shared`` are the same for all replicas, and stay as they are. If the examples do not divide evenly, the first
-    replicas get one more each, and the others a copy of the first replica's.
+    If the examples do not divide evenly, the first replicas get one more each, and the others a copy of the first replica's.
     """
 
     def part(leaf: Any) -> Any:
@@ -89,19 +69,13 @@ def split_over_replicas(
 
 
 def check_alive(where: str, tree: Tree) -> None:
-    """Refuse arrays whose buffers a step has taken over.
-
-    Raises:
-        StateError: there are some; JAX would say that an array has been deleted.
-    """
+    """Refuse arrays whose buffers a step has taken over; JAX would say that an array has been deleted."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     if gone := sum(leaf.is_deleted() for leaf in leaves):
-        raise StateError(
-            where,
-            "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had",
-            f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise",
-            "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)",
-        )
+        rule = "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had"
+        got = f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise"
+        fix = "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)"
+        raise StateError(where, rule, got, fix)
 
 
 def join_slices(node: Slices) -> Array | Slices:
@@ -115,11 +89,9 @@ def join_slices(node: Slices) -> Array | Slices:
 
 
 def joined_home(home: Home | Slices) -> Sharding:
-    """Where a whole leaf is restored to: the sharding of its owner.
+    """Where a whole leaf is restored to: the sharding of its owner, or of slices that which ``join_slices`` gives.
 
-    For slices (of homes) it is the sharding that ``join_slices`` gives, and where that gives none pinned host memory, from which a
-    step brings each slice to its owner: a whole leaf may be larger than a device. If the slices are in several processes, each of
-    these has the whole leaf there.
+    Where that gives none, it is pinned host memory, in each of the processes that have a slice: a leaf may be larger than a device.
     """
     if not isinstance(home, Slices):
         return as_sharding(home)
@@ -161,14 +133,10 @@ def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
 
 
 def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:
-    """The leaves, each on its device or with its sharding: as they are if they are there already.
-
-    NumPy arrays are copied, one after the other, so that the host never has a second copy of all of them. Of several processes,
-    each gets what is here of them (``put_across``).
-    """
+    """The leaves at their homes, as they are if they are there; NumPy arrays one by one, for the host has no room for all twice."""
     if jax.process_count() > 1:
         return [_to_home(leaf, home) for leaf, home in zip(leaves, homes, strict=True)]
-    ours = [_copied(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
+    ours = [_to_home(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
     return jax.device_put(ours, list(homes))
 
 
@@ -177,23 +145,15 @@ def _to_home(leaf: Leaf, home: Home) -> Array:
         return leaf
     if not is_whole_here(home) or not is_addressable(leaf):
         return put_across(leaf, home)
-    return _copied(leaf, home) if isinstance(leaf, np.ndarray) else jax.device_put(leaf, home)
-
-
-def _copied(leaf: np.ndarray, home: Home) -> Array:
-    """A NumPy array on a device or with a sharding, sharing no memory with it, once it is there."""
-    return jax.block_until_ready(jax.device_put(np.array(leaf), home))
+    if isinstance(leaf, np.ndarray):
+        return jax.block_until_ready(jax.device_put(np.array(leaf), home))
+    return jax.device_put(leaf, home)
 
 
 def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> tuple[Array, ...]:
-    """Begin to copy arrays to the pinned host memory beside their devices, and return at once.
+    """Begin to copy arrays to the pinned host memory beside their devices, or beside ``homes``, and return at once.
 
-    The copies share nothing with the originals. Device arrays may be given up (donated) straight away: the runtime keeps a buffer
-    until what was begun before has read it. NumPy arrays must not be written to until the copies are there.
-
-    Args:
-        leaves: what to copy.
-        homes: the device sharding beside which each copy goes; its own by default.
+    Device arrays may be donated straight away; NumPy arrays must not be written to until the copies are there.
     """
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes
     return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST_MEMORY) for home in homes], may_alias=False))

@@ -475,7 +475,7 @@ def ctrl_c_after():
 def everything(pipe, bank):
     """What the steps have made, on the host."""
     sets = {} if bank is None else {task: (bank.params(task), bank.opt_state(task)) for task in bank.tasks}
-    return jax.tree.map(np.array, (pipe.state, sets))
+    return jax.tree.map(np.array, (jax.tree.leaves(pipe.state), sets))
 
 
 def plain(run, batches):

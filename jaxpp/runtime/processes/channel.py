@@ -1,27 +1,18 @@
 """The one channel between the processes of a run: an exchange of texts, and all that is made of it.
 
 Problem: a process whose code, settings or shapes differ sends what nobody waits for, and waits for what nobody sends. Idea: all
-processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: exchanges are numbered; at
-each of them every process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of
-the others. ``agreement`` exchanges digests of named texts, and only where they differ the texts, so that every process raises the
-same error. A plan on which all have agreed is not compared again: its calls are counted, and the counts are compared next time.
+processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: at each exchange every
+process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of the others.
+``agreement`` exchanges digests of named texts, and where they differ the texts, so that all raise the same error. Later calls of
+a plan are only counted, and the counts compared. Who waits says for whom. Without the store texts are exchanged by sends.
 
-What is found, and when: a difference, as soon as the last process has come; a process that raised before it came, or whose script
-has ended, at once; a process that has gone on with another call, after a second. A process that does not come may be slow, for it
-compiles or loads data: the others say whom they wait for, and go on waiting.
+*While a process waits for a device* no Python runs in its main thread. So a thread looks into the store once a second: it says that
+the process lives, prints which others have failed, and tells those that wait in vain for this one that it will not come.
 
-*While a process waits for a device*, as in ``float(metrics.loss)``, no Python runs in its main thread. So a thread looks into the
-store once a second: it says that the process lives, prints which others have failed, and tells those that wait in vain for this
-one that it will not come.
-
-*The end of a process.* JAX waits at the end of a script until all processes have come to the end of theirs. That is wrong where a
-script has ended with an exception: the others wait for what this process will never send, and this process waits for them. So every
-process leaves a note when its script ends. After an exception it prints which others do not live any more, and ends after five
-seconds, also without them. For the others it is then as if it had been killed: a value that they wait for becomes an error where
-the connection breaks (on CPU), or else JAX ends them when the heartbeats stay away. ``sys.exit`` is no exception.
-
-Without the store texts are exchanged by sends. That finds the same differences, but cannot tell who is missing, and waits without a
-limit. In a run of one process all of this does nothing.
+*The end of a process.* JAX waits at the end of a script for all processes, also if an exception has ended it and the others wait
+for what it will never send. So every process leaves a note when its script ends; after an exception it prints which others do not
+live any more, and ends after five seconds, for the others as if it had been killed: by an error where the connection breaks (on
+CPU), or by JAX when the heartbeats stay away.
 """
 
 import atexit
@@ -39,7 +30,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -53,18 +44,6 @@ from jaxpp.runtime.processes.texts import difference, listed
 from jaxpp.runtime.send import Send
 from jaxpp.types import Array, Device, DType
 
-__all__ = [
-    "Agreement",
-    "Alignment",
-    "agreement",
-    "align_clocks",
-    "first_devices",
-    "raise_alike",
-    "rows_of_all",
-    "texts_of_all",
-    "transfers",
-]
-
 _LOOKS = 1.0  # seconds between two looks of the thread into the store
 _LIVES = 3.0  # seconds in which a process that lives says so again
 _GRACE = 5  # seconds that a process which has failed waits for the others
@@ -73,8 +52,9 @@ _LIMIT = 1800.0  # seconds after which it waits no longer
 _REMEMBERED = 10  # calls that are shown if processes did not do the same calls
 _LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
 _FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
+_ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 _RULE = "all processes do the same calls"
-_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"
+_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: that a process lives; how its script has ended
 
 
 @functools.cache
@@ -83,60 +63,24 @@ def _channel() -> "_Channel":
 
 
 class _Channel:
-    """The processes of a run, which make the same exchanges and calls in the same order.
-
-    Args:
-        store: which they share, if there is one.
-        processes: in order.
-
-    Attributes:
-        num_exchanges: in which this process has taken part, or does.
-        num_calls: on which this process has agreed.
-        last: the last of these calls, for people.
-        broken_off: which call has sent and received only a part of what the others do, or nothing.
-    """
+    """The processes of a run, which make the same exchanges and calls in the same order."""
 
     def __init__(self, store: Store | None, processes: Sequence[int]):
         self.store, self.processes, self.num_exchanges, self.num_calls = store, processes, 0, 0
-        self.last = collections.deque[str](maxlen=_REMEMBERED)
-        self.broken_off = ""
-        self._digest, self._reported, self._ends = 0, set[int](), threading.Event()
+        self.last, self.digest = collections.deque[str](maxlen=_REMEMBERED), 0  # of the calls on which this process has agreed
+        self.broken_off = ""  # which call has sent and received only a part of what the others do, or nothing
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look, name="jaxpp channel", daemon=True)
 
-    @property
-    def history(self) -> str:
-        """What this process has done: a digest of all its calls, and the last of them."""
-        return "\n".join([*self.last, f"and {self.num_calls} calls in all, with the digest {self._digest}"])
-
     def check(self, where: str) -> None:
-        """Refuse a call after one that was broken off.
-
-        Raises:
-            ProcessError: there was one.
-        """
+        """Refuse a call after one that was broken off."""
         if self.broken_off:
             rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
             fix = "start the script again in all processes, from the last checkpoint"
             raise ProcessError(where, rule, self.broken_off, fix)
 
-    def count(self, what: str, number: int) -> None:
-        """Count a call on which all have agreed in the exchange of this number."""
-        self.num_calls += 1
-        self._digest = (1_000_003 * self._digest + number) % (1 << 61)
-        self.last.append(what)
-
     def exchange(self, text: str, where: str, what: str = "", *, compares: bool = False) -> tuple[str, ...]:
-        """The text of each process.
-
-        Args:
-            text: of this process.
-            where: the call, for an error.
-            what: the call with its batch, for people.
-            compares: whether it is an exchange of an agreement.
-
-        Raises:
-            ProcessError: a process failed, has ended, went on with another call, or does not come.
-        """
+        """The text of each process; ``where`` is the call for an error, ``what`` with its batch, ``compares`` for an agreement."""
         self.num_exchanges += 1
         if len(self.processes) == 1:
             return (text,)
@@ -161,8 +105,8 @@ class _Channel:
         folder, me = _folder(self.num_exchanges), self.store.process
         begun, patience = time.monotonic(), _PATIENCE
         while True:
-            left = _left(self.store)  # first, for a process may take part in its last exchange and end
-            said = {int(process): json.loads(text) for process, text in self.store.folder(folder).items()}
+            left = self.store.folder(_LEFT)  # first, for a process may take part in its last exchange and end
+            said = {process: json.loads(text) for process, text in self.store.folder(folder).items()}
             _check_all_well(where, what, said, me, left)
             away = [process for process in self.processes if process not in said]
             if not away:
@@ -179,28 +123,25 @@ class _Channel:
 
     def _look(self) -> None:
         """Look into the store once a second, in a thread."""
-        store, number = self.store, 0
+        store, number, reported = self.store, 0, set[int]()
         with contextlib.suppress(Exception):  # the store ends with process 0, and with ``jax.distributed.shutdown``
             while store is not None and not self._ends.wait(_LOOKS if number else 0):
                 number += 1
                 store.put(f"{_ALIVE}/{store.process}", str(number))
-                self._print_failures(store)
+                for process, how in sorted(store.folder(_LEFT).items()):
+                    if process not in reported and process != store.process and how.startswith(_FAILED):
+                        reported.add(process)
+                        here = f"process {store.process} cannot go on without it"
+                        ends = "and ends too: by an error, or by JAX when no heartbeats come"
+                        print(f"jaxpp: process {process} {how}; {here}, {ends}", file=sys.stderr, flush=True)
                 self._tell_who_waits_in_vain(store)
-
-    def _print_failures(self, store: Store) -> None:
-        """Print which processes have failed, each once."""
-        for process, how in sorted(_left(store).items()):
-            if process not in self._reported and process != store.process and how.startswith(_FAILED):
-                self._reported.add(process)
-                here = f"process {store.process} cannot go on without it"
-                ends = "and ends too: by an error, or by JAX when no heartbeats come"
-                print(f"jaxpp: process {process} {how}; {here}, {ends}", file=sys.stderr, flush=True)
 
     def _tell_who_waits_in_vain(self, store: Store) -> None:
         """If others wait in the next exchange, and this process has gone on without it, say so."""
         calls, number = self.num_calls, self.num_exchanges + 1  # in this order: the main thread counts on
-        waiting = {int(process): json.loads(text) for process, text in store.folder(_folder(number)).items()}
-        for process, said in waiting.items():
+        waiting = store.folder(_folder(number))
+        for process, text in waiting.items():
+            said = json.loads(text)
             if "calls" in said and said["calls"] < calls and store.process not in waiting:
                 self.say(number, passed=self.last[-1])
                 here = f"while process {store.process} has gone on with {self.last[-1]}"
@@ -215,11 +156,7 @@ class _Channel:
 
 
 def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, str]) -> None:
-    """Look for processes that failed, that are gone, or that went on with another call.
-
-    Raises:
-        ProcessError: there is one.
-    """
+    """Look for processes that failed, that are gone, or that went on with another call."""
     errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
     first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
     gone = {process: how for process, how in left.items() if process not in said}
@@ -243,22 +180,6 @@ def _folder(number: int) -> str:
     return f"jaxpp/exchanges/{number}"
 
 
-def _silent(store: Store, gone: Iterable[int]) -> Sequence[int]:
-    """The processes that do not say any more that they live, though they are not ``gone``."""
-    said = store.folder(_ALIVE)
-    asked = set(map(int, said)) - {store.process, *gone}
-    limit = time.monotonic() + _LIVES
-    while asked and time.monotonic() < limit:
-        time.sleep(0.1)
-        asked -= {int(process) for process, number in store.folder(_ALIVE).items() if number != said.get(process)}
-    return sorted(asked)
-
-
-def _left(store: Store) -> Mapping[int, str]:
-    """The processes whose scripts have ended, and how."""
-    return {int(process): how for process, how in store.folder(_LEFT).items()}
-
-
 def _in_one_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
@@ -269,9 +190,11 @@ def _leave() -> None:
     """Tell the others that this process ends; after an exception, do not wait for them for long."""
     error = getattr(sys, "last_value", None)  # Python has printed its traceback
     with contextlib.suppress(Exception):  # the store ends with process 0
-        store = shared_store()
-        if store is not None:
-            _tell_the_end(store, error)
+        if (store := shared_store()) is not None:
+            how = "has come to the end of its script" if error is None else f"{_FAILED} {_in_one_line(error)}"
+            store.put(f"{_LEFT}/{store.process}", how)
+            if error is not None:
+                _say_who_is_lost(store)
     if _channel.cache_info().currsize:
         _channel().stop()
     if error is not None and jax.distributed.is_initialized() and not is_known_alone():
@@ -281,41 +204,38 @@ def _leave() -> None:
             faulthandler.dump_traceback_later(_GRACE, exit=True, file=os.fdopen(os.dup(nowhere.fileno()), "w"))
 
 
-def _tell_the_end(store: Store, error: BaseException | None) -> None:
-    """Leave a note; after an exception, look who is left."""
-    me = store.process
-    store.put(f"{_LEFT}/{me}", "has come to the end of its script" if error is None else f"{_FAILED} {_in_one_line(error)}")
-    if error is not None:
-        ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
-        print(f"jaxpp: process {me} failed; {ends}", file=sys.stderr, flush=True)
-        if lost := _silent(store, _left(store)):
-            what = f"{listed(lost)} does not answer: killed (out of memory?), or its host is lost; resume from the last checkpoint"
-            print(f"jaxpp: {what}", file=sys.stderr, flush=True)
+def _say_who_is_lost(store: Store) -> None:
+    """Say that this process failed, and which others do not say any more that they live though their scripts have not ended."""
+    ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
+    print(f"jaxpp: process {store.process} failed; {ends}", file=sys.stderr, flush=True)
+    said = store.folder(_ALIVE)
+    asked = {*said} - {store.process, *store.folder(_LEFT)}
+    limit = time.monotonic() + _LIVES
+    while asked and time.monotonic() < limit:
+        time.sleep(0.1)
+        asked -= {process for process, number in store.folder(_ALIVE).items() if number != said.get(process)}
+    if asked:
+        what = f"{listed(sorted(asked))} does not answer: killed (out of memory?), or its host is lost"
+        print(f"jaxpp: {what}; resume from the last checkpoint", file=sys.stderr, flush=True)
 
 
 class Agreement:
-    """A call on which the processes of a run agree; called with a function of named texts.
-
-    Args:
-        where: the call, as the user wrote it.
-        channel: to the other processes; None where one process agrees with itself.
-    """
+    """A call on which the processes of a run agree; called with a function of named texts. One process agrees without a channel."""
 
     def __init__(self, where: str, channel: _Channel | None):
         self._where, self._channel, self._what = where, channel, where
         self._number, self._over = 0, channel is None
 
     def __call__(self, parts: Callable[[], Mapping[str, str]]) -> None:
-        """Compare texts; what is tried again after it has succeeded is not compared again.
-
-        Raises:
-            ProcessError: they differ; or another process failed, has ended, or does not come.
-        """
+        """Compare texts; what is tried again after it has succeeded is not compared again."""
         if self._over or self._channel is None:
             return
         channel = self._channel
-        texts = {"earlier calls": channel.history, "call": self._where, **parts()}
-        self._what, self._number = _in_words(self._where, texts.get("batch", "")), channel.num_exchanges + 1
+        earlier = "\n".join([*channel.last, f"and {channel.num_calls} calls in all, with the digest {channel.digest}"])
+        texts = {"earlier calls": earlier, "call": self._where, **parts()}
+        if leaves := texts.get("batch", "").splitlines():
+            self._what = f"{self._where} with a batch of {', '.join([*leaves[:4], *['...'] * (len(leaves) > 4)])}"
+        self._number = channel.num_exchanges + 1
         tell = functools.partial(channel.exchange, where=self._where, what=self._what, compares=True)
         digests = {part: hashlib.sha256(text.encode()).hexdigest() for part, text in texts.items()}
         told = [json.loads(text) for text in tell(json.dumps(digests))]
@@ -328,14 +248,13 @@ class Agreement:
         self.again()
 
     def again(self) -> None:
-        """Count another call on which all have agreed.
-
-        Raises:
-            ProcessError: this process has broken off an earlier one.
-        """
-        if self._channel is not None:
-            self._channel.check(self._where)
-            self._channel.count(self._what, self._number)
+        """Count another call on which all have agreed."""
+        channel = self._channel
+        if channel is not None:
+            channel.check(self._where)
+            channel.num_calls += 1
+            channel.digest = (1_000_003 * channel.digest + self._number) % (1 << 61)
+            channel.last.append(self._what)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this process raised before it had agreed."""
@@ -352,15 +271,8 @@ class Agreement:
 def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
     """A block in which all processes of the run agree on what they do with these devices.
 
-    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices. A
-    process that has none of them takes part, for every process calls every transfer.
-
-    Args:
-        where: the call, as the user wrote it.
-        devices: of the pipeline.
-
-    Raises:
-        ProcessError: the texts differ; or another process raised, has ended, or does not come.
+    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices. One that
+    has none of them takes part, for every process calls every transfer.
     """
     channel = _channel() if len(processes_of(devices)) > 1 else None
     if channel is not None:
@@ -373,18 +285,11 @@ def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
         raise
 
 
-def _in_words(where: str, batch: str) -> str:
-    """A call and its batch, for people."""
-    leaves = [*batch.splitlines()[:4], *(["..."] if batch.count("\n") > 3 else [])]
-    return f"{where} with a batch of {', '.join(leaves)}" if leaves else where
-
-
 @contextmanager
 def transfers(where: str) -> Iterator[None]:
     """A block in which this process sends and receives; after one that was broken off it makes no later call with the others.
 
-    JAX finds a transfer by its number, and each process counts its own. A process that has left out some would take what it
-    receives later for what it has missed.
+    JAX finds a transfer by its number: a process that has left out some would take what it receives later for what it has missed.
     """
     try:
         yield
@@ -407,15 +312,7 @@ def rows_of_all(values: np.ndarray) -> np.ndarray:
 def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -> None:
     """Make a check, and raise in every process if it fails in one; every process calls this.
 
-    Args:
-        where: the call, as the user wrote it.
-        check: does not wait for other processes.
-        kind: the errors by which it says what it has found.
-
-    Raises:
-        JaxppError: of that kind, what the first process found that found something.
-        ProcessError: another process raised another exception.
-        Exception: what the check raised here.
+    Of errors of this ``kind`` all raise that of the first process; of others the process itself, and the rest a ``ProcessError``.
     """
     error, said = None, {}
     try:
@@ -437,17 +334,12 @@ def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -
 @functools.cache
 def first_devices() -> dict[int, Device]:
     """The first device of each process."""
-    firsts: dict[int, Device] = {}
-    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
-        firsts.setdefault(device.process_index, device)
-    return firsts
+    last_to_first = sorted(jax.devices(), key=lambda device: -device.id)
+    return {device.process_index: device for device in last_to_first}
 
 
 def _sent(values: np.ndarray, source: int, target: int) -> np.ndarray | None:
-    """What the process ``source`` passes, in the process ``target``, which waits for it; None in the others, which call this too.
-
-    Of the values of the others only shape and type are used; the type is one that JAX knows without 64 bits.
-    """
+    """What the process ``source`` passes, in ``target``; all call this, with one shape and type known without 64 bits."""
     me, move = jax.process_index(), _between(values.shape, values.dtype, source, target)
     arrived = move(spread(np.array(values), first_devices()[source])) if me == source else move()
     return np.asarray(arrived[0]) if me == target else None
@@ -475,30 +367,18 @@ def _texts_by_sends(text: str) -> tuple[str, ...]:
     return tuple(zlib.decompress(row[:size].tobytes()).decode() for row, size in zip(padded, sizes, strict=True))
 
 
-_ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
-
-
 class Alignment(NamedTuple):
-    """How the clock of this process stands to that of process 0.
+    """How the clock of this process stands to that of process 0."""
 
-    Attributes:
-        offset: seconds to add to ``time.perf_counter()``.
-        error: seconds by which the sum may be wrong: half of the quickest way there and back; 0 in process 0.
-    """
-
-    offset: float = 0.0
-    error: float = 0.0
+    offset: float = 0.0  # seconds to add to ``time.perf_counter()``
+    error: float = 0.0  # seconds by which the sum may be wrong: half of the quickest way there and back
 
 
 def align_clocks() -> Alignment:
-    """Align the clock of this process with that of process 0; every process calls it, and nothing is asked in a run of one.
+    """Align the clock of this process with that of process 0; every process calls it.
 
-    Process k asks process 0 what time it is, and notes when it asked and when the answer came. Process 0 looked at its clock
-    somewhere in between, so each answer says that the offset of the two clocks lies within the round trip. Of many trips the
-    quickest way there bounds the offset from one side, and the quickest way back from the other.
-
-    References:
-        F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989).
+    The offset lies within a round trip. Of many trips the quickest way there bounds it from one side, the quickest way back from
+    the other (F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989).
     """
     least, most = -math.inf, math.inf
     for process in range(1, jax.process_count()):

@@ -1,8 +1,8 @@
 """What lives in this process, and what stands for the rest.
 
-A run on several hosts has several processes, and each has some of the devices (``jax.process_index``). All of them know the whole
-pipeline; each compiles, holds and dispatches what has a device here. A value that lives in another process is an array without
-local shards: it has a shape, a type and a sharding, and nobody here can read it.
+Each process of a run has some of the devices, and knows the whole pipeline; it compiles, holds and dispatches what has a device
+here. A value that lives in another process is an array without local shards: it has a shape, a type and a sharding, and nobody here
+can read it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,20 +16,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxpp.errors import BatchError, StateError
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, DType, Home, Leaf
-
-__all__ = [
-    "LocalRows",
-    "as_sharding",
-    "devices_in",
-    "elsewhere",
-    "is_addressable",
-    "is_here",
-    "is_whole_here",
-    "local",
-    "processes_of",
-    "put_across",
-    "spread",
-]
 
 
 def as_sharding(home: Home) -> Sharding:
@@ -49,14 +35,12 @@ def processes_of(devices: Iterable[Device]) -> tuple[int, ...]:
 
 def is_here(home: Home) -> bool:
     """Whether some of a home's devices are of this process."""
-    me = jax.process_index()
-    return any(device.process_index == me for device in devices_in(home))
+    return jax.process_index() in processes_of(devices_in(home))
 
 
 def is_whole_here(home: Home) -> bool:
     """Whether all of a home's devices are of this process."""
-    me = jax.process_index()
-    return all(device.process_index == me for device in devices_in(home))
+    return processes_of(devices_in(home)) == (jax.process_index(),)
 
 
 def elsewhere(aval: Aval, home: Home) -> Array:
@@ -70,13 +54,7 @@ def is_addressable(value: Leaf) -> bool:
 
 
 def put_across(value: Leaf, home: Home) -> Array:
-    """A fresh copy of what is here of a value at a home that is not of this process alone; nothing is sent.
-
-    Either every process has the whole value, or it lives at this home already.
-
-    Raises:
-        StateError: the value lives in other processes, but not at this home.
-    """
+    """A fresh copy of what is here of a value that every process has, or that lives at this home already; nothing is sent."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         sharding = as_sharding(home)
         if value.sharding == sharding:
@@ -95,29 +73,22 @@ def put_across(value: Leaf, home: Home) -> Array:
 
 
 def spread(value: Leaf, home: Home, memory_kind: str | None = None) -> Array:
-    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent.
-
-    With ``memory_kind`` they are not in the devices' own memory, but in that.
-    """
+    """The shards here of a value that every process passes, or of which this one has what its shards need; nothing is sent."""
     sharding, shape = as_sharding(home), np.shape(value)
     if memory_kind is not None:
         sharding = sharding.with_memory_kind(memory_kind)
     value = value if hasattr(value, "dtype") else np.asarray(value, jax.dtypes.result_type(value))
     indices = sharding.addressable_devices_indices_map(shape)
-    at = {device: SingleDeviceSharding(device, memory_kind=memory_kind) if memory_kind else device for device in indices}
-    pieces = [jax.device_put(value if _is_all(index, shape) else value[index], at[device]) for device, index in indices.items()]
+    pieces = []
+    for device, index in indices.items():
+        is_all = index is None or all(one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=True))
+        at = SingleDeviceSharding(device, memory_kind=memory_kind) if memory_kind else device
+        pieces.append(jax.device_put(value if is_all else value[index], at))
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _is_all(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:
-    return index is None or all(one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=True))
-
-
 def local(leaf: Leaf, where: str) -> Leaf:
-    """A leaf of the caller's batch, as far as it is in this process: a global array as the rows that are here.
-
-    Of an array that lives in other processes there is only the shape. ``where`` is the leaf's path, for an error.
-    """
+    """A leaf of the caller's batch, as far as it is in this process: of a global array the rows, of one elsewhere the shape."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if not leaf.addressable_shards:
@@ -127,23 +98,16 @@ def local(leaf: Leaf, where: str) -> Leaf:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a global array that are in this process; ``lacks`` says whether they are those that are read here.
+    """The rows of a global array that are in this process; ``lacks`` says whether they are those that are read here."""
 
-    Attributes:
-        rows: the rows that are here, by the first and the one after the last.
-        shape: of the whole array; with ``num_replicas`` the rows are divided among these, the first axis.
-        dtype: of the elements.
-        num_replicas: 0 if the rows are not divided.
-    """
-
-    rows: Mapping[tuple[int, int], np.ndarray]
-    shape: tuple[int, ...]
+    rows: Mapping[tuple[int, int], np.ndarray]  # by the first and the one after the last
+    shape: tuple[int, ...]  # of the whole array; with ``num_replicas`` the rows are divided among these, the first axis
     dtype: DType
-    num_replicas: int = 0
+    num_replicas: int = 0  # 0 if the rows are not divided
 
     @classmethod
     def of(cls, array: Array, where: str = "batch") -> "LocalRows":
-        """The rows of an array that is sharded over its first axis; ``where`` it stands, for the error."""
+        """The rows of an array that is sharded over its first axis."""
         rows = {}
         for shard in array.addressable_shards:
             first, *rest = (one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True))
@@ -180,15 +144,12 @@ class LocalRows:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """A part, all of whose rows are here."""
-        begin, end, _ = index[0].indices(self.shape[0])
         each = self.shape[1] if self.num_replicas else 1
-        part = self._read(begin * each, end * each)
-        return (part.reshape(-1, *self.shape[1:]) if self.num_replicas else part)[(slice(None), *index[1:])]
-
-    def _read(self, begin: int, end: int) -> np.ndarray:
+        begin, end = (each * row for row in index[0].indices(self.shape[0])[:2])
         parts = []
         while begin < end:
             at = next(key for key in self.rows if key[0] <= begin < key[1])
             parts.append(self.rows[at][begin - at[0] : end - at[0]])
             begin = min(end, at[1])
-        return np.concatenate(parts)
+        part = np.concatenate(parts)
+        return (part.reshape(-1, *self.shape[1:]) if self.num_replicas else part)[(slice(None), *index[1:])]

@@ -1,10 +1,10 @@
 """The texts that the processes of a run compare, and the error message that shows where they differ.
 
-``listing`` writes equations as text that is the same in every process: the text of a jaxpr has addresses of Python functions, and
-sets in an order that differs from process to process; so the variables are numbered in their order, every equation is a line, and
-what is an accident of the process is taken out. ``versions_text`` and ``flags_text`` say on what a process runs.
+``listing`` writes equations as text that is the same in every process, where the text of a jaxpr has addresses of Python functions
+and sets in an order of the process. ``versions_text`` and ``flags_text`` say on what a process runs.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -12,7 +12,7 @@ import itertools
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,6 @@ from jax.extend.core import Literal, Var
 from jaxpp.errors import ProcessError
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import Atom, aval_of, describe, kind_of
-
-__all__ = ["difference", "flags_text", "listed", "listing", "plain", "versions_text"]
 
 _PACKAGES = ("jaxlib", "jaxpp", "flax", "optax", "numpy")
 _OPTIONS = """
@@ -79,10 +77,6 @@ def listing(graph: Graph) -> str:
         2 f32[3] = mul 2.0:f32[] 1
         out 2
     """
-    return "\n".join(_lines(graph))
-
-
-def _lines(graph: Graph) -> Iterator[str]:
     numbers: dict[Var, int] = {}
 
     def define(var: Var) -> str:
@@ -94,25 +88,24 @@ def _lines(graph: Graph) -> Iterator[str]:
             return f"{plain(str(atom.val))}:{describe(aval_of(atom))}"
         return str(numbers.get(atom, "?"))
 
-    for var in graph.inputs:
-        yield define(var)
-    for var, value in graph.constants.items():
-        yield f"{define(var)} constant {_digest(value)}"
+    lines = [define(var) for var in graph.inputs]
+    lines += [f"{define(var)} constant {_digest(value)}" for var, value in graph.constants.items()]
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
-        made, module = ", ".join(map(define, eqn.outvars)), [f"({name})"] if name else []
-        yield " ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *map(read, eqn.invars), *module])
-    yield " ".join(["out", *map(read, graph.outputs)])
+        arguments, module = map(read, eqn.invars), [f"({name})"] if name else []
+        made = ", ".join(map(define, eqn.outvars))
+        lines.append(" ".join([made, "=", kind_of(eqn) + _parameters(eqn.params), *arguments, *module]))
+    return "\n".join([*lines, " ".join(["out", *map(read, graph.outputs)])])
 
 
 def _parameters(params: Mapping[str, Any]) -> str:
-    said = {name: value for name, value in sorted(params.items()) if value is not None and value is not False}
-    return "[" + " ".join(f"{name}={_one_line(value)}" for name, value in said.items()) + "]" if said else ""
-
-
-def _one_line(value: object) -> str:
-    """A parameter; of a long one (the body of a loop) the beginning, and a digest of the whole."""
-    text = plain(" ".join(str(value).split()))
-    return text if len(text) <= 400 else f"{text[:400]}...{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    said = []
+    for name, value in sorted(params.items()):
+        if value is not None and value is not False:
+            text = plain(" ".join(str(value).split()))
+            if len(text) > 400:  # such as the body of a loop
+                text = f"{text[:400]}...{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+            said.append(f"{name}={text}")
+    return f"[{' '.join(said)}]" if said else ""
 
 
 def _digest(value: Any) -> str:
@@ -128,10 +121,8 @@ def versions_text() -> str:
     """The versions of Python and of the libraries."""
     versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "jax": jax.__version__}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return "\n".join(f"{name} {version}" for name, version in versions.items())
 
 
@@ -163,16 +154,9 @@ def listed(processes: Sequence[int]) -> str:
 
 
 def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessError:
-    """The error for texts that differ.
-
-    Args:
-        where: the call.
-        texts: of each part that differs, what each process says; parts that cause others come first.
-    """
+    """The error for texts that differ: of each part, what each process says; parts that cause others come first."""
     texts = {part: said for part, said in texts.items() if part not in _FOLLOW} or texts
-    got: list[str] = []
-    for part, said in list(texts.items())[:_MOST_PARTS]:
-        got += _shown(part, said)
+    got = [line for part in list(texts)[:_MOST_PARTS] for line in _shown(part, texts[part])]
     if others := list(texts)[_MOST_PARTS:]:
         got.append(f"also different: {', '.join(others)}")
     return ProcessError(where, _RULE, got, _REMEDIES.get(next(iter(texts)), _SAME_CODE))
@@ -180,24 +164,16 @@ def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessErr
 
 def _shown(part: str, said: Mapping[int, str]) -> list[str]:
     """The first line in which the texts of a part differ, once for all processes that say the same."""
-    lines = {process: text.splitlines() for process, text in said.items()}
-    longest = max(map(len, lines.values()))
-    at = dict.fromkeys(lines, "(nothing)")
-    number = 0
-    for number in range(longest):
-        at = {process: text[number] if number < len(text) else "(nothing)" for process, text in lines.items()}
-        if len(set(at.values())) > 1:
-            break
+    rows = list(itertools.zip_longest(*map(str.splitlines, said.values()), fillvalue="(nothing)"))
+    number = next((k for k, row in enumerate(rows) if len(set(row)) > 1), len(rows) - 1)
     groups: dict[str, list[int]] = {}
-    for process, line in at.items():
+    for process, line in zip(said, rows[number], strict=True):
         groups.setdefault(line, []).append(process)
-    where = part if longest == 1 else f"{part}, line {number + 1}"
+    where = part if len(rows) == 1 else f"{part}, line {number + 1}"
     same = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*groups, strict=False)))
     begin = max(0, same - _BEFORE)
-    return [f"{where}: {listed(who)}: {_window(line, begin)}" for line, who in groups.items()]
-
-
-def _window(line: str, begin: int) -> str:
-    """The part of a line around the first difference."""
-    shown = line[begin : begin + _WIDTH]
-    return ("..." if begin else "") + shown + ("..." if begin + _WIDTH < len(line) else "")
+    shown = []
+    for line, who in groups.items():
+        window = ("..." if begin else "") + line[begin : begin + _WIDTH] + ("..." if begin + _WIDTH < len(line) else "")
+        shown.append(f"{where}: {listed(who)}: {window}")
+    return shown

@@ -1,17 +1,13 @@
 """Trees whose leaves live in several processes: gathered by all of them, and saved by Orbax as one checkpoint.
 
-``gather`` brings each leaf from the process that holds it to the first device of every other one, leaf by leaf, so that what is on
-its way is never more than one leaf. Among ``n`` processes, a leaf is sent ``n - 1`` times, and all of them then hold the whole
-tree: this is for trees that fit on one device.
+``gather`` brings each leaf from the process that holds it to the first device of every other one, one leaf at a time.
 
-*Stacked leaves.* JAX shards an axis into equal parts only, so the slices of a leaf that is cut unequally are no global array; in
-one process they are put together on the host when somebody looks, but here nobody has all of them. So the user's tree has a
-stand-in (``stand_in_for``), an array with the shape and the type of the whole leaf and without local shards, as for any leaf that
-lives elsewhere. What saves and gathers states asks ``slices_of`` for the slices.
+*Stacked leaves.* JAX shards an axis into equal parts only, so the slices of a leaf that is cut unequally are no global array, and
+here nobody has all of them. So the user's tree has a stand-in (``stand_in_for``), an array with the shape and the type of the whole
+leaf and without local shards. What saves and gathers states asks ``slices_of`` for the slices.
 
 *Checkpoints.* Orbax expects that every process has a part of every array, and refuses leaves that live in other processes. With
-``array_handler`` whoever has an array writes it. Orbax lets each process write into a store of its own and merges the stores when
-all are done. So the folder gets its final name after the last process, and any number of processes can restore it.
+``array_handler`` whoever has an array writes it, into a store of its own; Orbax merges the stores when all are done.
 """
 
 import importlib
@@ -28,14 +24,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_all, transfers
-from jaxpp.runtime.processes.here import elsewhere, is_here
+from jaxpp.runtime.processes.here import elsewhere, is_addressable, is_here
 from jaxpp.runtime.send import Send
 from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stacked import Slices, joined, whole_shape
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
-
-__all__ = ["are_across", "array_handler", "gather", "slices_of", "stand_in_for"]
 
 _SLICES: dict[int, tuple[weakref.ref[Array], Slices]] = {}  # the slices of each stand-in that is alive, by its address
 _AWAY, _PART, _WHOLE = range(3)  # how much of a leaf a process holds
@@ -64,24 +58,16 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         2.0
     """
     check_alive("jaxpp.gather", tree)
-    if jax.process_count() > 1:
-        return _gather_across(tree, device)
-    device = jax.devices()[0] if device is None else device
-    return jax.tree.map(lambda leaf: put(leaf, device), tree)
-
-
-def _gather_across(tree: Tree, device: Device | None) -> Tree:
-    """The tree with every leaf a copy on a device of this process; every process calls it, with the same tree."""
-    targets = first_devices()
-    me = jax.process_index()
-    goal: Any = targets[me] if device is None else device
+    targets, me = first_devices(), jax.process_index()
+    goal = targets[me] if device is None else device
+    if jax.process_count() == 1:
+        return jax.tree.map(lambda leaf: put(leaf, goal), tree)
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     with agreement("jaxpp.gather", jax.devices()) as agree:
         if goal.process_index != me:
             got = f"{goal} of process {goal.process_index}, in process {me}"
-            raise ArgumentError(
-                "jaxpp.gather(tree, device)", "each process gathers to a device of its own", got, "leave device out"
-            )
+            rule = "each process gathers to a device of its own"
+            raise ArgumentError("jaxpp.gather(tree, device)", rule, got, "leave device out")
         agree(lambda: {"tree": "\n".join(f"{jax.tree_util.keystr(path)} {_described(leaf)}" for path, leaf in paths)})
     nodes = [slices_of(leaf) or leaf for _, leaf in paths]
     leaves = [(path, leaf) for (path, _), node in zip(paths, nodes, strict=True) for leaf in jax.tree.leaves(node)]
@@ -95,12 +81,7 @@ def _gather_across(tree: Tree, device: Device | None) -> Tree:
 
 
 def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
-    """A leaf of some processes in those that read it; every process calls this.
-
-    Returns:
-        an array on the first device of this process, or, if the leaf comes in parts, one put together on the host; None if this
-        process does not read it.
-    """
+    """A leaf of some processes in those that read it, as an array or put together on the host of its parts; all call this."""
     places: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     indices = leaf.sharding.devices_indices_map(leaf.shape)
     for device in sorted(indices, key=lambda device: device.id):
@@ -141,7 +122,8 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
     """Whether all processes have each leaf already, and need not ask the others."""
     if not paths:
         return []
-    amounts = rows_of_all(np.array([_amount(leaf) for _, leaf in paths], np.int8))
+    mine = [_WHOLE if is_addressable(leaf) else _PART if leaf.addressable_shards else _AWAY for _, leaf in paths]
+    amounts = rows_of_all(np.array(mine, np.int8))
     wrong = []
     for (path, leaf), column in zip(paths, amounts.T, strict=True):
         whole = np.flatnonzero(column == _WHOLE)
@@ -149,18 +131,9 @@ def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
             where = jax.tree_util.keystr(path) or "the leaf"
             wrong.append(f"{where}, {_described(leaf)}: whole in {len(whole)} of {len(column)} processes")
     if wrong:
-        rule, fix = (
-            "a leaf is whole in one process, or in all, or one global array",
-            "gather it with the leaves of a state, or leave it out",
-        )
-        raise ArgumentError("jaxpp.gather(tree)", rule, wrong, fix)
+        rule = "a leaf is whole in one process, or in all, or one global array"
+        raise ArgumentError("jaxpp.gather(tree)", rule, wrong, "gather it with the leaves of a state, or leave it out")
     return [bool((column == _WHOLE).all()) for column in amounts.T]
-
-
-def _amount(leaf: Leaf) -> int:
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return _WHOLE
-    return _PART if leaf.addressable_shards else _AWAY
 
 
 def are_across(tree: Tree) -> bool:
@@ -181,11 +154,7 @@ def stand_in_for(node: Slices) -> Array:
 
 
 def slices_of(leaf: Leaf) -> Slices | None:
-    """The slices of a stand-in; None for any other leaf.
-
-    Raises:
-        StateError: a later step has consumed them.
-    """
+    """The slices of a stand-in, which no later step may have consumed; None for any other leaf."""
     entry: Any = _SLICES.get(id(leaf))
     if entry is None or entry[0]() is not leaf:
         return None
@@ -236,12 +205,7 @@ def array_handler() -> Any:
 
 
 class _ByHolders:
-    """Orbax's ``TypeHandler`` for arrays, each of which is written and read by the processes that hold it.
-
-    Args:
-        handlers: the module ``orbax.checkpoint.type_handlers``.
-        registered: the handler that is registered for arrays: it reads what is here.
-    """
+    """Orbax's ``TypeHandler`` for arrays, each of which is written and read by the processes that hold it."""
 
     def __init__(self, handlers: Any, registered: Any):
         self._registered, self._save_args = registered, handlers.SaveArgs
@@ -260,23 +224,21 @@ class _ByHolders:
 
     async def serialize(self, values: Sequence[Array], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
         """Begin to write what is here."""
-        if keys := [f"{info.name}: {describe(value)}" for value, info in zip(values, infos, strict=True) if _is_key(value)]:
+        pairs = zip(values, infos, strict=True)
+        if keys := [f"{info.name}: {describe(one)}" for one, info in pairs if jnp.issubdtype(one.dtype, jax.dtypes.extended)]:
             fix = "keep the numbers that a key is made of in the state, jax.random.key_data(key)"
             raise StateError("a checkpoint", "several processes save arrays of numbers", keys, fix)
         args = [self._save_args()] * len(values) if args is None else args
-        values = _collected(values)
-        mine = [
-            (_seen_by_all(value), info, arg)
-            for value, info, arg in zip(values, infos, args, strict=True)
-            if value.addressable_shards
-        ]
+        triples = zip(_collected(values), infos, args, strict=True)
+        mine = [(_seen_by_all(value), info, arg) for value, info, arg in triples if value.addressable_shards]
         return await self._writer.serialize(*map(list, zip(*mine, strict=True))) if mine else []
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Array]:
         """Read what is to be here, and stand-ins for the rest, whose shapes and types are read."""
         args = [None] * len(infos) if args is None else args
-        away = [k for k, arg in enumerate(args) if _is_away(arg)]
-        here = [k for k, arg in enumerate(args) if not _is_away(arg)]
+        shardings = [getattr(arg, "sharding", None) for arg in args]
+        away = [k for k, sharding in enumerate(shardings) if isinstance(sharding, Sharding) and not is_here(sharding)]
+        here = [k for k in range(len(args)) if k not in away]
         stored = await self._registered.metadata([infos[k] for k in away]) if away else []
         arrays = await self._registered.deserialize([infos[k] for k in here], [args[k] for k in here]) if here else []
         stand_ins = [_stand_in(infos[k], args[k], aval) for k, aval in zip(away, stored, strict=True)]
@@ -288,32 +250,18 @@ class _ByHolders:
         self._registered.finalize(directory)
 
 
-def _is_key(value: Array) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.extended)
-
-
 def _collected(values: Sequence[Array]) -> list[Array]:
-    """The values; those held as slices in several processes are whole in the host memory of one process, each in the next one's."""
+    """The values; one held as slices is whole in the host memory of one process, the next for each. All processes call this."""
     collected, keepers = [], itertools.cycle(range(jax.process_count()))
     for value in values:
-        node = slices_of(value)
-        collected.append(value if node is None else _collected_at(next(keepers), value, node))
+        collected.append(value)
+        if (node := slices_of(value)) is not None:
+            keeper = next(keepers)
+            parts = [_brought(part, {keeper}) for part in node.parts]
+            if jax.process_index() == keeper:
+                home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
+                collected[-1] = put(np.concatenate([np.asarray(part) for part in parts]), home)
     return collected
-
-
-def _collected_at(keeper: int, stand_in: Array, node: Slices) -> Array:
-    """The whole leaf in the host memory of one process; in the others the stand-in. Every process calls this."""
-    parts = [_brought(part, {keeper}) for part in node.parts]
-    if jax.process_index() != keeper:
-        return stand_in
-    home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
-    return put(np.concatenate([np.asarray(part) for part in parts]), home)
-
-
-def _is_away(arg: Any) -> bool:
-    """Whether what is to be restored has no place here."""
-    sharding = getattr(arg, "sharding", None)
-    return isinstance(sharding, Sharding) and not is_here(sharding)
 
 
 def _stand_in(info: Any, arg: Any, stored: Any) -> Array:
@@ -327,10 +275,7 @@ def _stand_in(info: Any, arg: Any, stored: Any) -> Array:
 
 
 def _seen_by_all(value: Array) -> Array:
-    """The same array, sharing its buffers, as Orbax takes it: one of which other processes seem to have a copy.
-
-    Orbax writes the first copy only, and that is the one here, so nobody needs to make the other.
-    """
+    """The same array as Orbax takes it: other processes seem to have a copy, which it does not write, so nobody makes it."""
     if not value.is_fully_addressable:
         return value
     sharding = value.sharding
