@@ -187,7 +187,7 @@ class BankFiles:
         if self._last is None or not self._last.named:
             return []
         saved = {name: item.version for name, item in self._last.sets.items()}
-        changed = sum(saved.get(name) is not version for name, version in self._sets.store.versions.items())
+        changed = sum(saved.get(name) is not copy.version for name, copy in self._sets.store.hosts.items())
         words = f"{changed} sets" if changed != 1 else "1 set"
         return [f"{words} changed since the last save" if changed else "all saved"]
 

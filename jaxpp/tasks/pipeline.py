@@ -1,12 +1,9 @@
 """theta[t] inside a pipeline: a step's sets are brought to the stages that read them, and are written back after the step.
 
-A pipeline with a ``Bank`` trains Theta and one theta[t] for each replica. Its state holds Theta alone; before a step the leaves of
-a set join the leaves of the state, each on the device of the stage that uses it, and after the step they go back to the bank. Sets
-of other shapes are cut at the same places and compiled once for each shape.
-
-In several processes each process has the leaves of its own stages (``SetHomes``), for the replicas that run on its devices. If
-replicas of a stage live in several processes, each of these holds the leaves: what a step has changed in one of them is sent to
-the others.
+The state of a pipeline with a ``Bank`` holds Theta alone. Before a step the leaves of one set for each replica join the leaves of
+the state, each on the device of the stage that uses it, and afterwards they go back to the bank. Sets of other shapes are cut at the
+same places and compiled once for each shape. In several processes each process has the leaves of its own stages (``SetHomes``), for
+the replicas on its devices; where processes share a stage, what a step has changed in one of them is sent to the others.
 
 The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
 """
@@ -43,12 +40,11 @@ from jaxpp.types import Array, Batch, Device, Home, Key, LossFn, TaskNames, Tree
 __all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
-_Row = Sequence[Array]
-"""The leaves of one replica's set that this process holds."""
+_Row = Sequence[Array]  # the leaves of one replica's set that this process holds
 
 
 def check_bank(bank: object) -> None:
-    """Refuse what is no bank, or a bank without sets."""
+    """Refuse what is no bank, or has no sets."""
     if not isinstance(bank, Bank) or not len(bank):
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
@@ -102,8 +98,12 @@ class Runner:
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """With the optimizer state of the parameters that the state holds."""
-        moments, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
-        return leaves._replace(opt=moments[:shared], own_opt=moments[shared:])
+        with self.whole(self._any_task(), leaves) as (engine, whole):
+            moments, shared = engine.make_opt_state(whole.all_params), len(engine.placed.names.opt)
+        return self.held(leaves._replace(opt=moments[:shared], own_opt=moments[shared:]))
+
+    def _any_task(self) -> TaskNames:
+        return None
 
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -127,10 +127,8 @@ class Runner:
 class ReplicaSets:
     """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
 
-    Attributes:
-        whole: where the leaves of a set live.
-        rows: the replicas that run on devices of this process.
-        homes: for each replica the sharding of each leaf of its set that this process holds.
+    ``whole`` says where the leaves of a set live, ``rows`` which replicas run on devices of this process, and ``homes`` has for each
+    replica the sharding of each leaf of its set that this process holds.
     """
 
     def __init__(self, engine: Engine, layout: SetLayout):
@@ -241,12 +239,10 @@ class BankRunner(Runner):
 
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks, told which replica runs which of them."""
-        return self._told(self.names(task)).engine
-
-    def _told(self, names: Sequence[Hashable]) -> ReplicaSets:
-        sets = self._sets(names[0])
-        sets.engine.preparer.groups.set(names)
-        return sets
+        names = self.names(task)
+        engine = self._sets(names[0]).engine
+        engine.preparer.groups.set(names)
+        return engine
 
     def loss(self, loss_fn: LossFn | None, called: str = "loss_fn") -> LossFn | None:
         """Another loss over (params, task_params, ...) as a loss over the joined parameters; the same for the same function."""
@@ -261,13 +257,8 @@ class BankRunner(Runner):
         """The leaves of Theta."""
         return leaves.shared
 
-    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """With the optimizer state of Theta."""
-        names, engine = [self.bank.tasks[0]] * self._num_replicas, self._first.engine
-        with self._lend(names) as own:
-            moments = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
-            self._keep(names, own)
-        return leaves._replace(opt=moments[: len(engine.placed.names.opt)])
+    def _any_task(self) -> TaskNames:
+        return [self.bank.tasks[0]] * self._num_replicas
 
     def other_bytes(self, task: TaskNames) -> int:
         """Bytes of the parameters of all sets but the first of these."""
@@ -327,11 +318,6 @@ class BankRunner(Runner):
             except BankError as error:  # the state that the step has made must not be lost by it
                 self.bank.host_store.tell_later(error)
 
-    def _keep(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
-        """Give unchanged sets back."""
-        for r, row in self._sets(names[0]).of_rows(leaves).items():
-            self.bank.host_store.keep(names[r], row, self._row(r))
-
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring the sets of a later step; waits for nothing."""
         names = self.names(task)
@@ -353,23 +339,20 @@ class BankRunner(Runner):
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
         """An engine, and the leaves of a state joined by those of the sets."""
-        names = self.names(task)
-        sets = self._told(names)
+        names, engine = self.names(task), self.engine(task)
         with self._lend(names) as own:
-            yield sets.engine, leaves.with_own(own, sets.engine.placed.names)
-            self._keep(names, own)
+            yield engine, leaves.with_own(own, engine.placed.names)
+            for r, row in self._sets(names[0]).of_rows(own).items():
+                self.bank.host_store.keep(names[r], row, self._row(r))
 
     def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
         """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
-        names = self.names(task)
-        sets = self._told(names)
-        engine = sets.engine
+        names, engine = self.names(task), self.engine(task)
         engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves
         for name in names:
             self.bank.host_store.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
-            whole = leaves.with_own(own, engine.placed.names)
-            outcome = engine.run("update", whole, batch, key, **options)
+            outcome = engine.run("update", leaves.with_own(own, engine.placed.names), batch, key, **options)
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)
 
