@@ -11,6 +11,9 @@ a step and the next set while that step computes, and writes the result back beh
 Sets that are not used are not touched: no zero gradient, no weight decay, no momentum, no step count, not a byte.
 """
 
+import difflib
+import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +36,16 @@ from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tasks.bank_files import BankFiles, Json
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.sets import BankSets, SetLayout, check_params, few_names
-from jaxpp.tasks.subtree import bind_subtree, take
-from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
+from jaxpp.types import Array, Device, Key, Leaf, LossFn, Params, Tree
 
-__all__ = ["ActiveTask", "Bank", "sets_of"]
+__all__ = ["ActiveTask", "Bank", "insert", "sets_of"]
+
+Path = str | Sequence[str]
+"""The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several such paths."""
 
 
 class ActiveTask:
-    """A set in use: its trees, on the device, to be read and assigned inside the ``with`` block that made it.
-
-    Attributes:
-        name: which set.
-        params: its parameters.
-        opt_state: its optimizer state.
-    """
+    """A set in use: its parameters and its optimizer state on the device, to be read and assigned inside the ``with`` block."""
 
     def __init__(self, name: Hashable, params: Params, opt_state: Tree):
         self.name, self.params, self.opt_state = name, params, opt_state
@@ -77,8 +76,6 @@ class Bank:
         optimizer: as given.
         device: as given.
         host_store: the flat leaves of the sets: of the parameters, then of the optimizer state.
-        bind: ``bind(loss_fn, path)``: the loss over ``(params, task_params, batch[, key])``; see ``bind_subtree``.
-        take: ``take(params, path)``: the parameters without a subtree, and the subtree.
 
     Raises:
         BankError: a set has no leaves, or leaves that are not floating arrays; there is less than one slot; there is no optimizer;
@@ -133,15 +130,7 @@ class Bank:
     ) -> "Bank":
         """A bank whose sets are initialised on the device, one at a time.
 
-        Args:
-            init: ``init(key)`` makes the parameters of a set; it is jitted.
-            keys: the key of each task.
-            optimizer: as for the class.
-            device: as for the class.
-            slots: as for the class.
-
-        Raises:
-            BankError: as the class does.
+        ``init(key)``, which is jitted, makes the parameters of a set of each task's key; all else is as for the class.
         """
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
@@ -150,8 +139,65 @@ class Bank:
                 bank.add(name, init(put(key, bank._home)))
         return bank
 
-    bind = staticmethod(bind_subtree)
-    take = staticmethod(take)
+    @staticmethod
+    def take(params: Params, path: Path) -> tuple[Params, Params]:
+        """Cut the subtree at ``path`` out of a parameter tree.
+
+        Args:
+            params: the whole tree; all nodes on the way to the subtree are mappings.
+            path: the keys on the way; or several paths, if a task has parameters in several places.
+
+        Returns:
+            the rest, and the subtree (for several paths a dictionary of subtrees).
+
+        Raises:
+            BankError: there is nothing at that path.
+
+        Example:
+            >>> Bank.take({"body": 1, "block_1": {"adapter": 2, "dense": 3}}, "block_1/adapter")
+            ({'body': 1, 'block_1': {'dense': 3}}, 2)
+            >>> Bank.take({"body": 1, "block_1": {"adapter": 2, "dense": 3}, "head": 4}, ["block_1/adapter", "head"])
+            ({'body': 1, 'block_1': {'dense': 3}}, {'block_1/adapter': 2, 'head': 4})
+        """
+        subtrees: dict[str, Params] = {}
+        for name in _paths(path):
+            *above, (node, last) = _way(params, name, there=True)
+            subtrees[name] = node[last]
+            params = _rebuilt(above, type(node)({key: child for key, child in node.items() if key != last}))
+        return params, subtrees[path] if isinstance(path, str) else subtrees
+
+    @staticmethod
+    def bind(loss_fn: LossFn, path: Path) -> LossFn:
+        """Turn a loss over a module's whole parameters into a loss over the shared parameters and a task's own.
+
+        Args:
+            loss_fn: ``loss_fn(params, batch[, key])``, over the whole tree.
+            path: where the task's parameters belong in ``params``; several paths, if they belong in several places.
+
+        Returns:
+            ``loss_fn(params, task_params, batch[, key])``; what ``params`` has at the path is not read.
+
+        Raises:
+            BankError: ``path`` is not a path. When the loss is called: the parameters have no such place.
+
+        Example:
+            >>> loss_fn = Bank.bind(lambda params, batch: params["body"] * batch + params["head"], "head")
+            >>> loss_fn({"body": 2.0}, 1.0, 3.0)
+            7.0
+        """
+        _paths(path)
+
+        @functools.wraps(loss_fn)
+        def bound(params: Params, task_params: Params, *rest: Tree, **named: Tree) -> Tree:
+            return loss_fn(insert(params, task_params, path), *rest, **named)
+
+        try:  # the bound loss takes one more argument than the loss that it wraps
+            first, *others = inspect.signature(loss_fn).parameters.values()
+            task = inspect.Parameter("task_params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            bound.__signature__ = inspect.Signature([first, task, *others])  # pyright: ignore[reportAttributeAccessIssue]
+        except (TypeError, ValueError):  # a function without a signature, or with keyword arguments alone
+            pass
+        return bound
 
     @property
     def tasks(self) -> tuple[Hashable, ...]:
@@ -437,6 +483,51 @@ class Bank:
 def sets_of(bank: Bank) -> BankSets:
     """The layouts and homes of a bank's sets, which pipelines need and users do not."""
     return bank._sets
+
+
+def insert(params: Params, task_params: Params, path: Path) -> Params:
+    """A parameter tree with ``task_params`` at ``path``, in place of what is there: the inverse of ``Bank.take``."""
+    subtrees = {path: task_params} if isinstance(path, str) else task_params
+    for name in _paths(path):
+        params = _rebuilt(_way(params, name, there=False), subtrees[name])
+    return params
+
+
+def _paths(path: Path) -> Sequence[str]:
+    paths = [path] if isinstance(path, str) else path
+    if not isinstance(paths, Sequence) or not paths:
+        fix = 'write it like "head", or ["block_0/adapter", "block_1/adapter"]'
+        raise BankError(f"path={path!r}", "a path is a text, or several are a list of at least one", repr(path), fix)
+    for one in paths:
+        if not isinstance(one, str) or not all(one.split("/")):
+            fix = 'write it like "head" or "block_1/adapter"'
+            raise BankError(f"path={one!r}", "a path is the keys down to a subtree, with slashes between them", repr(one), fix)
+    return paths
+
+
+def _way(params: Params, path: str, *, there: bool) -> list[tuple[Mapping[Hashable, Tree], Hashable]]:
+    """The mappings down to a subtree, each with its key on the way; unless ``there``, the last key may be a new one."""
+    way, node, words = [], params, path.split("/")
+    for depth, word in enumerate(words):
+        got, near = type(node).__name__, ()
+        if isinstance(node, Mapping):
+            key = int(word) if word not in node and word.isdecimal() else word
+            if key in node or not (there or depth < len(words) - 1):
+                way.append((node, key))
+                node = node.get(key)
+                continue
+            got, near = f"no {word!r}", difflib.get_close_matches(word, map(str, node))
+        place = f"params[{'/'.join(words[:depth])}]" if depth else "params"
+        fix = f"one of {', '.join(map(repr, near))}, perhaps" if near else "print the parameters' keys, and name one of them"
+        raise BankError(f"path={path!r}", "a path leads through the parameters' mappings", f"{place} is or has {got}", fix)
+    return way
+
+
+def _rebuilt(way: Sequence[tuple[Any, Hashable]], node: Tree) -> Tree:
+    """The tree with this node at the end of the way; the mappings on the way are made anew, all else stays."""
+    for above, key in reversed(way):
+        node = type(above)({**above, key: node})
+    return node
 
 
 def _strong(leaf: Array) -> Array:

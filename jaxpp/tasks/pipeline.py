@@ -1,9 +1,9 @@
 """theta[t] inside a pipeline: a step's sets are brought to the stages that read them, and are written back after the step.
 
 The state of a pipeline with a ``Bank`` holds Theta alone. Before a step the leaves of one set for each replica join the leaves of
-the state, each on the device of the stage that uses it, and afterwards they go back to the bank. Sets of other shapes are cut at the
-same places and compiled once for each shape. In several processes each process has the leaves of its own stages (``SetHomes``), for
-the replicas on its devices; where processes share a stage, what a step has changed in one of them is sent to the others.
+the state, each on the device of the stage that uses it, and afterwards they go back to the bank. Sets of other shapes are cut at
+the same places and compiled once for each shape. In several processes each process has the leaves of its own stages (``SetHomes``)
+for the replicas on its devices; where processes share a stage, what a step has changed in one of them is sent to the others.
 
 The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
 """
@@ -127,8 +127,8 @@ class Runner:
 class ReplicaSets:
     """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
 
-    ``whole`` says where the leaves of a set live, ``rows`` which replicas run on devices of this process, and ``homes`` has for each
-    replica the sharding of each leaf of its set that this process holds.
+    ``whole`` says where the leaves of a set live, ``rows`` which replicas run on devices of this process, and ``homes`` has for
+    each replica the sharding of each leaf of its set that this process holds.
     """
 
     def __init__(self, engine: Engine, layout: SetLayout):

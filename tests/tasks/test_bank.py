@@ -16,7 +16,7 @@ import pytest
 import jaxpp
 from jaxpp.errors import BankError
 from jaxpp.tasks import host_store
-from jaxpp.tasks.subtree import insert
+from jaxpp.tasks.bank import insert
 
 WIDTH = 8
 DEVICE = jax.devices()[0]
