@@ -11,13 +11,14 @@ direction, which for adapters is more than the step computes. So the small leave
 transfer should hide behind.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxpp.errors import BankError
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import to_device, to_host, unaliased
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.program import Pack, Ref, Role, packs_of
 from jaxpp.types import Array, Device, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
@@ -42,15 +43,6 @@ _WRITES = 2
 _Leaves = Sequence[Array]
 
 
-class _Bundle(NamedTuple):
-    """The small leaves of one home, and the programs that pack them and take them apart."""
-
-    packs: tuple[Pack, ...]
-    members: tuple[int, ...]
-    join: Callable[..., list[Array]]
-    split: Callable[..., list[Array]]
-
-
 class SetPacking:
     """How all sets whose leaves have these shapes and device shardings (homes) travel: vectors first, then the leaves left alone.
 
@@ -61,17 +53,17 @@ class SetPacking:
     def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Sharding]):
         self.shapes, self.homes = tuple(shapes), tuple(homes)
         self._siblings: dict[tuple[Sharding, ...], SetPacking] = {self.homes: self}
-        by_home: dict[Sharding, list[int]] = {}
+        small: dict[Sharding, dict[DType, list[int]]] = {}
         for k, (aval, home) in enumerate(zip(self.shapes, self.homes, strict=True)):
-            whole = _whole(home)
-            if whole is not None and _word(aval.dtype) is not None:
-                by_home.setdefault(whole, []).append(k)
-        bundles = [(home, self._bundle(home, members)) for home, members in by_home.items()]
-        self._bundles = [bundle for _, bundle in bundles if bundle.packs]
-        self._packs = [pack for bundle in self._bundles for pack in bundle.packs]
-        self._alone = sorted(set(range(len(self.shapes))).difference(*(bundle.members for bundle in self._bundles)))
-        self.groups = (*(tuple(ref.index for ref in pack.members) for pack in self._packs), *((k,) for k in self._alone))
-        self.places = (*(home for home, bundle in bundles for _ in bundle.packs), *(self.homes[k] for k in self._alone))
+            whole, word = _whole(home), _word(aval.dtype)
+            if whole is not None and word is not None and 0 < count_bytes(aval) <= LARGEST_PACKED:
+                small.setdefault(whole, {}).setdefault(word, []).append(k)
+        packed = {home: [tuple(group) for group in by_word.values() if len(group) > 1] for home, by_word in small.items()}
+        self._packed = [group for groups in packed.values() for group in groups]
+        self._alone = sorted(set(range(len(self.shapes))).difference(*self._packed))
+        self._programs = [(groups, *self._compiled(home, groups)) for home, groups in packed.items() if groups]
+        self.groups = (*self._packed, *((k,) for k in self._alone))
+        self.places = (*(home for home, groups in packed.items() for _ in groups), *(self.homes[k] for k in self._alone))
 
     def at(self, homes: Sequence[Sharding]) -> "SetPacking":
         """The packing of these shapes at other homes; the same object for the same homes."""
@@ -83,52 +75,54 @@ class SetPacking:
 
     def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         """The arrays that travel, made of device arrays at their homes; waits for nothing. The leaves may be donated at once."""
-        vectors = [vector for bundle in self._bundles for vector in bundle.join(*(leaves[k] for k in bundle.members))]
+        vectors = []
+        for groups, join, _ in self._programs:
+            vectors += join([[leaves[k] for k in group] for group in groups])
         return (*vectors, *(leaves[k] for k in self._alone))
 
     def unpack(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The leaves of arrays that have travelled to the device, each at its home with a buffer of its own; waits for nothing."""
         leaves, rest = {}, iter(arrays)
-        for bundle in self._bundles:
-            leaves |= zip(bundle.members, bundle.split(*islice(rest, len(bundle.packs))), strict=True)
+        for groups, _, split in self._programs:
+            leaves |= split(list(islice(rest, len(groups))))
         leaves |= zip(self._alone, rest, strict=True)
         return tuple(leaves[k] for k in range(len(self.shapes)))
 
     def on_host(self, leaves: Sequence[Leaf], version: object = None) -> "HostCopy":
         """The host copy of leaves that are on the host; waits until it is there. Without a version, its values are new."""
-        vectors = [
-            np.concatenate([np.ravel(np.asarray(leaves[ref.index])).view(pack.dtype) for ref in pack.members])
-            for pack in self._packs
-        ]
+        bits = [[np.ravel(np.asarray(leaves[k])).view(_word(self.shapes[k].dtype)) for k in group] for group in self._packed]
+        vectors = list(map(np.concatenate, bits))
         there = jax.block_until_ready(to_host(vectors, self.places[: len(vectors)]))
         return HostCopy(self, (*there, *(leaves[k] for k in self._alone)), object() if version is None else version)
 
     def views(self, arrays: Sequence[Array]) -> tuple[Leaf, ...]:
         """The leaves of arrays on the host: the small leaves as views of the vectors, which cannot be written to."""
-        leaves: dict[int, Leaf] = dict(zip(self._alone, arrays[len(self._packs) :], strict=True))
-        for pack, vector in zip(self._packs, arrays, strict=False):
-            words = np.asarray(vector)
-            for ref, (start, end) in zip(pack.members, pack.bounds, strict=True):
-                aval = self.shapes[ref.index]
-                leaves[ref.index] = words[start:end].view(aval.dtype).reshape(aval.shape)
+        leaves: dict[int, Leaf] = dict(zip(self._alone, arrays[len(self._packed) :], strict=True))
+        for group, vector in zip(self._packed, arrays, strict=False):
+            for k, part in zip(group, np.split(np.asarray(vector), self._cuts(group)), strict=True):
+                leaves[k] = part.view(self.shapes[k].dtype).reshape(self.shapes[k].shape)
         return tuple(leaves[k] for k in range(len(self.shapes)))
 
-    def _bundle(self, home: Sharding, members: Sequence[int]) -> _Bundle:
-        avals = [jax.ShapeDtypeStruct(self.shapes[k].shape, _word(self.shapes[k].dtype)) for k in members]
-        packs = packs_of([Ref(Role.VALUE, k) for k in members], avals, Ref(Role.VALUE), LARGEST_PACKED)
-        mine = tuple(ref.index for pack in packs for ref in pack.members)
-        expected = [self.shapes[k] for k in mine]
+    def _cuts(self, group: Sequence[int]) -> list[int]:
+        """Where in a vector each leaf but the first begins."""
+        return list(accumulate(math.prod(self.shapes[k].shape) for k in group[:-1]))
 
-        def join(*leaves: Array) -> list[Array]:
-            assert [(x.shape, x.dtype) for x in leaves] == [(aval.shape, aval.dtype) for aval in expected]
-            values = {Ref(Role.VALUE, k): _as_bits(leaf, _word(leaf.dtype)) for k, leaf in zip(mine, leaves, strict=True)}
-            return [pack.join(values) for pack in packs]
+    def _compiled(self, home: Sharding, groups: Sequence[Sequence[int]]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Programs that make the vectors of one home of its small leaves, and the leaves, by their numbers, of the vectors."""
 
-        def split(*vectors: Array) -> list[Array]:
-            parts = [part for pack, vector in zip(packs, vectors, strict=True) for part in pack.split(vector).values()]
-            return [_as_bits(part, aval.dtype) for part, aval in zip(parts, expected, strict=True)]
+        def join(parts: list[list[Array]]) -> list[Array]:
+            assert list(map(shapes_of, parts)) == [tuple(self.shapes[k] for k in group) for group in groups]
+            return [jnp.concatenate([_as_bits(leaf, _word(leaf.dtype)).ravel() for leaf in leaves]) for leaves in parts]
 
-        return _Bundle(packs, mine, jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=[self.homes[k] for k in mine]))
+        def split(vectors: list[Array]) -> dict[int, Array]:
+            leaves = {}
+            for group, vector in zip(groups, vectors, strict=True):
+                for k, part in zip(group, jnp.split(vector, self._cuts(group)), strict=True):
+                    leaves[k] = _as_bits(part.reshape(self.shapes[k].shape), self.shapes[k].dtype)
+            return leaves
+
+        homes = {k: self.homes[k] for group in groups for k in group}
+        return jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=homes)
 
 
 class HostCopy(NamedTuple):
