@@ -223,6 +223,10 @@ class Bank:
         layout = self._sets.layout(name, f"bank.shapes({name!r})")
         return layout.fill(layout.shapes)
 
+    def layout(self, name: Hashable) -> NoReturn:
+        """An earlier name; the error names ``shapes``."""
+        raise BankError(f"bank.layout({name!r})", "bank.shapes has the trees of a set", "an earlier name", f"bank.shapes({name!r})")
+
     def params(self, name: Hashable) -> Params:
         """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back.
 
@@ -270,11 +274,7 @@ class Bank:
         self._sets.layouts[name] = layout
 
     def remove(self, name: Hashable) -> None:
-        """Forget a set.
-
-        Raises:
-            BankError: there is no such set, or it is in use.
-        """
+        """Forget a set; raises a ``BankError`` if there is none of this name, or it is in use."""
         self._sets.layout(name, f"bank.remove({name!r})")
         self.host_store.remove(name)
         del self._sets.layouts[name]
@@ -294,9 +294,6 @@ class Bank:
 
         What the block assigns to ``task.params`` and ``task.opt_state`` is written; if it assigns nothing, nothing is written.
         After an exception nothing is written either, and the copy on the device is dropped.
-
-        Args:
-            name: which set.
 
         Raises:
             BankError: there is no such set, a set is in use, or the device has no room. Where the block ends: what was assigned
@@ -323,35 +320,28 @@ class Bank:
             task.name = name
 
     def wait(self) -> None:
-        """Return once all write-backs have arrived.
-
-        Raises:
-            BankError: a write-back failed; its set has the values that it had before.
-        """
+        """Return once all write-backs have arrived; a ``BankError`` says that one failed: its set has the values of before."""
         self.host_store.wait()
 
     def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
         """Write the sets that changed since they were saved in this directory, or restored from it, each to a folder of its own.
 
-        What it returns says where each set is, those that did not change included. Save it with the state, in the same step of an
-        ``orbax.checkpoint.CheckpointManager``, so that the two always belong together::
+        What it returns, the manifest, says where each set is, those that did not change included. Save it with the state, in the
+        same step of an ``orbax.checkpoint.CheckpointManager``, so that the two always belong together::
 
             items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
             manager.save(step, args=ocp.args.Composite(**items))
 
         In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
-        processes can restore them.
-
-        It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
-        block that uses it. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ...,
-        "opt_state": ...}`` that Orbax opens without jaxpp.
+        processes can restore them. It waits for the write-backs of earlier steps; a set in use has the values that ``bank.params``
+        reads. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ..., "opt_state": ...}``
+        that Orbax opens without jaxpp.
 
         Args:
             directory: where the folders of the sets are; made if it does not exist. Give the steps of the manager another one.
 
         Returns:
-            the manifest: dicts, lists, texts and numbers, which JSON keeps as they are. It does not name the directory, which may
-            be moved.
+            dicts, lists, texts and numbers, which JSON keeps as they are; not the directory, which may be moved.
 
         Raises:
             BankError: Orbax is not installed; a name is not a text, a number, a boolean, None or a tuple of these; the directory
@@ -359,9 +349,7 @@ class Bank:
                 folders; the next call writes what is missing.
 
         Example:
-            >>> import tempfile
-            >>> import numpy as np
-            >>> from jaxpp import Bank
+            >>> import numpy as np, tempfile
             >>> bank, folder = Bank({"cat": {"w": np.ones(2, "f")}}, optax.sgd(0.5)), tempfile.mkdtemp()
             >>> manifest = bank.save(folder)
             >>> again = Bank({}, optax.sgd(0.5))
@@ -378,11 +366,8 @@ class Bank:
         bank has the same tree. A bank made without sets, ``Bank({}, optimizer)``, therefore gets all of them, and holds each only
         once: everything is read before the first set changes, so sets that the bank has are in memory twice meanwhile.
 
-        Restored sets count as saved in this directory. Pipelines with this bank go on with the restored sets.
-
-        Args:
-            directory: where the folders of the sets are, as given to ``save``.
-            manifest: what ``save`` returned.
+        The directory is that of ``save``, and the manifest what it returned. Restored sets count as saved in this directory.
+        Pipelines with this bank go on with the restored sets.
 
         Raises:
             BankError: Orbax is not installed; a folder is missing or cannot be read; leaves differ from those of the bank's set, or

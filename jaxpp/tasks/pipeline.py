@@ -34,7 +34,7 @@ from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint, join_losses
 from jaxpp.tasks.bank import Bank, sets_of
-from jaxpp.tasks.sets import SetHomes, SetLayout
+from jaxpp.tasks.sets import BankSets, SetHomes, SetLayout
 from jaxpp.types import Array, Batch, Device, Home, Key, LossFn, TaskNames, Tree
 
 __all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
@@ -131,7 +131,7 @@ class ReplicaSets:
     each replica the sharding of each leaf of its set that this process holds.
     """
 
-    def __init__(self, engine: Engine, layout: SetLayout):
+    def __init__(self, engine: Engine, sets: BankSets, layout: SetLayout):
         if engine.layout.num_own != layout.params.num_leaves:
             rule, got = "a loop over the layers of a task's own parameters is not cut", "a boundary inside such a loop"
             raise CutError("theta[t]", rule, got, "pass cuts=[...] outside of it, or fewer stages")
@@ -153,6 +153,8 @@ class ReplicaSets:
         self._sharded = cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)  # for several replicas, which have sub-meshes
         self._reshaped: dict[Hashable, jax.stages.Wrapped] = {}
         self._crossers: dict[Hashable, Callable[..., Sequence[Array]]] = {}
+        if jax.process_count() > 1:
+            sets.divide(layout, self.whole)
 
     def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
         """The sets of the replicas here as arrays with the replicas as their first axis, and stand-ins for leaves elsewhere."""
@@ -230,7 +232,7 @@ class BankRunner(Runner):
         super().__init__(engine)
         self.bank = bank
         layout = sets_of(bank).layout(bank.tasks[0], "bank")
-        self._first = self._divided(engine, layout)
+        self._first = ReplicaSets(engine, sets_of(bank), layout)
         self._replica_sets = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
@@ -289,20 +291,13 @@ class BankRunner(Runner):
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
             engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
-            sets = self._divided(engine, layout)
+            sets = ReplicaSets(engine, sets_of(self.bank), layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"
                 fix = "pass cuts=[...] to the Pipeline, so that it is cut where you say"
                 raise CutError(f"task {name!r}", rule, "with this set the loss is cut elsewhere", fix)
             self._replica_sets[layout] = sets
         return self._replica_sets[layout]
-
-    def _divided(self, engine: Engine, layout: SetLayout) -> ReplicaSets:
-        """The sets of this layout, of which this process of several holds the leaves of its own stages from now on."""
-        sets = ReplicaSets(engine, layout)
-        if jax.process_count() > 1:
-            sets_of(self.bank).divide(layout, sets.whole)
-        return sets
 
     def _row(self, replica: int) -> Hashable:
         return self._token, replica
