@@ -490,7 +490,7 @@ def _paths(path: Path) -> Sequence[str]:
     return paths
 
 
-def _way(params: Params, path: str, *, there: bool) -> list[tuple[Mapping[Hashable, Tree], Hashable]]:
+def _way(params: Params, path: str, *, there: bool) -> list[tuple[Any, Hashable]]:
     """The mappings down to a subtree, each with its key on the way; unless ``there``, the last key may be a new one."""
     way, node, words = [], params, path.split("/")
     for depth, word in enumerate(words):
