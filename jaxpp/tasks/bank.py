@@ -11,6 +11,9 @@ a step and the next set while that step computes, and writes the result back beh
 Sets that are not used are not touched: no zero gradient, no weight decay, no momentum, no step count, not a byte.
 """
 
+import difflib
+import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +36,16 @@ from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.tasks.bank_files import BankFiles, Json
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.sets import BankSets, SetLayout, check_params, few_names
-from jaxpp.tasks.subtree import bind_subtree, take
-from jaxpp.types import Array, Device, Key, Leaf, Params, Tree
+from jaxpp.types import Array, Device, Key, Leaf, LossFn, Params, Tree
 
-__all__ = ["ActiveTask", "Bank", "sets_of"]
+__all__ = ["ActiveTask", "Bank", "insert", "sets_of"]
+
+Path = str | Sequence[str]
+"""The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several such paths."""
 
 
 class ActiveTask:
-    """A set in use: its trees, on the device, to be read and assigned inside the ``with`` block that made it.
-
-    Attributes:
-        name: which set.
-        params: its parameters.
-        opt_state: its optimizer state.
-    """
+    """A set in use: its parameters and its optimizer state on the device, to be read and assigned inside the ``with`` block."""
 
     def __init__(self, name: Hashable, params: Params, opt_state: Tree):
         self.name, self.params, self.opt_state = name, params, opt_state
@@ -77,8 +76,6 @@ class Bank:
         optimizer: as given.
         device: as given.
         host_store: the flat leaves of the sets: of the parameters, then of the optimizer state.
-        bind: ``bind(loss_fn, path)``: the loss over ``(params, task_params, batch[, key])``; see ``bind_subtree``.
-        take: ``take(params, path)``: the parameters without a subtree, and the subtree.
 
     Raises:
         BankError: a set has no leaves, or leaves that are not floating arrays; there is less than one slot; there is no optimizer;
@@ -133,15 +130,7 @@ class Bank:
     ) -> "Bank":
         """A bank whose sets are initialised on the device, one at a time.
 
-        Args:
-            init: ``init(key)`` makes the parameters of a set; it is jitted.
-            keys: the key of each task.
-            optimizer: as for the class.
-            device: as for the class.
-            slots: as for the class.
-
-        Raises:
-            BankError: as the class does.
+        ``init(key)``, which is jitted, makes the parameters of a set of each task's key; all else is as for the class.
         """
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
@@ -150,8 +139,65 @@ class Bank:
                 bank.add(name, init(put(key, bank._home)))
         return bank
 
-    bind = staticmethod(bind_subtree)
-    take = staticmethod(take)
+    @staticmethod
+    def take(params: Params, path: Path) -> tuple[Params, Params]:
+        """Cut the subtree at ``path`` out of a parameter tree.
+
+        Args:
+            params: the whole tree; all nodes on the way to the subtree are mappings.
+            path: the keys on the way; or several paths, if a task has parameters in several places.
+
+        Returns:
+            the rest, and the subtree (for several paths a dictionary of subtrees).
+
+        Raises:
+            BankError: there is nothing at that path.
+
+        Example:
+            >>> Bank.take({"body": 1, "block_1": {"adapter": 2, "dense": 3}}, "block_1/adapter")
+            ({'body': 1, 'block_1': {'dense': 3}}, 2)
+            >>> Bank.take({"body": 1, "block_1": {"adapter": 2, "dense": 3}, "head": 4}, ["block_1/adapter", "head"])
+            ({'body': 1, 'block_1': {'dense': 3}}, {'block_1/adapter': 2, 'head': 4})
+        """
+        subtrees: dict[str, Params] = {}
+        for name in _paths(path):
+            *above, (node, last) = _way(params, name, there=True)
+            subtrees[name] = node[last]
+            params = _rebuilt(above, type(node)({key: child for key, child in node.items() if key != last}))
+        return params, subtrees[path] if isinstance(path, str) else subtrees
+
+    @staticmethod
+    def bind(loss_fn: LossFn, path: Path) -> LossFn:
+        """Turn a loss over a module's whole parameters into a loss over the shared parameters and a task's own.
+
+        Args:
+            loss_fn: ``loss_fn(params, batch[, key])``, over the whole tree.
+            path: where the task's parameters belong in ``params``; several paths, if they belong in several places.
+
+        Returns:
+            ``loss_fn(params, task_params, batch[, key])``; what ``params`` has at the path is not read.
+
+        Raises:
+            BankError: ``path`` is not a path. When the loss is called: the parameters have no such place.
+
+        Example:
+            >>> loss_fn = Bank.bind(lambda params, batch: params["body"] * batch + params["head"], "head")
+            >>> loss_fn({"body": 2.0}, 1.0, 3.0)
+            7.0
+        """
+        _paths(path)
+
+        @functools.wraps(loss_fn)
+        def bound(params: Params, task_params: Params, *rest: Tree, **named: Tree) -> Tree:
+            return loss_fn(insert(params, task_params, path), *rest, **named)
+
+        try:  # the bound loss takes one more argument than the loss that it wraps
+            first, *others = inspect.signature(loss_fn).parameters.values()
+            task = inspect.Parameter("task_params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            bound.__signature__ = inspect.Signature([first, task, *others])  # pyright: ignore[reportAttributeAccessIssue]
+        except (TypeError, ValueError):  # a function without a signature, or with keyword arguments alone
+            pass
+        return bound
 
     @property
     def tasks(self) -> tuple[Hashable, ...]:
@@ -176,6 +222,10 @@ class Bank:
         """Shape and dtype of each leaf of a set's parameters and of its optimizer state."""
         layout = self._sets.layout(name, f"bank.shapes({name!r})")
         return layout.fill(layout.shapes)
+
+    def layout(self, name: Hashable) -> NoReturn:
+        """An earlier name; the error names ``shapes``."""
+        raise BankError(f"bank.layout({name!r})", "bank.shapes has the trees of a set", "an earlier name", f"bank.shapes({name!r})")
 
     def params(self, name: Hashable) -> Params:
         """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back.
@@ -224,11 +274,7 @@ class Bank:
         self._sets.layouts[name] = layout
 
     def remove(self, name: Hashable) -> None:
-        """Forget a set.
-
-        Raises:
-            BankError: there is no such set, or it is in use.
-        """
+        """Forget a set; raises a ``BankError`` if there is none of this name, or it is in use."""
         self._sets.layout(name, f"bank.remove({name!r})")
         self.host_store.remove(name)
         del self._sets.layouts[name]
@@ -248,9 +294,6 @@ class Bank:
 
         What the block assigns to ``task.params`` and ``task.opt_state`` is written; if it assigns nothing, nothing is written.
         After an exception nothing is written either, and the copy on the device is dropped.
-
-        Args:
-            name: which set.
 
         Raises:
             BankError: there is no such set, a set is in use, or the device has no room. Where the block ends: what was assigned
@@ -277,35 +320,28 @@ class Bank:
             task.name = name
 
     def wait(self) -> None:
-        """Return once all write-backs have arrived.
-
-        Raises:
-            BankError: a write-back failed; its set has the values that it had before.
-        """
+        """Return once all write-backs have arrived; a ``BankError`` says that one failed: its set has the values of before."""
         self.host_store.wait()
 
     def save(self, directory: str | os.PathLike[str]) -> dict[str, Json]:
         """Write the sets that changed since they were saved in this directory, or restored from it, each to a folder of its own.
 
-        What it returns says where each set is, those that did not change included. Save it with the state, in the same step of an
-        ``orbax.checkpoint.CheckpointManager``, so that the two always belong together::
+        What it returns, the manifest, says where each set is, those that did not change included. Save it with the state, in the
+        same step of an ``orbax.checkpoint.CheckpointManager``, so that the two always belong together::
 
             items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
             manager.save(step, args=ocp.args.Composite(**items))
 
         In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
-        processes can restore them.
-
-        It waits for the write-backs of earlier steps. A set in use has the values that ``bank.params`` reads: those from before the
-        block that uses it. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ...,
-        "opt_state": ...}`` that Orbax opens without jaxpp.
+        processes can restore them. It waits for the write-backs of earlier steps; a set in use has the values that ``bank.params``
+        reads. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ..., "opt_state": ...}``
+        that Orbax opens without jaxpp.
 
         Args:
             directory: where the folders of the sets are; made if it does not exist. Give the steps of the manager another one.
 
         Returns:
-            the manifest: dicts, lists, texts and numbers, which JSON keeps as they are. It does not name the directory, which may
-            be moved.
+            dicts, lists, texts and numbers, which JSON keeps as they are; not the directory, which may be moved.
 
         Raises:
             BankError: Orbax is not installed; a name is not a text, a number, a boolean, None or a tuple of these; the directory
@@ -313,9 +349,7 @@ class Bank:
                 folders; the next call writes what is missing.
 
         Example:
-            >>> import tempfile
-            >>> import numpy as np
-            >>> from jaxpp import Bank
+            >>> import numpy as np, tempfile
             >>> bank, folder = Bank({"cat": {"w": np.ones(2, "f")}}, optax.sgd(0.5)), tempfile.mkdtemp()
             >>> manifest = bank.save(folder)
             >>> again = Bank({}, optax.sgd(0.5))
@@ -332,11 +366,8 @@ class Bank:
         bank has the same tree. A bank made without sets, ``Bank({}, optimizer)``, therefore gets all of them, and holds each only
         once: everything is read before the first set changes, so sets that the bank has are in memory twice meanwhile.
 
-        Restored sets count as saved in this directory. Pipelines with this bank go on with the restored sets.
-
-        Args:
-            directory: where the folders of the sets are, as given to ``save``.
-            manifest: what ``save`` returned.
+        The directory is that of ``save``, and the manifest what it returned. Restored sets count as saved in this directory.
+        Pipelines with this bank go on with the restored sets.
 
         Raises:
             BankError: Orbax is not installed; a folder is missing or cannot be read; leaves differ from those of the bank's set, or
@@ -437,6 +468,51 @@ class Bank:
 def sets_of(bank: Bank) -> BankSets:
     """The layouts and homes of a bank's sets, which pipelines need and users do not."""
     return bank._sets
+
+
+def insert(params: Params, task_params: Params, path: Path) -> Params:
+    """A parameter tree with ``task_params`` at ``path``, in place of what is there: the inverse of ``Bank.take``."""
+    subtrees = {path: task_params} if isinstance(path, str) else task_params
+    for name in _paths(path):
+        params = _rebuilt(_way(params, name, there=False), subtrees[name])
+    return params
+
+
+def _paths(path: Path) -> Sequence[str]:
+    paths = [path] if isinstance(path, str) else path
+    if not isinstance(paths, Sequence) or not paths:
+        fix = 'write it like "head", or ["block_0/adapter", "block_1/adapter"]'
+        raise BankError(f"path={path!r}", "a path is a text, or several are a list of at least one", repr(path), fix)
+    for one in paths:
+        if not isinstance(one, str) or not all(one.split("/")):
+            fix = 'write it like "head" or "block_1/adapter"'
+            raise BankError(f"path={one!r}", "a path is the keys down to a subtree, with slashes between them", repr(one), fix)
+    return paths
+
+
+def _way(params: Params, path: str, *, there: bool) -> list[tuple[Any, Hashable]]:
+    """The mappings down to a subtree, each with its key on the way; unless ``there``, the last key may be a new one."""
+    way, node, words = [], params, path.split("/")
+    for depth, word in enumerate(words):
+        got, near = type(node).__name__, ()
+        if isinstance(node, Mapping):
+            key = int(word) if word not in node and word.isdecimal() else word
+            if key in node or not (there or depth < len(words) - 1):
+                way.append((node, key))
+                node = node.get(key)
+                continue
+            got, near = f"no {word!r}", difflib.get_close_matches(word, map(str, node))
+        place = f"params[{'/'.join(words[:depth])}]" if depth else "params"
+        fix = f"one of {', '.join(map(repr, near))}, perhaps" if near else "print the parameters' keys, and name one of them"
+        raise BankError(f"path={path!r}", "a path leads through the parameters' mappings", f"{place} is or has {got}", fix)
+    return way
+
+
+def _rebuilt(way: Sequence[tuple[Any, Hashable]], node: Tree) -> Tree:
+    """The tree with this node at the end of the way; the mappings on the way are made anew, all else stays."""
+    for above, key in reversed(way):
+        node = type(above)({**above, key: node})
+    return node
 
 
 def _strong(leaf: Array) -> Array:

@@ -1,17 +1,8 @@
-"""The sets of a bank as files: each version of a set is a checkpoint of Orbax's, written once.
+"""The sets of a bank as files: each version of a set is a checkpoint of Orbax's, in a folder of its own that nothing overwrites.
 
-Problem: a bank of many sets is large, and a step changes one. Idea: a version of a set is written into a folder of its own that
-nothing overwrites, and a *manifest* says which folder holds each set. The next save writes the sets that changed, and its manifest
-names the earlier folders of all others. ::
-
-    save     set-cat-1a..  set-dog-5c..                    {cat: 1a, dog: 5c}
-    save                                 set-dog-e0..      {cat: 1a, dog: e0}
-    prune    (keeps what a manifest that still counts names)
-
-Orbax writes and reads the arrays, gives a folder its final name once it is complete, and puts together what several processes
-write. What it does not do is done here. A step of a ``CheckpointManager`` holds all of its items and is deleted by its age, so the
-manifest says which sets did not change, and ``prune`` which folders nobody names. Orbax keeps texts as names, and takes a tuple
-for a list and the key 3 for "3", so the manifest keeps names and trees, as values that JSON gives back unchanged::
+A *manifest* says which folder holds each set. A save writes the sets that changed, and its manifest names the earlier folders of
+all others; ``prune`` deletes the folders that nobody names. The manifest also keeps what Orbax does not: names that are not texts,
+tuples, and the dtypes and shapes of leaves, also of those without elements. It is made of what JSON gives back unchanged::
 
     {"jaxpp_bank": 1,
      "sets": [[name, folder, number of its form], ...],
@@ -62,44 +53,31 @@ class _Saved(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Version(NamedTuple):
-    """What a folder holds: values, by the object that stands for them (``HostCopy.version``)."""
-
-    folder: str
-    version: object
-
-
 @dataclass
 class _Account:
-    """What a bank has written to a directory or read from it: the newest folder of each set, and those of the last manifest.
+    """What a bank has in a directory: the newest folder of each set, with ``HostCopy.version``, and those of the last manifest.
 
     The two differ after a save that failed.
     """
 
-    sets: dict[Hashable, _Version] = field(default_factory=dict)
+    sets: dict[Hashable, tuple[str, object]] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
 
     def close(self, names: Iterable[Hashable]) -> dict[Hashable, str]:
         """The folders of these sets, which are all that the newest manifest names."""
         self.sets = {name: self.sets[name] for name in names}
-        folders = {name: item.folder for name, item in self.sets.items()}
+        folders = {name: folder for name, (folder, _) in self.sets.items()}
         self.named = frozenset(folders.values())
         return folders
 
 
 class BankFiles:
-    """Saves the sets of a bank, restores them, and deletes files; ``Bank`` says what each of the three promises.
-
-    Args:
-        sets: of the bank.
-        init: makes the optimizer state of a set.
-        home: where sets are used.
-    """
+    """Saves the sets of a bank, restores them, and deletes files; ``Bank`` says what each of the three promises."""
 
     def __init__(self, sets: BankSets, init: Callable[[Params], Tree], home: SingleDeviceSharding):
         self._sets, self._init, self._home = sets, init, home
         self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
-        self._last: _Account | None = None
+        self._last = _Account()  # of the last save or restore
 
     def save(self, directory: _Directory) -> dict[str, Json]:
         """Write the sets that changed, each to a folder of its own, and return the manifest."""
@@ -112,8 +90,8 @@ class BankFiles:
         self._sets.store.wait()
         layouts, copies = dict(self._sets.layouts), {name: self._sets.store.held(name) for name in self._sets.layouts}
         account, folders = self._accounts[str(path)], _folders(where, path, make=True)
-        saved = {name for name, item in account.sets.items() if item.folder in folders}
-        changed = [name for name in copies if name not in saved or account.sets[name].version is not copies[name].version]
+        saved = {name: version for name, (folder, version) in account.sets.items() if folder in folders}
+        changed = [name for name, copy in copies.items() if saved.get(name) is not copy.version]
         for name in changed:
             _check_paths(where, name, layouts[name])
         with agreement(where, jax.devices()) as agree:
@@ -128,7 +106,7 @@ class BankFiles:
                 folder = f"set-{re.sub(r'[^A-Za-z0-9]+', '-', str(name))[:40].strip('-')}-{token}{count:04x}"
                 done = f"{count} of the {len(changed)} sets that changed are saved, {name!r} is not"
                 _write(where, writer, path / folder, ocp.args.PyTreeSave(tree), done)
-                account.sets[name] = _Version(folder, copies[name].version)
+                account.sets[name] = folder, copies[name].version
         self._last = account
         return _write_manifest(account.close(copies), layouts)
 
@@ -149,16 +127,16 @@ class BankFiles:
             fix = "pass the directory that the sets were saved in; a folder that bank.prune has deleted is gone"
             raise BankError(where, "the folders that a manifest names are in the directory", missing, fix)
         copies = {}
-        reader = contextlib.closing(ocp.PyTreeCheckpointer())
-        with reader as orbax, progress(sets.items(), desc="sets read", unit="set", after=2) as bar:
-            for name, (folder, _) in bar:
-                copies[name] = self._read(where, ocp, orbax, name, path / folder, layouts[name])
+        bar = progress(sets.items(), desc="sets read", unit="set", after=2)
+        with contextlib.closing(ocp.PyTreeCheckpointer()) as reader, bar as items:
+            for name, (folder, _) in items:
+                copies[name] = self._read(where, ocp, reader, name, path / folder, layouts[name])
         with Hold() as hold:
             hold.begin()
             store.replace(copies)
             self._sets.layouts |= layouts
             self._last = self._accounts[str(path)]
-            self._last.sets |= {name: _Version(folder, copies[name].version) for name, (folder, _) in sets.items()}
+            self._last.sets |= {name: (folder, copies[name].version) for name, (folder, _) in sets.items()}
             self._last.close(sets)
 
     def prune(self, directory: _Directory, manifests: Iterable[Json]) -> tuple[str, ...]:
@@ -169,7 +147,7 @@ class BankFiles:
             raise BankError(where, "manifests are given as a list", "one manifest", "pass [manifest]")
         account = self._accounts[str(path)]
         kept = {folder for manifest in manifests for folder, _ in _read_manifest(where, manifest)[0].values()}
-        kept |= {*account.named, *(item.folder for item in account.sets.values())}
+        kept |= {*account.named, *(folder for folder, _ in account.sets.values())}
         matches = map(_FOLDER.fullmatch, sorted(_folders(where, path)))
         gone = tuple(match[0] for match in matches if match and match[1] not in kept)
         with agreement(where, jax.devices()) as agree:  # all have looked before the first deletes
@@ -184,10 +162,9 @@ class BankFiles:
 
     def remarks(self) -> list[str]:
         """How much changed since the last save or restore; nothing if there was none."""
-        if self._last is None or not self._last.named:
+        if not self._last.named:
             return []
-        saved = {name: item.version for name, item in self._last.sets.items()}
-        changed = sum(saved.get(name) is not version for name, version in self._sets.store.versions.items())
+        changed = sum(self._last.sets.get(name, ("", None))[1] is not copy.version for name, copy in self._sets.store.hosts.items())
         words = f"{changed} sets" if changed != 1 else "1 set"
         return [f"{words} changed since the last save" if changed else "all saved"]
 
@@ -269,7 +246,6 @@ def _open(where: str, directory: _Directory) -> tuple[Any, Any]:
 
 
 def _folders(where: str, path: Any, *, make: bool = False) -> set[str]:
-    """The names in a directory."""
     try:
         if make:
             path.mkdir(parents=True, exist_ok=True)
@@ -326,24 +302,21 @@ def _write_manifest(folders: Mapping[Hashable, str], layouts: Mapping[Hashable, 
 
 
 def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str, int]], list[Json]]:
-    """The folder of each set with the number of its form, and the forms.
-
-    Raises:
-        BankError: it is no manifest, it is damaged, or it is of a later version of jaxpp.
-    """
+    """The folder of each set with the number of its form, and the forms."""
     version = manifest.get("jaxpp_bank") if isinstance(manifest, Mapping) else None
     if version not in (None, _FORMAT):
         got, fix = f"version {version!r}; this jaxpp reads version {_FORMAT}", "use a later jaxpp, such as the one that saved it"
         raise BankError(where, "a manifest is of a version that jaxpp knows", got, fix)
     try:
         sets, forms = {_decoded(name): (folder, number) for name, folder, number in manifest["sets"]}, list(manifest["forms"])
-        for folder, number in sets.values():
-            _check(isinstance(folder, str) and number in range(len(forms)))
+        right = [isinstance(folder, str) and number in range(len(forms)) for folder, number in sets.values()]
         for form in forms:
             jax.tree.structure(_tree(form["params"]))
             for leaf in _leaves(form):
-                _check(isinstance(leaf.path, str) and all(isinstance(size, int) and size >= 0 for size in leaf.shape))
-                _check(leaf.dtype.startswith("key<") or np.dtype(leaf.dtype).itemsize > 0)
+                right += [isinstance(leaf.path, str), *(isinstance(size, int) and size >= 0 for size in leaf.shape)]
+                right.append(leaf.dtype.startswith("key<") or np.dtype(leaf.dtype).itemsize > 0)
+        if not all(right):
+            raise ValueError("a part of the manifest is damaged")
         return sets, forms
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         fix = "pass what bank.save returned, as json or Orbax's JsonRestore give it back"
@@ -351,13 +324,7 @@ def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str
         raise BankError(where, "a manifest says where the sets of a bank are", got, fix) from error
 
 
-def _check(is_right: bool) -> None:
-    if not is_right:
-        raise ValueError("a part of the manifest is damaged")
-
-
 def _form(layout: SetLayout) -> Json:
-    """What the sets of a layout look like, for a manifest."""
     trees, nodes = _saved_tree(layout, layout.shapes), None
     with contextlib.suppress(TypeError):
         nodes = _nodes(trees["params"])
@@ -425,5 +392,4 @@ def _is_json(name: Hashable) -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    """An error of the disk on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,27 +1,24 @@
 """Sets of arrays on the host, few of them at a time on the device: what is behind ``theta[t]``.
 
-A device holds ``slots`` sets, however many there are. The host copy of a set is an immutable tuple of arrays in pinned memory. A
-device copy is *lent* from ``fetch`` until ``write_back``, ``keep`` or ``release`` gives it back; meanwhile the store holds no
-reference to it, so that a step may give its buffers up. A copy that was given back stays on the device until its slot is needed:
-to fetch it again costs no transfer. A row is a replica under data parallelism, with slots of its own.
+The host copy of a set is an immutable tuple of arrays in pinned memory. A device copy is *lent* by ``fetch`` until ``write_back``,
+``keep`` or ``release`` gives it back; meanwhile the store holds no reference to it, so that a step may give its buffers up. A copy
+that was given back stays on the device until its slot is needed. A row is a replica under data parallelism, with its own slots.
 
-Nothing here waits for the device, except reading the host copies and the bound on write-backs: at most two for each row are under
-way (the third waits for the first, two steps behind what is computing), so the host holds at most so many sets twice. The memory
-of a set that has left its slot is free once its write-back has arrived; if the device has no room before, the load waits for that.
-
-The store knows no trees and no optimizer: a set is leaves in an order that its owner knows. To begin a transfer costs host time,
-some 0.03 ms for each array and direction, which for the adapters of a task and their moments is more than the step computes. So
-the small leaves that share a home travel and wait in vectors (``SetPacking``). They are taken apart where the set is fetched: a
-program that did so at the prefetch would stand before the step that the transfer should hide behind.
+Nothing here waits for the device, except reading the host copies and the bound on write-backs: of those each row has at most two
+under way, so the host holds at most so many sets twice. To begin a transfer costs host time, some 0.03 ms for each array and
+direction, which for adapters is more than the step computes. So the small leaves that share a home travel and wait in vectors
+(``SetPacking``). They are taken apart where the set is fetched: at the prefetch, the program would stand before the step that the
+transfer should hide behind.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,54 +29,41 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxpp.errors import BankError
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.transfer import to_device, to_host, unaliased
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.program import Pack, Ref, Role, packs_of
 from jaxpp.types import Array, Device, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
 
 LARGEST_PACKED = 1 << 16
-"""Bytes up to which an array is packed. To pack is to copy once more: 42 arrays of 64 KiB came and went as fast either way on the
-machine where this was measured, arrays of 4 KiB three times as fast in a vector."""
+"""Bytes up to which an array is packed: arrays of 64 KiB travel as fast either way, arrays of 4 KiB three times as fast packed."""
 
 _WRITES = 2
 """How many write-backs a row may have under way."""
-
-
-class _Bundle(NamedTuple):
-    """The small leaves of one home, and the programs that pack them and take them apart."""
-
-    packs: tuple[Pack, ...]
-    members: tuple[int, ...]
-    join: Callable[..., list[Array]]
-    split: Callable[..., list[Array]]
+_Leaves = Sequence[Array]
 
 
 class SetPacking:
     """How all sets whose leaves have these shapes and device shardings (homes) travel: vectors first, then the leaves left alone.
 
-    The vectors are those of ``jaxpp.stages.program``, for each home, with the same vectors on the host. They hold unsigned
-    integers, one vector for each width: a backend may carry narrow floats through float32, which changes signalling NaNs.
-
-    Attributes:
-        groups: the numbers of the leaves in each array that travels; a leaf alone in its group is not packed.
-        places: the device sharding of each array that travels.
+    The vectors hold unsigned integers: a backend may carry narrow floats through float32, which changes signalling NaNs. ``groups``
+    are the numbers of the leaves in each array that travels, and ``places`` the device shardings of these arrays.
     """
 
     def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Sharding]):
         self.shapes, self.homes = tuple(shapes), tuple(homes)
         self._siblings: dict[tuple[Sharding, ...], SetPacking] = {self.homes: self}
-        by_home: dict[Sharding, list[int]] = {}
+        small: dict[Sharding, dict[DType, list[int]]] = {}
         for k, (aval, home) in enumerate(zip(self.shapes, self.homes, strict=True)):
-            whole = _whole(home)
-            if whole is not None and _word(aval.dtype) is not None:
-                by_home.setdefault(whole, []).append(k)
-        bundles = [(home, self._bundle(home, members)) for home, members in by_home.items()]
-        self._bundles = [bundle for _, bundle in bundles if bundle.packs]
-        self._packs = [pack for bundle in self._bundles for pack in bundle.packs]
-        self._alone = sorted(set(range(len(self.shapes))).difference(*(bundle.members for bundle in self._bundles)))
-        self.groups = (*(tuple(ref.index for ref in pack.members) for pack in self._packs), *((k,) for k in self._alone))
-        self.places = (*(home for home, bundle in bundles for _ in bundle.packs), *(self.homes[k] for k in self._alone))
+            whole, word = _whole(home), _word(aval.dtype)
+            if whole is not None and word is not None and 0 < count_bytes(aval) <= LARGEST_PACKED:
+                small.setdefault(whole, {}).setdefault(word, []).append(k)
+        packed = {home: [tuple(group) for group in by_word.values() if len(group) > 1] for home, by_word in small.items()}
+        self._packed = [group for groups in packed.values() for group in groups]
+        self._alone = sorted(set(range(len(self.shapes))).difference(*self._packed))
+        self._programs = [(groups, *self._compiled(home, groups)) for home, groups in packed.items() if groups]
+        self.groups = (*self._packed, *((k,) for k in self._alone))
+        self.places = (*(home for home, groups in packed.items() for _ in groups), *(self.homes[k] for k in self._alone))
 
     def at(self, homes: Sequence[Sharding]) -> "SetPacking":
         """The packing of these shapes at other homes; the same object for the same homes."""
@@ -91,59 +75,58 @@ class SetPacking:
 
     def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         """The arrays that travel, made of device arrays at their homes; waits for nothing. The leaves may be donated at once."""
-        vectors = [vector for bundle in self._bundles for vector in bundle.join(*(leaves[k] for k in bundle.members))]
+        vectors = []
+        for groups, join, _ in self._programs:
+            vectors += join([[leaves[k] for k in group] for group in groups])
         return (*vectors, *(leaves[k] for k in self._alone))
 
     def unpack(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The leaves of arrays that have travelled to the device, each at its home with a buffer of its own; waits for nothing."""
         leaves, rest = {}, iter(arrays)
-        for bundle in self._bundles:
-            leaves |= zip(bundle.members, bundle.split(*islice(rest, len(bundle.packs))), strict=True)
+        for groups, _, split in self._programs:
+            leaves |= split(list(islice(rest, len(groups))))
         leaves |= zip(self._alone, rest, strict=True)
         return tuple(leaves[k] for k in range(len(self.shapes)))
 
     def on_host(self, leaves: Sequence[Leaf], version: object = None) -> "HostCopy":
         """The host copy of leaves that are on the host; waits until it is there. Without a version, its values are new."""
-        vectors = [
-            np.concatenate([np.ravel(np.asarray(leaves[ref.index])).view(pack.dtype) for ref in pack.members])
-            for pack in self._packs
-        ]
+        bits = [[np.ravel(np.asarray(leaves[k])).view(_word(self.shapes[k].dtype)) for k in group] for group in self._packed]
+        vectors = list(map(np.concatenate, bits))
         there = jax.block_until_ready(to_host(vectors, self.places[: len(vectors)]))
         return HostCopy(self, (*there, *(leaves[k] for k in self._alone)), object() if version is None else version)
 
     def views(self, arrays: Sequence[Array]) -> tuple[Leaf, ...]:
         """The leaves of arrays on the host: the small leaves as views of the vectors, which cannot be written to."""
-        leaves: dict[int, Leaf] = dict(zip(self._alone, arrays[len(self._packs) :], strict=True))
-        for pack, vector in zip(self._packs, arrays, strict=False):
-            words = np.asarray(vector)
-            for ref, (start, end) in zip(pack.members, pack.bounds, strict=True):
-                aval = self.shapes[ref.index]
-                leaves[ref.index] = words[start:end].view(aval.dtype).reshape(aval.shape)
+        leaves: dict[int, Leaf] = dict(zip(self._alone, arrays[len(self._packed) :], strict=True))
+        for group, vector in zip(self._packed, arrays, strict=False):
+            for k, part in zip(group, np.split(np.asarray(vector), self._cuts(group)), strict=True):
+                leaves[k] = part.view(self.shapes[k].dtype).reshape(self.shapes[k].shape)
         return tuple(leaves[k] for k in range(len(self.shapes)))
 
-    def _bundle(self, home: Sharding, members: Sequence[int]) -> _Bundle:
-        avals = [jax.ShapeDtypeStruct(self.shapes[k].shape, _word(self.shapes[k].dtype)) for k in members]
-        packs = packs_of([Ref(Role.VALUE, k) for k in members], avals, Ref(Role.VALUE), LARGEST_PACKED)
-        mine = tuple(ref.index for pack in packs for ref in pack.members)
-        expected = [self.shapes[k] for k in mine]
+    def _cuts(self, group: Sequence[int]) -> list[int]:
+        """Where in a vector each leaf but the first begins."""
+        return list(accumulate(math.prod(self.shapes[k].shape) for k in group[:-1]))
 
-        def join(*leaves: Array) -> list[Array]:
-            assert [(x.shape, x.dtype) for x in leaves] == [(aval.shape, aval.dtype) for aval in expected]
-            values = {Ref(Role.VALUE, k): _as_bits(leaf, _word(leaf.dtype)) for k, leaf in zip(mine, leaves, strict=True)}
-            return [pack.join(values) for pack in packs]
+    def _compiled(self, home: Sharding, groups: Sequence[Sequence[int]]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Programs that make the vectors of one home of its small leaves, and the leaves, by their numbers, of the vectors."""
 
-        def split(*vectors: Array) -> list[Array]:
-            parts = [part for pack, vector in zip(packs, vectors, strict=True) for part in pack.split(vector).values()]
-            return [_as_bits(part, aval.dtype) for part, aval in zip(parts, expected, strict=True)]
+        def join(parts: list[list[Array]]) -> list[Array]:
+            assert list(map(shapes_of, parts)) == [tuple(self.shapes[k] for k in group) for group in groups]
+            return [jnp.concatenate([_as_bits(leaf, _word(leaf.dtype)).ravel() for leaf in leaves]) for leaves in parts]
 
-        return _Bundle(packs, mine, jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=[self.homes[k] for k in mine]))
+        def split(vectors: list[Array]) -> dict[int, Array]:
+            leaves = {}
+            for group, vector in zip(groups, vectors, strict=True):
+                for k, part in zip(group, jnp.split(vector, self._cuts(group)), strict=True):
+                    leaves[k] = _as_bits(part.reshape(self.shapes[k].shape), self.shapes[k].dtype)
+            return leaves
+
+        homes = {k: self.homes[k] for group in groups for k in group}
+        return jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=homes)
 
 
 class HostCopy(NamedTuple):
-    """A host copy of a set: how it is packed, and the arrays that travel, in pinned memory.
-
-    The version is an object that stands for the values: copies of one version, packed in whatever way, have the same values.
-    """
+    """A host copy of a set, as it travels; copies of one ``version``, packed in whatever way, have the same values."""
 
     packing: SetPacking
     arrays: tuple[Array, ...]
@@ -161,10 +144,7 @@ class HostCopy(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a store has moved since it was made: sets loaded, sets fetched that were on the device already, and bytes.
-
-    A prefetch hit is a hit on a copy that a prefetch had brought and nobody had fetched before.
-    """
+    """What a store has moved: sets loaded, sets fetched that were there already (and of these the prefetched), and bytes."""
 
     loads: int = 0
     hits: int = 0
@@ -175,10 +155,7 @@ class Traffic(NamedTuple):
 
 @dataclass
 class _Row:
-    """The sets on the devices of one replica: those that are lent, and copies that wait, the least recently used first.
-
-    A copy that was prefetched waits as it travelled: packed.
-    """
+    """The sets on the devices of one replica: those lent, and copies that wait, the oldest first; the prefetched wait packed."""
 
     copies: dict[Hashable, tuple[Array, ...]] = field(default_factory=dict)
     lent: set[Hashable] = field(default_factory=set)
@@ -206,15 +183,15 @@ class _WriteBack(NamedTuple):
     old: HostCopy
     new: HostCopy
 
+    def has_arrived(self) -> bool:
+        """Whether the copy is there; arrays of PRNG keys cannot say, and come with the others."""
+        return all(getattr(array, "is_ready", lambda: True)() for array in self.new.arrays)
+
 
 class HostStore:
-    """Sets of arrays by name, on the host, with a few copies on the device.
+    """Sets of arrays by name, on the host, with copies on the device: at most ``slots`` for each row.
 
-    The homes of a set on a row are the same at every fetch, because copies are known by name and row alone. To bring sets to other
-    homes, use other rows.
-
-    Args:
-        slots: how many sets each row may hold on its device, at least 1; the second is for what is prefetched.
+    The homes of a set on a row are the same at every fetch; to bring sets to other homes, use other rows.
     """
 
     def __init__(self, slots: int = 2):
@@ -222,7 +199,7 @@ class HostStore:
             fix = "pass slots=2: one set to compute with, one that is prefetched"
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
         self.slots, self.traffic = slots, Traffic()
-        self._hosts: dict[Hashable, HostCopy] = {}
+        self.hosts: dict[Hashable, HostCopy] = {}  # of sets under way the new copies, which may still be undone
         self._packings: dict[tuple[jax.ShapeDtypeStruct, ...], SetPacking] = {}
         self._rows: defaultdict[Hashable, _Row] = defaultdict(_Row)
         self._writes: deque[_WriteBack] = deque()
@@ -235,13 +212,8 @@ class HostStore:
 
     @property
     def sizes(self) -> Mapping[Hashable, int]:
-        """Bytes of each set, in the order in which the sets came."""
-        return {name: copy.nbytes for name, copy in self._hosts.items()}
-
-    @property
-    def versions(self) -> Mapping[Hashable, object]:
-        """What stands for the values of each set: another object after a change, the earlier object once a change is undone."""
-        return {name: copy.version for name, copy in self._hosts.items()}
+        """Bytes of each set."""
+        return {name: copy.nbytes for name, copy in self.hosts.items()}
 
     @property
     def devices(self) -> list[Device]:
@@ -250,7 +222,7 @@ class HostStore:
         return sorted({device for leaf in copies for device in leaf.devices()}, key=lambda device: device.id)
 
     def resident(self, row: Hashable = 0) -> tuple[Hashable, ...]:
-        """The sets that wait on a row's device, the least recently used first."""
+        """The sets that wait on a row's device, the oldest first."""
         return tuple(self._rows[row].copies) if row in self._rows else ()
 
     def in_use(self, row: Hashable = 0) -> tuple[Hashable, ...]:
@@ -258,14 +230,11 @@ class HostStore:
         return tuple(self._rows[row].lent) if row in self._rows else ()
 
     def held(self, name: Hashable) -> HostCopy:
-        """The host copy of a set, which never changes (a change replaces it); waits for the set's write-back.
-
-        If the write-back fails, this raises a BankError, and the next call gives what was there before.
-        """
+        """The host copy of a set, once its write-back has arrived; if that fails, this raises, and next gives what was before."""
         self._known(name)
         while any(write.name == name for write in self._writes):
             self._finish()
-        return self._hosts[name]
+        return self.hosts[name]
 
     def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> None:
         """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host."""
@@ -284,7 +253,7 @@ class HostStore:
         held = self.held(name)
         leaves, packing = held.leaves, held.packing
         kept = self._packing(tuple(packing.shapes[k] for k in members), [packing.homes[k] for k in members])
-        self._hosts[name] = kept.on_host([leaves[k] for k in members], held.version)
+        self.hosts[name] = kept.on_host([leaves[k] for k in members], held.version)
         self._drop(name)
 
     def _packing(self, shapes: tuple[jax.ShapeDtypeStruct, ...], homes: Sequence[Sharding]) -> SetPacking:
@@ -294,13 +263,11 @@ class HostStore:
 
     def replace(self, copies: Mapping[Hashable, HostCopy]) -> None:
         """Take host copies in, in place of sets of these names, none of which is in use: all of them, or none."""
-        for name in copies:
-            self.check_idle(name, "be replaced")
         with Hold() as hold:
             hold.begin()
             for name, copy in copies.items():
                 self._drop(name)
-                self._hosts[name] = copy
+                self.hosts[name] = copy
 
     def remove(self, name: Hashable) -> None:
         """Forget a set that is not in use."""
@@ -308,13 +275,10 @@ class HostStore:
         self._known(name)
         self.check_idle(name, "be removed")
         self._drop(name)
-        del self._hosts[name]
+        del self.hosts[name]
 
     def fetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> tuple[Array, ...]:
-        """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing.
-
-        If the small leaves of the set shared homes otherwise when it was written, it is first packed anew, on the host.
-        """
+        """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing."""
         self._settle()
         self._known(name)
         cache = self._rows[row]
@@ -342,18 +306,13 @@ class HostStore:
             cache.prefetched[name], cache.copies[name] = self._load(name, homes, row)
 
     def write_back(
-        self,
-        name: Hashable,
-        leaves: Sequence[Array],
-        rows: Sequence[Hashable] = (0,),
-        resident: Sequence[Sequence[Array]] | None = None,
+        self, name: Hashable, leaves: _Leaves, rows: Sequence[Hashable] = (0,), resident: Sequence[_Leaves] = ()
     ) -> None:
-        """Give a set back, changed: begin its write-back, and keep it on the device.
+        """Give a set back, changed: begin its write-back, and keep on each row its copy of ``resident``, or else ``leaves``.
 
-        The host copy is the old values or the new values, never some of both: it changes in one assignment, once all copies are
-        under way. The old copy is kept until the new copy has arrived, and put back if that fails. Copies on other rows are out of
-        date, and dropped. The leaves may be donated at once. Each row keeps its own of the copies ``resident``, or else ``leaves``.
-        If this write-back fails, nothing was changed; if an earlier one failed, the next call says so.
+        The host copy changes in one assignment, once all arrays are under way, and is put back if they do not arrive. Copies on
+        other rows are out of date, and dropped. The leaves may be donated at once. If this write-back cannot begin, nothing was
+        changed; if an earlier one failed, the next call says so.
         """
         old = self._known(name)
         assert len(leaves) == len(old.packing.shapes)
@@ -366,10 +325,10 @@ class HostStore:
             self.release(name, rows)
             raise _write_failed(name, error) from error
         self._writes.append(_WriteBack(name, old, new))
-        self._hosts[name] = new
+        self.hosts[name] = new
         self._count(Traffic(bytes_to_host=new.nbytes))
         self._drop(name)
-        for row, copy in zip(rows, (leaves,) * len(rows) if resident is None else resident, strict=True):
+        for row, copy in zip(rows, resident or (leaves,) * len(rows), strict=True):
             self.keep(name, copy, row)
         try:
             self._settle(_WRITES * len(self._rows))
@@ -403,17 +362,17 @@ class HostStore:
             raise _set_in_use(name, f"a set in use cannot {what}")
 
     def wait(self) -> None:
-        """Return once all write-backs have _arrived; after a BankError for one, its set has the values that it had before."""
+        """Return once all write-backs have arrived; after a BankError for one, its set has the values that it had before."""
         self._settle(0)
 
     def _count(self, more: Traffic) -> None:
         self.traffic = Traffic(*map(add, self.traffic, more))
 
     def _known(self, name: Hashable) -> HostCopy:
-        if name not in self._hosts:
-            got = f"{name!r}; the sets are {', '.join(map(repr, self._hosts)) or 'none'}"
+        if name not in self.hosts:
+            got = f"{name!r}; the sets are {', '.join(map(repr, self.hosts)) or 'none'}"
             raise BankError(f"set {name!r}", "a set is put into the store before it is used", got, "put it there first")
-        return self._hosts[name]
+        return self.hosts[name]
 
     def _drop(self, name: Hashable) -> None:
         for cache in self._rows.values():
@@ -426,11 +385,11 @@ class HostStore:
             got = f"slots={self.slots}, in use: {', '.join(map(repr, cache.lent))}"
             fix = f"make the bank with slots={self.slots + 1}, or leave the block that uses one first"
             raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
-        packing = self._hosts[name].packing.at(homes)
-        if packing.groups != self._hosts[name].packing.groups:
+        packing = self.hosts[name].packing.at(homes)
+        if packing.groups != self.hosts[name].packing.groups:
             held = self.held(name)
-            self._hosts[name] = packing.on_host(held.leaves, held.version)
-        host = self._hosts[name]
+            self.hosts[name] = packing.on_host(held.leaves, held.version)
+        host = self.hosts[name]
         arrays = self._with_room(name, lambda: to_device(host.arrays, packing.places))
         self._count(Traffic(loads=1, bytes_to_device=host.nbytes))
         return packing, arrays
@@ -443,7 +402,7 @@ class HostStore:
             if not _is_full(error):
                 raise
             rule = "a set in use fits on the device beside what is there"
-            got = f"no room for its {self._hosts[name].nbytes:,} bytes ({self.slots} slots)"
+            got = f"no room for its {self.hosts[name].nbytes:,} bytes ({self.slots} slots)"
             fix = f"use {'slots=1 (nothing is prefetched), ' if self.slots > 1 else ''}a smaller batch, or smaller sets"
             raise BankError(f"set {name!r}", rule, got, fix) from error
 
@@ -455,16 +414,16 @@ class HostStore:
             if not _is_full(error) or not (self._writes or any(cache.copies for cache in self._rows.values())):
                 raise
         for cache in self._rows.values():
-            for name in tuple(cache.copies):
-                cache.drop(name)
+            cache.copies.clear()
+            cache.prefetched.clear()
         self.wait()
         return work()
 
     def _settle(self, most: float = float("inf")) -> None:
-        """Let go of the old copies whose successors have _arrived; wait if more than ``most`` are under way."""
+        """Let go of the old copies whose successors have arrived; wait if more than ``most`` are under way."""
         if self._late:
             raise self._late.pop(0)
-        while self._writes and (len(self._writes) > most or all(map(_arrived, self._writes[0].new.arrays))):
+        while self._writes and (len(self._writes) > most or self._writes[0].has_arrived()):
             self._finish()
 
     def _finish(self) -> None:
@@ -475,9 +434,9 @@ class HostStore:
             self._writes.popleft()
         except JaxRuntimeError as error:
             self._writes.popleft()
-            now, followed = self._hosts.get(write.name) is write.new, any(later.old is write.new for later in self._writes)
+            now, followed = self.hosts.get(write.name) is write.new, any(later.old is write.new for later in self._writes)
             if now:
-                self._hosts[write.name] = write.old
+                self.hosts[write.name] = write.old
                 for cache in self._rows.values():
                     cache.drop(write.name)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
@@ -489,18 +448,11 @@ def _is_full(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _arrived(leaf: Leaf) -> bool:
-    """Whether a copy is there; arrays of PRNG keys cannot say, and come with the others."""
-    return getattr(leaf, "is_ready", lambda: True)()
-
-
 def _set_in_use(name: Hashable, rule: str, where: str = "") -> BankError:
-    """The error for what cannot be done with a set in use."""
     return BankError(f"set {name!r}", rule, f"{name!r} is in use{where}", "leave the block that uses it first")
 
 
 def _write_failed(name: Hashable, error: Exception) -> BankError:
-    """The error for a write-back that failed."""
     got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
     fix = "free host memory if there was none, else look at the step that computed it (the cause is above); then use the set again"
     return BankError(f"set {name!r}", "a write-back that fails leaves the set as it was before", got, fix)

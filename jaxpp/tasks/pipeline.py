@@ -1,12 +1,9 @@
 """theta[t] inside a pipeline: a step's sets are brought to the stages that read them, and are written back after the step.
 
-A pipeline with a ``Bank`` trains Theta and one theta[t] for each replica. Its state holds Theta alone; before a step the leaves of
-a set join the leaves of the state, each on the device of the stage that uses it, and after the step they go back to the bank. Sets
-of other shapes are cut at the same places and compiled once for each shape.
-
-In several processes each process has the leaves of its own stages (``SetHomes``), for the replicas that run on its devices. If
-replicas of a stage live in several processes, each of these holds the leaves: what a step has changed in one of them is sent to
-the others.
+The state of a pipeline with a ``Bank`` holds Theta alone. Before a step the leaves of one set for each replica join the leaves of
+the state, each on the device of the stage that uses it, and afterwards they go back to the bank. Sets of other shapes are cut at
+the same places and compiled once for each shape. In several processes each process has the leaves of its own stages (``SetHomes``)
+for the replicas on its devices; where processes share a stage, what a step has changed in one of them is sent to the others.
 
 The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
 """
@@ -37,18 +34,17 @@ from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint, join_losses
 from jaxpp.tasks.bank import Bank, sets_of
-from jaxpp.tasks.sets import SetHomes, SetLayout
+from jaxpp.tasks.sets import BankSets, SetHomes, SetLayout
 from jaxpp.types import Array, Batch, Device, Home, Key, LossFn, TaskNames, Tree
 
 __all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
-_Row = Sequence[Array]
-"""The leaves of one replica's set that this process holds."""
+_Row = Sequence[Array]  # the leaves of one replica's set that this process holds
 
 
 def check_bank(bank: object) -> None:
-    """Refuse what is no bank, or a bank without sets."""
+    """Refuse what is no bank, or has no sets."""
     if not isinstance(bank, Bank) or not len(bank):
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
@@ -102,8 +98,12 @@ class Runner:
 
     def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """With the optimizer state of the parameters that the state holds."""
-        moments, shared = self._engine.make_opt_state(leaves.all_params), len(self._engine.placed.names.opt)
-        return leaves._replace(opt=moments[:shared], own_opt=moments[shared:])
+        with self.whole(self._any_task(), leaves) as (engine, whole):
+            moments, shared = engine.make_opt_state(whole.all_params), len(engine.placed.names.opt)
+        return self.held(leaves._replace(opt=moments[:shared], own_opt=moments[shared:]))
+
+    def _any_task(self) -> TaskNames:
+        return None
 
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -127,13 +127,11 @@ class Runner:
 class ReplicaSets:
     """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
 
-    Attributes:
-        whole: where the leaves of a set live.
-        rows: the replicas that run on devices of this process.
-        homes: for each replica the sharding of each leaf of its set that this process holds.
+    ``whole`` says where the leaves of a set live, ``rows`` which replicas run on devices of this process, and ``homes`` has for
+    each replica the sharding of each leaf of its set that this process holds.
     """
 
-    def __init__(self, engine: Engine, layout: SetLayout):
+    def __init__(self, engine: Engine, sets: BankSets, layout: SetLayout):
         if engine.layout.num_own != layout.params.num_leaves:
             rule, got = "a loop over the layers of a task's own parameters is not cut", "a boundary inside such a loop"
             raise CutError("theta[t]", rule, got, "pass cuts=[...] outside of it, or fewer stages")
@@ -155,6 +153,8 @@ class ReplicaSets:
         self._sharded = cast("tuple[tuple[NamedSharding, ...], ...]", self.homes)  # for several replicas, which have sub-meshes
         self._reshaped: dict[Hashable, jax.stages.Wrapped] = {}
         self._crossers: dict[Hashable, Callable[..., Sequence[Array]]] = {}
+        if jax.process_count() > 1:
+            sets.divide(layout, self.whole)
 
     def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
         """The sets of the replicas here as arrays with the replicas as their first axis, and stand-ins for leaves elsewhere."""
@@ -232,7 +232,7 @@ class BankRunner(Runner):
         super().__init__(engine)
         self.bank = bank
         layout = sets_of(bank).layout(bank.tasks[0], "bank")
-        self._first = self._divided(engine, layout)
+        self._first = ReplicaSets(engine, sets_of(bank), layout)
         self._replica_sets = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
         self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
@@ -241,12 +241,10 @@ class BankRunner(Runner):
 
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks, told which replica runs which of them."""
-        return self._told(self.names(task)).engine
-
-    def _told(self, names: Sequence[Hashable]) -> ReplicaSets:
-        sets = self._sets(names[0])
-        sets.engine.preparer.groups.set(names)
-        return sets
+        names = self.names(task)
+        engine = self._sets(names[0]).engine
+        engine.preparer.groups.set(names)
+        return engine
 
     def loss(self, loss_fn: LossFn | None, called: str = "loss_fn") -> LossFn | None:
         """Another loss over (params, task_params, ...) as a loss over the joined parameters; the same for the same function."""
@@ -261,13 +259,8 @@ class BankRunner(Runner):
         """The leaves of Theta."""
         return leaves.shared
 
-    def with_opt_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """With the optimizer state of Theta."""
-        names, engine = [self.bank.tasks[0]] * self._num_replicas, self._first.engine
-        with self._lend(names) as own:
-            moments = engine.make_opt_state([*leaves.params, *own[: engine.layout.num_own]])
-            self._keep(names, own)
-        return leaves._replace(opt=moments[: len(engine.placed.names.opt)])
+    def _any_task(self) -> TaskNames:
+        return [self.bank.tasks[0]] * self._num_replicas
 
     def other_bytes(self, task: TaskNames) -> int:
         """Bytes of the parameters of all sets but the first of these."""
@@ -298,20 +291,13 @@ class BankRunner(Runner):
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
             engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
-            sets = self._divided(engine, layout)
+            sets = ReplicaSets(engine, sets_of(self.bank), layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"
                 fix = "pass cuts=[...] to the Pipeline, so that it is cut where you say"
                 raise CutError(f"task {name!r}", rule, "with this set the loss is cut elsewhere", fix)
             self._replica_sets[layout] = sets
         return self._replica_sets[layout]
-
-    def _divided(self, engine: Engine, layout: SetLayout) -> ReplicaSets:
-        """The sets of this layout, of which this process of several holds the leaves of its own stages from now on."""
-        sets = ReplicaSets(engine, layout)
-        if jax.process_count() > 1:
-            sets_of(self.bank).divide(layout, sets.whole)
-        return sets
 
     def _row(self, replica: int) -> Hashable:
         return self._token, replica
@@ -326,11 +312,6 @@ class BankRunner(Runner):
                 self.bank.host_store.write_back(name, changed, [self._row(r) for r in mine], [rows[r] for r in mine])
             except BankError as error:  # the state that the step has made must not be lost by it
                 self.bank.host_store.tell_later(error)
-
-    def _keep(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
-        """Give unchanged sets back."""
-        for r, row in self._sets(names[0]).of_rows(leaves).items():
-            self.bank.host_store.keep(names[r], row, self._row(r))
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring the sets of a later step; waits for nothing."""
@@ -353,23 +334,20 @@ class BankRunner(Runner):
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
         """An engine, and the leaves of a state joined by those of the sets."""
-        names = self.names(task)
-        sets = self._told(names)
+        names, engine = self.names(task), self.engine(task)
         with self._lend(names) as own:
-            yield sets.engine, leaves.with_own(own, sets.engine.placed.names)
-            self._keep(names, own)
+            yield engine, leaves.with_own(own, engine.placed.names)
+            for r, row in self._sets(names[0]).of_rows(own).items():
+                self.bank.host_store.keep(names[r], row, self._row(r))
 
     def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
         """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
-        names = self.names(task)
-        sets = self._told(names)
-        engine = sets.engine
+        names, engine = self.names(task), self.engine(task)
         engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves
         for name in names:
             self.bank.host_store.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
-            whole = leaves.with_own(own, engine.placed.names)
-            outcome = engine.run("update", whole, batch, key, **options)
+            outcome = engine.run("update", leaves.with_own(own, engine.placed.names), batch, key, **options)
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)
 

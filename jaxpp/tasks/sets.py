@@ -51,10 +51,7 @@ class SetLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class SetHomes:
-    """Where sets of one layout live in a run of several processes: each of them holds only what its own stages use.
-
-    The sharding of each leaf is over the devices of its stage; a leaf is the same on all replicas.
-    """
+    """Where the leaves of sets of one layout live: each on the devices of its stage, the same on all replicas."""
 
     shardings: tuple[Sharding, ...]
 
@@ -64,23 +61,15 @@ class SetHomes:
         return tuple(k for k, sharding in enumerate(self.shardings) if is_here(sharding))
 
     @property
-    def is_divided(self) -> bool:
-        """Whether some leaves live in other processes only."""
-        return len(self.here) < len(self.shardings)
-
-    @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """The processes that hold each leaf."""
         return tuple(processes_of(sharding.device_set) for sharding in self.shardings)
 
 
 class BankSets:
-    """The layout of each set, where its leaves live, and the store that holds them.
+    """The layout of each set, in the order in which the sets came, and the store of the leaves that this process holds.
 
-    Attributes:
-        store: the leaves that this process holds.
-        layouts: the layout of each set, in the order in which the sets came.
-        homes: where the sets of a layout live, in several processes, once a pipeline has said so.
+    In several processes ``homes`` says where the sets of a layout live, once a pipeline has said so.
     """
 
     def __init__(self, store: HostStore):
@@ -106,7 +95,7 @@ class BankSets:
         """The layout of a set that is whole in this process; ``fix`` is the call that uses a divided set."""
         layout = self.layout(name, where)
         homes = self.homes.get(layout)
-        if homes is not None and homes.is_divided:
+        if homes is not None and len(homes.here) < len(homes.shardings):
             rule = "once a pipeline of several processes uses a bank, each of them holds the leaves of its own stages only"
             raise BankError(where, rule, f"{len(homes.here)} of {len(homes.shardings)} leaves are here", f"use it by {fix}")
         return layout
@@ -118,10 +107,9 @@ class BankSets:
             got = f"processes {before.processes} by the first pipeline, {homes.processes} by this one"
             fix = "give each pipeline a bank of its own, or the same stages and devices"
             raise BankError("Pipeline(bank=...)", "each leaf of a set stays in the processes whose stages use it", got, fix)
-        if before is None and homes.is_divided:
-            for name, other in self.layouts.items():
-                if other == layout:
-                    self.store.keep_only(name, homes.here)
+        if before is None and len(homes.here) < len(homes.shardings):
+            for name in (name for name, other in self.layouts.items() if other == layout):
+                self.store.keep_only(name, homes.here)
         self.homes[layout] = homes
 
     def here(self, layout: SetLayout, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -134,10 +122,8 @@ class BankSets:
             return [leaf if is_key(leaf) else np.asarray(leaf) for leaf in leaves]
         held = dict(zip(self.homes[layout].here, leaves, strict=True))
         return [
-            spread(np.asarray(held[k]), sharding, HOST_MEMORY)
-            if k in held
-            else elsewhere(aval, sharding.with_memory_kind(HOST_MEMORY))
-            for k, (aval, sharding) in enumerate(zip(layout.shapes, self.homes[layout].shardings, strict=True))
+            spread(np.asarray(held[k]), home, HOST_MEMORY) if k in held else elsewhere(aval, home.with_memory_kind(HOST_MEMORY))
+            for k, (aval, home) in enumerate(zip(layout.shapes, self.homes[layout].shardings, strict=True))
         ]
 
 

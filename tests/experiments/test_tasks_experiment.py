@@ -22,8 +22,8 @@ from experiments.tasks.measure import compilations, device_bytes, seconds_a_step
 from experiments.tasks.problem import PATH, make_problem, shuffled
 from experiments.tasks.ways import Banked, Resident, make_step
 from experiments.zoo.data import digits
+from jaxpp import Bank
 from jaxpp.errors import JaxppError, VerifyError
-from jaxpp.tasks.subtree import take
 from models.adapters import AdaptedMLP
 
 TINY = Config(
@@ -186,7 +186,7 @@ def test_tasks_come_by_turns_or_at_random_and_are_the_same_however_many_there_ar
 def test_all_that_a_task_has_of_its_own_is_one_subtree_and_adapters_add_nothing_before_training():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
     params = MODEL.init(jax.random.key(0), x)["params"]
-    rest, own = take(params, PATH)
+    rest, own = Bank.take(params, PATH)
     assert set(rest) == {"dense_0", "dense_1"}
     assert set(own) == {"adapters_0", "adapters_1", "head"}
     hidden = x

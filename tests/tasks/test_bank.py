@@ -16,7 +16,7 @@ import pytest
 import jaxpp
 from jaxpp.errors import BankError
 from jaxpp.tasks import host_store
-from jaxpp.tasks.subtree import insert
+from jaxpp.tasks.bank import insert
 
 WIDTH = 8
 DEVICE = jax.devices()[0]
@@ -539,3 +539,8 @@ def test_the_table_says_what_is_where_and_what_moved(bank):
     assert lines[-1] == "2 loads, 0 hits (0 prefetched), 1.695 KiB to the device, 868 B to the host"
     page = bank._repr_html_()
     assert page.count("<tr>") == 3 and "cat, dog" in page and lines[-1] in page
+
+
+def test_the_earlier_name_of_shapes_is_refused_with_the_new_one(bank):
+    with pytest.raises(BankError, match=r"Fix: bank\.shapes\('dog'\)"):
+        bank.layout("dog")
