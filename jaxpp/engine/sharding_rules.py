@@ -54,12 +54,12 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
     if isinstance(shardings, Mapping) and all(isinstance(value, (str, PartitionSpec)) for value in shardings.values()):
         specs = _matched(shardings, leaves)
     else:
-        from flax import linen as nn  # noqa: PLC0415  (takes long, and few need it)
+        from flax.linen import get_partition_spec, spmd  # noqa: PLC0415  (takes long, and few need it)
 
         rules = list(shardings) if isinstance(shardings, Sequence) else []
         pairs = isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in rules)
-        named = nn.get_partition_spec(params) if pairs or shardings is None else shardings
-        found = nn.logical_to_mesh(named, rules) if pairs else named
+        named = get_partition_spec(params) if pairs or shardings is None else shardings
+        found = spmd.logical_to_mesh(named, rules) if pairs else named
         specs = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
             rule = "a tree of shardings has one PartitionSpec for each parameter"
