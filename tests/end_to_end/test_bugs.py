@@ -138,6 +138,7 @@ def of_rank_mates(updates, params=None):
     [optax.MultiSteps(optax.adam(1e-2), 2), optax.chain(optax.stateless(of_rank_mates), optax.sgd(0.1))],
     ids=["MultiSteps", "rank mates"],
 )
+@pytest.mark.long
 def test_an_update_that_combines_leaves_runs_on_a_model_axis_with_two_stages_a_rank(optimizer):
     # Between stages of one rank a send is another name for the value. The update's program, compiled for a whole leaf, was given
     # the sharded one: "compiled for input shardings that disagree: passed P(None, 'model'), required P()".

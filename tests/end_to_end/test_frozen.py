@@ -134,6 +134,7 @@ def test_a_mask_over_whole_numbers_does_not_carry_a_gradient():
 
 @pytest.mark.parametrize("first", [4, 8])
 @pytest.mark.parametrize("width", [4, 40], ids=["packed", "unpacked"])
+@pytest.mark.long
 def test_a_parameter_that_only_some_batch_sizes_use_gets_its_gradient_at_those(first, width):
     def loss_fn(params, x):
         h = jnp.tanh(x @ params["a"]) @ params["b"]

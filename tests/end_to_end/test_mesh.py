@@ -113,6 +113,7 @@ def test_steps_on_a_mesh_equal_those_of_one_replica_with_as_many_microbatches():
     ],
     ids=["weight", "reduce_aux", "zb-h1 and remat", "loss_scale"],
 )
+@pytest.mark.long
 def test_options_mean_the_same_on_a_mesh(options):
     case = mlp_case(batch_size=24)
     pipe = pipeline(case, num_microbatches=3, data_parallel=2, **({"shardings": None} | options))
@@ -166,6 +167,7 @@ def test_the_forward_of_two_layers_has_one_all_reduce_over_model():
     assert not any(row.collective.on_host for row in found.rows)
 
 
+@pytest.mark.long
 def test_activations_go_from_sub_mesh_to_sub_mesh_without_the_host():
     case = gpt_case(batch_size=16)
     pipe = pipeline(case, mesh=mesh_of())
@@ -230,6 +232,7 @@ def test_the_axis_names_of_flax_become_shardings():
         pipe.verify(state, x)
 
 
+@pytest.mark.long
 def test_a_loop_over_layers_is_cut_on_a_mesh():
     def loss_fn(params, batch):
         x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), batch, params)
@@ -281,6 +284,7 @@ def test_a_pipeline_without_a_mesh_communicates_nothing_inside_its_stages():
     assert not pipe.collectives(case.batch).rows
 
 
+@pytest.mark.long
 def test_ranks_share_sub_meshes_if_there_are_fewer():
     case = mlp_case(batch_size=16)
     pipe = pipeline(case, num_stages=4, data_parallel=4, shardings=None)

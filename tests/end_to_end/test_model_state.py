@@ -103,6 +103,7 @@ def test_verify_tells_rounding_from_a_difference(monkeypatch):
         pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_evaluate_reads_the_statistics_and_leaves_them():
     pipe = pipeline(3, 2)
     state = pipe.init(init, jax.random.key(0), BATCH)
@@ -151,6 +152,7 @@ def test_a_leaf_that_nobody_changes_is_sent_once_a_step():
     assert len(sends) == 1
 
 
+@pytest.mark.long
 def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stages():
     pipe, other = pipeline(3, 2), pipeline(2, 2)
     state = pipe.init(init, jax.random.key(0), BATCH)

@@ -235,6 +235,7 @@ def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
     assert set(folds) <= {0, 1} and 1 in folds
 
 
+@pytest.mark.long
 def test_lowering_grows_linearly_with_actions():
     schedules = [jaxpp.schedule.make("1f1b", num_ranks=8, num_microbatches=count) for count in (16, 32)]
     counts = []

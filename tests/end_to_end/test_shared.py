@@ -84,6 +84,7 @@ def test_a_shared_leaf_is_one_array_on_each_device_not_one_a_microbatch():
     [pytest.param(None, marks=pytest.mark.long), lambda batch: jnp.abs(batch["x"]).sum() * batch["beta"]],
     ids=["sizes", "weight"],
 )
+@pytest.mark.long
 def test_replicas_all_get_the_whole_of_a_shared_leaf(weight):
     pipe = pipeline(num_stages=2, num_microbatches=2, data_parallel=2, weight=weight)
     state = pipe.init(PARAMS, BATCH)
@@ -93,6 +94,7 @@ def test_replicas_all_get_the_whole_of_a_shared_leaf(weight):
     compare("loss", pipe.evaluate(state, batch).loss, want)
 
 
+@pytest.mark.long
 def test_value_and_grad_weights_rows_of_aux_and_stages_by_hand_take_shared_leaves():
     def with_rows(params, batch):
         return loss_fn(params, batch), {"rows": batch["x"] @ params["a"], "edges": batch["graph"]["edges"]}

@@ -1,5 +1,7 @@
 """Evaluation takes any number of examples and any loss; a batch of another size compiles what depends on its shape alone."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,7 @@ def test_an_evaluation_of_few_examples_folds_the_key_as_a_step_of_as_many_microb
 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_replicas_evaluate_any_number_of_examples(microbatches):
     pipe = pipeline(num_stages=1 if microbatches == 1 else 2, num_microbatches=microbatches, data_parallel=4)
     state = pipe.init(PARAMS, X[:12])
@@ -137,7 +140,7 @@ def test_a_batch_of_another_size_compiles_what_depends_on_it_alone():
 
 def test_the_progress_bar_says_for_what_batch_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
-    monkeypatch.setattr("jaxpp.runtime.progress._is_terminal", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     pipe = pipeline(plain)
     state = pipe.init(PARAMS, X[:8])
     assert "compiling for a batch of 8" in capsys.readouterr().err

@@ -70,6 +70,7 @@ def test_init_from_parameters_copies_them_to_their_owners_and_leaves_the_origina
     assert bits(on_host) == bits(case.params)
 
 
+@pytest.mark.long
 def test_a_checkpoint_opens_at_any_number_of_stages():
     case, pipe, state = trained(mlp_case)
     saved = jax.device_get(pipe.step(state, case.batch, donate=False)[0])
@@ -247,6 +248,7 @@ def test_hand_written_stages_of_different_widths_train_and_equal_their_oracle():
         pipe.step(state, batch[0])
 
 
+@pytest.mark.long
 def test_stages_run_by_hand_give_the_gradients_of_the_whole_step():
     pipe = jaxpp.Pipeline.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), num_microbatches=1)
     rng = np.random.default_rng(0)

@@ -70,6 +70,7 @@ class Watch:
             self.look()
 
 
+@pytest.mark.long
 def test_restoring_allocates_each_leaf_on_its_owner_only(tmp_path, monkeypatch):
     def made():
         return jaxpp.Pipeline(wide, optax.adam(1e-3), num_stages=3, num_microbatches=3)

@@ -17,6 +17,7 @@ def test_a_stage_of_gpt_blocks_keeps_at_most_half_and_its_activations_are_counte
     assert table(result).splitlines()[1].split()[0] == "gpt-blocks-bf16"
 
 
+@pytest.mark.long
 def test_the_command_prints_the_table_and_writes_the_line_of_json(tmp_path, monkeypatch, capsys):
     path = tmp_path / "kept.jsonl"
     monkeypatch.setattr("sys.argv", f"kept --models mlp --stages 2 --json {path}".split())

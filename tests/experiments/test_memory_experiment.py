@@ -89,6 +89,7 @@ def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path):
     path = tmp_path / "results.jsonl"
     sizes = "--ranks 2 --microbatches 3 --mlp-width 16 --mlp-depth 3 --mlp-batch 18"
@@ -105,6 +106,7 @@ def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, c
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.long
 def test_the_problems_compute_in_their_type_and_end_in_a_float32_loss(compute):
     key = jax.random.key(0)
     for problem in (mlp(8, 2, 4, compute), gpt(8, 2, 2, 4, 3, 0.5, compute)):
@@ -150,6 +152,7 @@ def test_the_command_line_refuses_it_too(monkeypatch, capsys, words):
     assert words.split()[0] in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_sizes_that_jaxpp_refuses_name_the_pair_and_are_refused_before_anything_is_compiled(monkeypatch):
     with pytest.raises(JaxppError, match="each microbatch needs at least one example") as caught:
         run(dataclasses.replace(TINY, mlp_batch=2))

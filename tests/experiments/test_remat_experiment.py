@@ -26,6 +26,7 @@ def test_each_way_has_a_row_and_the_least_keeps_less():
     assert json.loads(result.to_json())["rows"][1]["kept"] == least.kept
 
 
+@pytest.mark.long
 def test_bytes_alone_are_counted_and_nothing_is_timed(tmp_path, monkeypatch, capsys):
     sizes = "--stages 2 --microbatches 2 --mlp-width 8 --mlp-depth 3 --mlp-batch 4 --rounds 0"
     path = tmp_path / "results.jsonl"

@@ -134,6 +134,7 @@ def trained(make, problem, steps=3):
     return way
 
 
+@pytest.mark.long
 def test_a_difference_of_one_bit_is_refused_and_named():
     problem, optimizer = make_problem(MODEL, 2, 4, "round-robin", 0), optax.adam(1e-2)
     step, device = make_step(problem, optimizer), jax.devices()[0]

@@ -87,6 +87,7 @@ def test_digits_are_images_from_0_to_1_and_no_image_is_in_both_parts():
     assert set(held_out["label"]) == set(range(10))
 
 
+@pytest.mark.long
 def test_a_source_is_its_target_in_small_letters():
     for part in lines():
         source, target = part["source"][:50], part["target"][:50]

@@ -293,6 +293,7 @@ def test_a_function_is_compiled_once_and_another_size_compiles_what_depends_on_i
     assert fresh(16) == fresh(12) == fresh(14) == (0, 0)
 
 
+@pytest.mark.long
 def test_functions_that_are_not_used_again_are_forgotten():
     pipe, state = pipeline(max_shapes=2)
     refs, programs = [], []

@@ -280,6 +280,7 @@ class _Layer(nn.Module):
 
 
 @pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
 def test_the_cache_of_linens_attention(scanned):
     module = Attending(scanned=scanned)
 

@@ -149,6 +149,7 @@ def test_a_pipeline_forecasts_what_apply_holds_beside_the_optimizer():
         pytest.param(4, 1, 3, "float32", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages, num_groups, group_size, dtype):
     decoder = plain(dtype=dtype, num_layers=num_stages)
     found, params = decoder.forward(num_stages)
@@ -301,6 +302,7 @@ def ring(request):
 
 
 @pytest.mark.parametrize("clock", ["trace", "isolated"])
+@pytest.mark.long
 def test_a_profile_of_a_ring_obeys_the_order_of_its_tokens(ring, clock):
     _, _, profile, num_groups = ring
     assert not profile.missing, "every pass has its run in the trace"

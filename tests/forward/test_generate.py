@@ -303,6 +303,7 @@ def task_fn(params, task_params, carry, tokens):
     return DECODER.fn(with_task(params, task_params), carry, tokens)
 
 
+@pytest.mark.long
 def test_with_the_parameters_of_a_task():
     rng = np.random.default_rng(1)
     tasks = {name: {"delta": rng.normal(size=(16, 16)).astype("f")} for name in ("cat", "dog")}
@@ -671,6 +672,7 @@ def test_a_step_that_consumes_the_parameters_of_a_generation_is_named():
         generation.collect()
 
 
+@pytest.mark.long
 def test_the_bar_goes_away_whatever_happens(two_stages, monkeypatch):
     forward, params = two_stages
 

@@ -126,6 +126,7 @@ def test_the_parameters_are_those_of_the_model_without_a_cache():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(decoding["cache"]))
 
 
+@pytest.mark.long
 def test_each_block_keeps_all_that_it_reads_of_the_cache():
     cache = GPT(**SIZES).clone(decode=True).init(jax.random.key(0), tokens_of(1))["cache"]
     assert set(cache) == {"cache_index", "h_0", "h_1"}
@@ -137,6 +138,7 @@ def test_each_block_keeps_all_that_it_reads_of_the_cache():
         }
 
 
+@pytest.mark.long
 def test_an_nnx_model_without_a_cache_has_none():
     model = NNXGPT(**SIZES, rngs=nnx.Rngs(0))
     assert not nnx.to_pure_dict(nnx.state(model, nnx.Cache))

@@ -148,6 +148,7 @@ def test_the_place_that_is_named_is_between_what_is_dead_and_what_learns(zeros, 
     assert words in str(warned[0].message)
 
 
+@pytest.mark.long
 def test_verify_is_no_step(monkeypatch):
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True)

@@ -81,6 +81,7 @@ def check_memory(pipe, case, room):
 
 
 @pytest.mark.parametrize("run", [pytest.param(MLP, id="mlp"), pytest.param(GPT, id="gpt", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_ample_memory_changes_nothing_and_measures_nothing(run, costs, capsys):
     calls = costs([1.0] * run["num_stages"], [2.0] * run["num_stages"], [0.1] * run["num_stages"])
     (pipe, case), (plain, _) = pipeline(run, hbm=max(peaks(run))), pipeline(run)
@@ -197,6 +198,7 @@ def test_a_second_init_keeps_the_choice_and_says_nothing(costs, capsys):
     assert pipe.forecast(jax.eval_shape(lambda: case.params), smaller).fits
 
 
+@pytest.mark.long
 def test_what_never_fits_is_refused_with_the_forecast_and_the_advice(costs):
     costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
     least, away, again = (peaks(PAIR, remat=remat) for remat in ("least", "offload", "recompute"))
@@ -242,6 +244,7 @@ def pipeline_stages(run):
 
 
 @pytest.mark.parametrize("remat", [pytest.param("offload", marks=pytest.mark.long), ["least", "recompute"]])
+@pytest.mark.long
 def test_with_remat_of_the_users_own_the_step_is_only_checked(remat):
     found = peaks(PAIR, remat=remat)
     pipe, case = pipeline(PAIR, remat=remat, hbm=max(found))

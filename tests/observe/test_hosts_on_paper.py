@@ -188,6 +188,7 @@ def promised(hosts):
 
 
 @pytest.mark.parametrize("hosts", [1, 8, pytest.param(32, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_the_guide_has_the_seconds_and_bubbles_of_the_forecast(hosts):
     rows = run(dataclasses.replace(Config(no_figure=True), hosts=(hosts,), schedules=("1f1b", "zb-v"), microbatches=(256,))).rows
     assert promised(hosts) == [(f"{row.seconds:.2f}", f"{row.bubble:.1%}") for row in rows]

@@ -104,6 +104,7 @@ def test_the_ledger_finds_what_the_account_says_by_kind_and_the_forecast_said_so
 
 @pytest.mark.parametrize("remat", ["keep", "recompute"])
 @pytest.mark.parametrize("m", [pytest.param(2, marks=pytest.mark.long), 4, pytest.param(7, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_1f1b_holds_the_residuals_of_min_m_p_microbatches_on_stage_0_and_with_recompute_only_inputs(m, remat):
     case, p = mlp_case(batch_size=28), 4
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(1.0), num_stages=p, num_microbatches=m, has_aux=True, remat=remat)
@@ -137,6 +138,7 @@ def test_a_batch_that_is_already_on_the_device_of_the_first_stage_is_not_counted
     assert first[0] - first[1] == case.batch["x"].nbytes
 
 
+@pytest.mark.long
 def test_a_forecast_needs_no_parameters_and_init_uses_what_it_compiled():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=2, has_aux=True)
@@ -155,6 +157,7 @@ def test_a_forecast_needs_no_parameters_and_init_uses_what_it_compiled():
     assert [row.kinds[MEMORY_KINDS.index("parameters")] for row in forecast.stages] == owned
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
     case = mlp_case(batch_size=256)
     options = {"num_stages": 4, "num_microbatches": 4, "has_aux": True}
@@ -230,6 +233,7 @@ def test_what_the_caller_holds_is_not_counted_as_the_steps():
     assert begins.elsewhere >= case.batch["x"].nbytes
 
 
+@pytest.mark.long
 def test_a_device_that_says_what_it_has_is_believed(monkeypatch):
     case, pipe, _ = ready("mlp gpipe")
     device = type(jax.devices()[0])

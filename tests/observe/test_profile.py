@@ -255,6 +255,7 @@ def test_the_memory_curve_has_the_peak_of_the_account_and_ends_with_the_step(run
             assert idle[MEMORY_KINDS.index("residuals")] == 0, "what was let go is gone"
 
 
+@pytest.mark.long
 def test_a_loss_with_tied_parameters_a_key_and_fewer_devices_is_profiled():
     case = gpt_case()
     options = {"num_stages": 2, "num_microbatches": 2, "has_aux": True, "devices": jax.devices()[:1]}

@@ -89,6 +89,7 @@ def test_all_parts_have_one_scale_of_time_and_begin_below_one_another():
 
 
 @pytest.mark.parametrize(("factor", "said"), [(0.1, "stretched"), pytest.param(8, "compressed", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_timeline_that_is_far_shorter_or_longer_has_a_scale_of_its_own_which_its_title_says(factor, said):
     schedule, measured, simulated = synthetic("zb-v", 4, 8)
     other = [bar._replace(start=factor * bar.start, end=factor * bar.end) for bar in simulated]

@@ -35,6 +35,7 @@ def traced_loop(folder, schedule="zb-h1"):
 
 
 @pytest.mark.parametrize("zeroed", [1 << 24, 0], ids=["sums begin as zeros", "the first backward makes the sums"])
+@pytest.mark.long
 def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(zeroed, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxpp.plan.step.ZEROED", zeroed)
     traced_loop(tmp_path)
@@ -91,6 +92,7 @@ def test_an_unknown_clock_is_refused():
     assert 'Fix: pass clock="trace"' in str(error.value)
 
 
+@pytest.mark.long
 def test_a_trace_that_cannot_be_read_is_replaced_by_asking_and_the_title_says_so(monkeypatch):
     def refused(*_):
         raise TraceError("2 runs in the trace, 4 were handed over")

@@ -95,6 +95,7 @@ def test_an_overflow_in_one_microbatch_of_one_stage_changes_nothing_anywhere_but
     assert int(state.model_state["seen"]) == 24
 
 
+@pytest.mark.long
 def test_scaling_saves_gradients_that_would_vanish():
     def tiny(params, batch):
         return loss_fn(params, batch).astype(jnp.float16) * jnp.float16(1e-4)

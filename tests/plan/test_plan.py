@@ -295,6 +295,7 @@ def test_the_actions_are_dispatched_in_the_order_of_the_unit_clock():
             assert [label for label in labels if label in run] == run
 
 
+@pytest.mark.long
 def test_the_last_stage_may_finish_microbatches_in_any_order():
     case = mlp_case(batch_size=12)
     rows = (

@@ -64,6 +64,7 @@ def running(number: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_processes_send_arrays_to_each_other():
     for number, ended in enumerate(launch("tests.processes.test_launch:exchange", 2, {"count": 3}, seconds=60)):
         assert (ended.number, ended.code) == (number, 0)

@@ -238,6 +238,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long
 def test_a_difference_is_an_error_on_every_process_and_leaves_all_at_work_and_ctrl_c_on_one_ends_all():
     with start(f"{CASES}:mismatches", 2, together=False) as processes:
         wait_for(processes[1], "another batch")

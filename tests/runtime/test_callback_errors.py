@@ -170,6 +170,7 @@ def test_with_a_bank_a_callback_that_raises_leaves_theta_and_the_set_as_they_wer
         chex.assert_trees_all_equal(host((state, bank.params("cat"), bank.params("dog"))), before)
 
 
+@pytest.mark.long
 def test_a_host_callback_that_raises_leaves_the_old_state_and_no_error_for_later():
     # The program of the callback may be dispatched before it fails: then the step returned, the update had consumed the state, and
     # the next step raised the old error, for the sums of squares that look for dead stages were read.

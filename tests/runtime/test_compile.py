@@ -244,6 +244,7 @@ def lines_of(model, schedule):
 
 
 @pytest.mark.parametrize("make", [large_mlp, pytest.param(deep_gpt, marks=pytest.mark.long), resnet])
+@pytest.mark.long
 def test_w_holds_at_most_one_gradient_more_than_b(make):
     model = make()
     whole, split = lines_of(model, "1f1b"), lines_of(model, "zb-h1")

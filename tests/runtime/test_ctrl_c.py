@@ -217,12 +217,13 @@ class Compiling:
         pipe.init(PARAMS, X)
         self.jobs = [line.placed for line in pipe.engine.lower("update", X, None).bound.lines if line.placed is not None][:3]
         self.prepare = jax.clear_caches
+        self.before = set(threading.enumerate())
 
     def work(self):
         compiling.Programs().compile(self.jobs)
 
     def holds(self):
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+        threads = [t for t in set(threading.enumerate()) - self.before if t.name.startswith("ThreadPoolExecutor")]
         for thread in threads:
             thread.join(timeout=20)
         assert not any(thread.is_alive() for thread in threads)

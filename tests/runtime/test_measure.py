@@ -50,6 +50,7 @@ def test_a_slow_part_of_the_model_gets_fewer_layers(loss, params, monkeypatch):
     assert owned(loss, params, balance="time") == [2, 2, 8]
 
 
+@pytest.mark.long
 def test_stages_are_really_measured():
     assert sum(owned(loss_fn, PARAMS, balance="time")) == 12
     assert sum(owned(loss_fn, PARAMS, balance="time", schedule="zb-h1")) == 12

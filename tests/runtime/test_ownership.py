@@ -113,6 +113,7 @@ def test_pipe_state_is_the_newest_state():
     pipe.step(third, X)
 
 
+@pytest.mark.long
 def test_a_pipeline_keeps_one_state_alive_and_no_other(monkeypatch):
     pipe = pipeline()
     state = pipe.init(PARAMS, X)

@@ -129,6 +129,7 @@ def test_a_long_bar_has_no_larger_number_than_the_usual_ones_and_a_short_one_tak
     assert set(collection.get_linewidths()[:51]) == {0.7} and collection.get_linewidths()[51] == 0
 
 
+@pytest.mark.long
 def test_bars_of_few_pixels_are_strong_enough_to_be_seen():
     figure = make("zb-v", num_ranks=8, num_microbatches=64).pebble_figure()
     lanes_of = dict(zip([t.get_text() for t in figure.axes[0].get_yticklabels()], figure.axes[0].get_yticks(), strict=True))
@@ -233,6 +234,7 @@ def test_the_part_after_until_is_hidden():
     assert not pebbles(bars, owners, "").axes[0].patches
 
 
+@pytest.mark.long
 def test_the_gif_has_a_frame_a_slot_and_each_shows_more(tmp_path):
     SMALL.pebble_gif(tmp_path / "small.gif")
     with Image.open(tmp_path / "small.gif") as image:

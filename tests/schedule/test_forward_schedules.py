@@ -167,6 +167,7 @@ def test_a_rings_figure_has_a_colour_for_each_group_and_the_numbers_of_turns(p, 
 
 
 @pytest.mark.parametrize("schedule", [forward(3, 2), ring(2, 3, 2), ring(4, 30, 9)], ids=lambda s: s.heading)
+@pytest.mark.long
 def test_they_draw_themselves_in_notebooks_and_their_pebble_graph_has_no_pebbles(schedule, tmp_path):
     assert "<svg" in schedule._repr_html_() or "<img" in schedule._repr_html_()
     assert "fill, drain" in simulate(schedule)._repr_html_()

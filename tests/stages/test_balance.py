@@ -257,6 +257,7 @@ def test_cuts_of_the_users_own_and_even_ones_are_not_warned_of():
         jaxpp.Pipeline(loss_fn, optax.sgd(0.1), cuts=["Dense_1", "Dense_2"], **options).init(params, batch)
 
 
+@pytest.mark.long
 def test_modules_that_the_equations_do_not_name_have_the_names_of_their_parameters_below_what_all_share():
     # Three recurrent layers: nn.RNN's loops carry names of their own, so most equations that read parameters were not recognised.
     class Recurrent(nn.Module):

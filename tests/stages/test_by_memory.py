@@ -210,6 +210,7 @@ def test_more_stages_than_equations_are_refused_as_with_equal_flops():
         pipe.init({"w": jnp.ones(3)}, jnp.ones((8, 3)))
 
 
+@pytest.mark.long
 def test_a_loop_over_layers_is_cut_for_equal_memory_too():
     def loss_fn(params, x):
         x = jnp.tanh(x @ params["wide"]) @ params["narrow"]

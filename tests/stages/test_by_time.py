@@ -55,6 +55,7 @@ def test_the_choice_is_the_best_of_all_cuts(seed):
 
 
 @pytest.mark.parametrize("name", [*list(MODELS)[::5], "a GPT"])
+@pytest.mark.long
 def test_with_free_or_nearly_free_links_the_cuts_are_those_for_equal_work(name):
     loss = traced(name)
     for num_stages in range(2, min(4, len(loss.spine)) + 1):

@@ -180,6 +180,7 @@ def test_value_and_grad_gives_gradients_where_the_parameters_are(x64):
     ],
     ids=["lamb", "adafactor", "one of two", "mask by path", "lion", "MultiSteps"],
 )
+@pytest.mark.long
 def test_a_leaf_stays_whole_if_the_optimizer_does_not_treat_its_rows_by_themselves(optimizer, whole, x64):
     # A loop over layers is refused then; these models ran before rows were told apart, and still do.
     pipe = pipeline(optimizer=optimizer, stages=2)
@@ -203,6 +204,7 @@ def test_rows_belong_to_their_first_reader_and_those_that_nothing_reads_to_a_nei
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_cuts_can_be_named_by_row():
     pipe = pipeline(stages=3, cuts=["w[3]", "w[7]"])
     state = pipe.init(params(dtype="float32"), jnp.asarray(BATCH, jnp.float32))

@@ -223,6 +223,7 @@ def test_elementwise_optimizers_and_global_norms_are_exact(optimizer):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_a_global_norm_is_exact_where_the_first_leaf_of_all_is_a_stack():
     # A sum over leaves begins with zero: the first slice was said to be treated in another way than the others, and refused.
     def loss_fn(params, batch):
@@ -236,6 +237,7 @@ def test_a_global_norm_is_exact_where_the_first_leaf_of_all_is_a_stack():
 
 
 @pytest.mark.parametrize("frozen", ["w", *(pytest.param(name, marks=pytest.mark.long) for name in "az")])
+@pytest.mark.long
 def test_frozen_parameters_beside_and_in_a_stack(frozen):
     # A review found their numbers taken for those of the sliced tree; the step failed and the state was lost.
     def loss_fn(params, batch):
@@ -265,6 +267,7 @@ def test_a_checkpointed_loss_with_a_loop_is_cut():
     assert 0 < owned[0] < owned[0] + owned[1] == 5 * 16 + 4
 
 
+@pytest.mark.long
 def test_a_mask_that_looks_for_the_end_of_a_path_is_refused_where_it_finds_other_leaves():
     def pipe(name):
         mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != name, params)  # noqa: E731

@@ -59,6 +59,7 @@ def plain(num_tokens):
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.long
 def test_a_stage_holds_the_rows_of_its_layers(group_size):
     forward = jaxpp.Forward(lambda params, tokens: scanned(params, cache(), tokens)[1], num_stages=2)
     params = forward.init(PARAMS, PROMPTS[0][None])

@@ -306,6 +306,7 @@ def rows(*texts):
         rows("0F0 0F1 0I0 0B1 0W0", "1F0 1I0 1W0 1F1 1B1"),
     ],
 )
+@pytest.mark.long
 def test_b_and_i_w_mix_on_one_stage(cells):
     case = mlp_case()
     mine = Schedule("mine", cells)

@@ -734,6 +734,7 @@ def test_a_run_that_is_saved_and_resumed_in_one_step_of_a_manager_ends_with_the_
     assert bits(bank) == bits(whole)
 
 
+@pytest.mark.long
 def test_evaluating_changes_no_set_and_a_step_changes_those_of_its_tasks(tmp_path):
     bank = jaxpp.Bank({f"t{k}": a_set(k) for k in range(4)}, ADAM)
     pipe, state, batch = opened(bank, data_parallel=2)

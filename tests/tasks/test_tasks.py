@@ -261,6 +261,7 @@ def test_replicas_with_different_tasks_equal_the_oracle(num_replicas, options):
         compare(name, bank.params(name), params, floor=0.1)
 
 
+@pytest.mark.long
 def test_a_task_of_one_replica_is_not_communicated():
     bank = jaxpp.Bank(sets(3), OWN)
     pipe, _ = opened(bank, data_parallel=4)
@@ -275,6 +276,7 @@ def test_a_task_of_one_replica_is_not_communicated():
     assert pipe.collectives(DATA, jax.random.key(0), task="t0").num_bytes() > found.num_bytes() - 1 > shared
 
 
+@pytest.mark.long
 def test_a_weight_counts_in_the_mean_over_the_replicas_of_a_task():
     bank = jaxpp.Bank(sets(2), optax.sgd(0.1))
     pipe, state = opened(bank, data_parallel=4, weight=lambda batch: 1 + batch[1].sum())

@@ -151,6 +151,7 @@ def lines(axes, label):
     return [line for line in axes.lines if line.get_label() == label]
 
 
+@pytest.mark.long
 def test_the_figure_has_a_mark_for_each_candidate_the_frontier_what_ran_and_the_memory():
     told = findings(Virtual(seed=4), hbm=40)
     figure = told.figure()

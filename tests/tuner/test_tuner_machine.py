@@ -70,6 +70,7 @@ def test_costs_have_a_number_for_each_stage(machine, family):
 @pytest.mark.parametrize(
     "name", ["zb-h2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "looped-bfs", "v-min"))]
 )
+@pytest.mark.long
 def test_peaks_are_those_of_the_forecast(machine, name):
     candidate = Candidate(make(name, num_ranks=4, num_microbatches=8), remat="least")
     pipe = jaxpp.Pipeline(CASE.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:4], **candidate.options)
@@ -100,6 +101,7 @@ def test_peaks_know_keys_and_dropout(tmp_path):
     assert machine.peaks(candidate) == tuple(forecast.peaks.values())
 
 
+@pytest.mark.long
 def test_a_second_machine_measures_nothing(tmp_path, monkeypatch):
     candidates = [Candidate(make(name, num_ranks=2, num_microbatches=2)) for name in ("1f1b", "gpipe")]
     first = devices(tmp_path, devices=jax.devices()[:2])
