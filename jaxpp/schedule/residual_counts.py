@@ -22,8 +22,7 @@ class Residual(NamedTuple):
 def lifetimes(bars: Iterable[Bar], copies: Iterable[Copies] = ()) -> tuple[Residual, ...]:
     """When each residual is alive: from the start of F to the end of B, or of the later of I and W; sorted by stage, then start.
 
-    A forward without a backward keeps nothing. Residuals that wait in host memory are there twice: until the copy out has ended,
-    and from when the copy back begins.
+    Residuals that wait in host memory are there twice: until the copy out has ended, and from when the copy back begins.
     """
     begun, ended = dict[tuple[int, int], Number](), dict[tuple[int, int], Number]()
     for _, (stage, kind, microbatch), start, end in bars:
