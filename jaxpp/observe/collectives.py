@@ -155,7 +155,6 @@ class Collectives:
         return json.dumps({"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes})
 
     def _sums(self) -> list[tuple[tuple[str, ...], str, int, int]]:
-        """The axes and kinds of collectives, with how many run and their bytes."""
         pairs = sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
         return [(axes, kind, self.count(kind, axes), self.num_bytes(kind, axes)) for axes, kind in pairs]
 
@@ -249,11 +248,7 @@ def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tup
 
 
 def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int = 0) -> Collectives:
-    """Read the programs of a step; ``num_other`` are the bytes of all other tasks' parameters, before they are sharded.
-
-    A program that runs for every microbatch is named once. All parameters are counted as one device would hold them, each stage
-    once.
-    """
+    """Read the programs of a step, each once; ``num_other`` are the bytes of other tasks' parameters, before they are sharded."""
     plan, lowered = engine.plan("update", batch, key)
     calls = [instruction.call for instruction in plan.instructions]
     runs: Counter[tuple[str, int]] = Counter()
@@ -274,7 +269,7 @@ def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int
 
 
 def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
-    """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
+    """The label, the compiled program and the mesh of what a line runs on several devices."""
     sizes = dict(line.place.axis_sizes)
     if not sizes:
         return []

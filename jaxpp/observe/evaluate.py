@@ -110,11 +110,7 @@ class Parts(NamedTuple):
 
 
 def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> float:
-    """Seconds of a step.
-
-    ``offload`` is ``except_last`` of each stage; ``processes`` hand over the actions of each rank, one process those of all by
-    default.
-    """
+    """Seconds of a step; ``offload`` is ``except_last`` of each stage, ``processes`` hand over the actions of each rank."""
     timing = _timing(schedule, costs, offload, processes)
     handed = max((timing.dispatched or {}).values())
     work = [0.0] * schedule.num_ranks

@@ -150,11 +150,6 @@ def handed_over(
     """When each action has been handed over: each process hands over the actions of its own ranks, one after another.
 
     ``dispatch`` includes the sends of an action's results; ``copies[s]`` is to hand over a copy of offloaded residuals of stage s.
-
-    Example:
-        >>> rows = Action(0, Kind.F, 0), Action(0, Kind.B, 0)
-        >>> list(handed_over(rows, dict.fromkeys(rows, 2), (0,)).values())
-        [2, 4]
     """
     paid = offloaded if copies else ()
     before = {each.ahead: copies[each.forward.stage] for each in paid}
@@ -236,8 +231,8 @@ def _wiring(rows: Sequence[ActionRow], num_stages: int, num_groups: Awaited) -> 
 def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, links: _HostLinks, capacity: Number) -> Times:
     """The clock for ranks that share cores, from event to event: an action starts or ends.
 
-    All ranks that compute have the same speed, so an action ends when *served*, the work that each of them has done since the
-    start, has grown by its duration; one heap of such marks says which action ends next.
+    All ranks that compute have the same speed, so an action ends when *served*, the work that each has done since the start, has
+    grown by its duration; one heap of such marks says which action ends next.
     """
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     free: list[Number] = [0] * len(rows)
@@ -324,10 +319,8 @@ def idle_causes(
 ) -> Idles:
     """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
-    The clock runs again and again, each time with one more cause: with equal stages (a ring first without tokens), with the
-    durations as they are, with transfers and copies, with the host and shared cores. It is followed to ``length``, the end, and no
-    further. A rank whose stages take long idles less than it would with equal stages; then all its idle time counts as fill and
-    drain.
+    The clock runs to ``length``, each time with one more cause: equal stages (a ring first without tokens), the durations as they
+    are, transfers and copies, the host and shared cores. A rank whose stages take long counts all its idle time as fill and drain.
     """
 
     def length_of(run: Timing) -> Number:

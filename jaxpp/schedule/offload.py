@@ -57,8 +57,7 @@ def offloads(rows: Sequence[Sequence[Action]], except_last: Sequence[int | None]
 def _helping(row: Sequence[Action], leaving: Sequence[Offloaded]) -> list[Offloaded]:
     """Of what could leave a rank of one stage, what lowers the most residuals at once during a B, an I or a W.
 
-    A forward needs less memory than a backward besides, so it may hold as many residuals as any backward. Of a rank with several
-    stages the rows do not tell which residuals are large, so there all that could leave does.
+    A forward needs less memory than a backward besides, so it may hold as many residuals as any backward.
     """
     number = {action: k for k, action in enumerate(row)}
     last = {action.microbatch: k for k, action in enumerate(row)}

@@ -96,7 +96,6 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> 
     size = num_microbatches // max(1, num_microbatches // num_ranks)
 
     def deal(kind: Kind, stages: Sequence[int]) -> list[Action]:
-        """Rounds of ``size`` microbatches, each round through every stage before the next begins."""
         rounds = range(0, num_microbatches, size)
         return [Action(stage, kind, first + k) for first in rounds for stage in stages for k in range(size)]
 
@@ -140,11 +139,10 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 2            F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Rank r has p - r forwards in flight and lags r weight gradients behind, so residuals of min(m, p) microbatches on every rank (a
-    residual lives until W). Bubble, with F = I = W = 1, (p - 1) / (3 m + p - 1).
-
-    I and W are compiled apart, so XLA may fuse and round otherwise than in B: the last bits of a gradient may differ from 1f1b's,
-    not between the schedules that split every backward. The order is that of PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at
-    one stage a rank. Reference: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+    residual lives until W). Bubble, with F = I = W = 1, (p - 1) / (3 m + p - 1). XLA may fuse and round I and W otherwise than B:
+    the last bits of a gradient may differ from 1f1b's, not between the schedules that split every backward. The order is that of
+    PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank. Reference: Qi et al., Zero Bubble Pipeline Parallelism,
+    arXiv:2401.10241.
     """
     return Schedule("zb-h1", tuple(_split_row(r, num_microbatches, num_ranks - r - 1, lag=r) for r in range(num_ranks)))
 
@@ -153,8 +151,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """zb-h1 with twice the forwards in flight, so that the first cotangent never finds a rank idle.
 
     Rank r has 2 (p - r) - 1 forwards in flight and lags 2 r weight gradients behind, so residuals of min(m, 2 p - 1) microbatches
-    on every rank. No rank idles between its first and its last action (m >= 2 p - 1), and the ranks end as staggered as they began:
-    the makespan is that of zb-h1, but where steps follow one another without a barrier nothing is lost.
+    on every rank. No rank idles between its first and its last action (m >= 2 p - 1). The makespan is that of zb-h1, but where
+    steps follow one another without a barrier nothing is lost.
     """
     rows = (_split_row(r, num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks))
     return Schedule("zb-h2", tuple(rows))
@@ -180,8 +178,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         zb-v, rank 0   0F0 0F1 0F2     3F0 3I0 3W0 0F3 0I0 0W0 3F1 3I1 3W1 ...
               rank 1       1F0 2F0 1F1 2F1 2I0 2W0 1F2 2I1 2W1 1I0 1W0 ...
 
-    A microbatch turns around on the last rank and ends on the first, so first and last rank hold its residuals equally long:
-    memory is the same on every rank, and can be chosen.
+    A microbatch turns around on the last rank and ends on the first, so memory is the same on every rank, and can be chosen:
 
     ==========  ========================================  ===================================
     name        bubble in slots, F = I = W = 1 a stage    residuals, in microbatches of a rank
@@ -196,10 +193,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of a microbatch, every
     six slots: the time a microbatch spends between F and W, over six, is what a rank holds. In v-min it moves on at once, one slot
-    a stage; in v-half going down the V takes two. The last bits of gradients are those of zb-h1.
-
-    References: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6; Qi et al., Pipeline Parallelism with
-    Controllable Memory, arXiv:2405.15362.
+    a stage; in v-half going down the V takes two. The last bits of gradients are those of zb-h1. References: Qi et al.,
+    arXiv:2401.10241, section 6; Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
     """
     full = max(num_microbatches, 2 * num_ranks - 1)
     rows = []
@@ -266,8 +261,7 @@ def _repeat(
 ) -> Schedule:
     """The block of every microbatch, six slots apart; weight gradients in the first slots left free.
 
-    ``steps`` are the slots from one rank to the next for F down the V, F up, I down (back through the upper half) and I up;
-    ``turns`` those from the last F down to the first F up, on to the first I, and on to the first I up.
+    ``steps`` are the slots from rank to rank for F down the V, F up, I down and I up; ``turns`` those at the turns between them.
     """
     (forth, up, back, home), last = steps, num_ranks - 1
     top = forth * last + turns[0]

@@ -146,10 +146,7 @@ class Simulation(Drawn):
 
     @cached_property
     def peak_residuals(self) -> tuple[int, ...]:
-        """Most residuals alive at once on each rank, over all its stages: by the order of the rows alone, whatever the costs.
-
-        With ``offload`` they depend on the copies, too: residuals that are in host memory alone do not count.
-        """
+        """Most residuals alive at once on each rank, over all its stages; those that wait in host memory do not count."""
         if self.copies:
             return peaks(lifetimes(self.bars, self.copies), self.schedule.stage_to_rank)
         return peaks(lifetimes(bars(self.schedule.rows, self.schedule.times)), self.schedule.stage_to_rank)
@@ -265,7 +262,6 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
 
 
 def _listed(value: Any, length: int) -> tuple[Any, ...]:
-    """The values of a sequence or an array as Python's; or one value, so many times."""
     value = _plain(value)
     return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * length
 

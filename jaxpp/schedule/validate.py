@@ -145,7 +145,6 @@ def _outside(what: str, rows: Sequence[ActionRow], size: int) -> list[str]:
 
 
 def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str], forwards: bool) -> list[str]:
-    """The missing actions of one stage and microbatch; adds to ``wrong`` what to say of them."""
     has = {kind for kind, bit in _BITS.items() if mask & bit}
     lacks = [] if Kind.F in has else [f"{stage}F{microbatch}"]
     if not has - {Kind.F}:
@@ -236,8 +235,7 @@ _Needs = Mapping[Action, Sequence[Action]]
 def _shortest_cycle(stuck: Sequence[ActionRow], place: _Places, needs: _Needs) -> list[Action]:
     """The shortest cycle of actions that never ran, each of which waits for the next, and the last for the first.
 
-    An action waits for those that it needs, and for those before it in its row. Of very many stuck actions, only cycles of two
-    actions of one row, or through the first stuck action of a rank, are looked for; one of these always exists.
+    An action waits for those that it needs, and for those before it in its row. Where very many are stuck, few cycles are compared.
     """
     for action, (rank, k) in place.items():
         for need in needs[action]:

@@ -49,10 +49,7 @@ class Fit:
 
 
 def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] = ()) -> Fit:
-    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``; ``waiting`` is as for ``forecast``.
-
-    Every process of several calls it; all choose alike.
-    """
+    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``; every process of several calls it."""
     room = engine.options.hbm
     if room is None:
         return Fit(engine)
@@ -158,7 +155,6 @@ class _Search:
         return tuple(next((way for way in ways if way != "least"), "least") for ways in zip(self.asked, *choices, strict=True))
 
     def _cheapest(self, offers: Sequence[Sequence[_Choice]]) -> _Choice | None:
-        """The cheapest of all combinations of what fits on each device; None if on one of them nothing does."""
         if math.prod(map(len, offers)) > _MOST_COMBINED:
             offers = [[min(choices, key=self._rank)] for choices in offers]
         combined = sorted(map(self._joined, itertools.product(*offers)), key=self._rank)
@@ -169,7 +165,6 @@ class _Search:
         return round(self._longer(choice), 6), choice.count("recompute"), len(choice) - choice.count("least")
 
     def _longer(self, choice: _Choice) -> float:
-        """How many times as long a step takes as if all stages kept the least."""
         return self.evaluator.seconds(choice) / self.evaluator.seconds(self.asked)
 
     def _seconds(self, choice: _Choice) -> float:
@@ -186,7 +181,6 @@ class _Search:
         return StepCosts(actions, offload=tuple(copy_times(cut, places)[0]))
 
     def remarks(self, choice: _Choice) -> tuple[str, ...]:
-        """What was chosen for each stage that changed, and what it costs."""
         before, after, changed = self.peaks(self.asked), self.peaks(choice), []
         for stage, way in enumerate(choice):
             if way != "least":

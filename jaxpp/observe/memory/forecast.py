@@ -131,7 +131,6 @@ class Forecast:
         return rows
 
     def _remarks(self) -> list[str]:
-        """What the table's marks mean, the peaks where devices have several stages, and whether the step fits."""
         brackets = "in brackets: microbatches whose residuals are held; " * any(row.num_residuals for row in self.stages)
         lines = [f"{brackets}at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
@@ -159,7 +158,6 @@ class Forecast:
         return lines
 
     def _changes(self) -> list[list[str]]:
-        """What would make the step fit, as a table; empty if there is nothing to change or nothing helps."""
         head = ["what should fit (estimates), the quickest first", "peak", "time"]
         rows = [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
         return [head, *rows] if rows else []
@@ -337,7 +335,6 @@ def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
 
 
 def _scheduled(now: Options, name: str, stages: int, microbatches: int, **more: object) -> Iterator[Options]:
-    """The options with another schedule, if it exists at these sizes."""
     with contextlib.suppress(JaxppError):
         schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)
         yield dataclasses.replace(now, schedule=schedule, **more)

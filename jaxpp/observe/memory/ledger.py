@@ -165,7 +165,6 @@ class _Sampler:
             self._holds.pop(slot, None)
 
     def look(self, moment: int, values: Mapping[Name, Leaf], devices: Iterable[Device]) -> None:
-        """Note what is alive on the devices."""
         inside = 0 < moment <= len(self._lines)
         label = self._lines[moment - 1].label if inside else "ends" if moment else "begins"
         kinds = {life.name: life.kind for life in self._liveness.lives if life.begins <= moment <= life.ends}

@@ -122,10 +122,7 @@ class Liveness:
 def step_liveness(
     engine: Engine, lowered: LoweredStep, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
-    """What is alive during a step that takes over its state's buffers; of the caller's arrays, only the state.
-
-    Lines of one process of several tell of its devices alone. What the caller has in its home (``homes``) is not copied there.
-    """
+    """What is alive during a step that takes over its state's buffers; what the caller has in its ``homes`` is not copied there."""
     sizes = _argument_bytes(engine, lowered)
     return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
 

@@ -426,7 +426,6 @@ def _from_zero(step: SeenStep) -> list[Run | None]:
 
 @contextlib.contextmanager
 def _session(folder: str) -> Iterator[None]:
-    """A trace of what programs run, without Python's own calls."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
     try:
@@ -455,10 +454,7 @@ def _watched(
 
 
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
-    """Plans one after another as one, which is looked at and cannot be run: every value has a slot of its own.
-
-    ``firsts`` are the numbers that the first microbatches have; ``awaits[k]`` is the plan whose first result plan k takes last.
-    """
+    """Plans one after another as one to look at, not to run; plan k takes the first result of plan ``awaits[k]`` last."""
     lines: list[Instruction] = []
     made, size = dict[int, int](), 0
     for number, (plan, first) in enumerate(zip(plans, firsts, strict=True)):

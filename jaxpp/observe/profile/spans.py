@@ -64,10 +64,7 @@ def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
-    """The instructions of a step on devices of their own, each with the seconds that it takes alone.
-
-    Each rank has a link to its host memory and one back. A copy begins when the rank has run what it was given before.
-    """
+    """The instructions on devices of their own, each as long as it takes alone; a rank has a link to host memory and one back."""
     free: defaultdict[int, float] = defaultdict(float)
     links: defaultdict[tuple[int, MemoryCopy], float] = defaultdict(float)
 
@@ -112,8 +109,7 @@ def traced_spans(
 def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tuple[Span, ...]:
     """When each instruction ran, if only its end is known: from the latest of what it had to wait for, to its stamp.
 
-    An instruction waits until it is handed over, for its inputs, and for what the device ran before. If one program overtook
-    another on its device, the latter begins too early here.
+    If one program overtook another on its device, the latter begins too early here.
     """
     last: defaultdict[Device, float] = defaultdict(float)
     zero = beginning(stamps)

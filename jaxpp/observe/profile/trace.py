@@ -102,10 +102,7 @@ class TraceError(Exception):
 
 
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
-    """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
-
-    Nothing else in the trace may have programs of these names: other runs than those of the plan are a TraceError.
-    """
+    """The run of each instruction in each step of a trace, from the step's beginning, None for a send; or a TraceError."""
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
     first = runs.steps[0]  # what a step before it had left to do may still run in the trace

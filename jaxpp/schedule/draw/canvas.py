@@ -1,8 +1,7 @@
 """What all figures share: their colours, a page with a heading and a key, bars in rows, and numbers in the bars that have room.
 
-matplotlib is an optional extra, imported when something is drawn, and used without pyplot, so no state is shared. Its constrained
-layout finds room for words and keys; then the page grows until panels are as high as their rows need (``fit_page``). The colours
-are Okabe and Ito's, which differ in lightness, for the colour-blind and for grey prints.
+matplotlib is an optional extra, imported when something is drawn, and used without pyplot, so no state is shared. The colours are
+Okabe and Ito's, which differ in lightness, for the colour-blind and for grey prints.
 """
 
 import base64
@@ -74,10 +73,7 @@ def _picture_class() -> type:
 
 
 def colour_of(kind: Kind, order: int, latest: int, wide: float = math.inf) -> str:
-    """The colour of a bar so many points wide, paler for later stages of its rank; thin bars are stronger, to be seen.
-
-    ``order`` is which stage of its rank runs it, ``latest`` the last stage that some rank has.
-    """
+    """The colour of a bar of ``wide`` points on stage number ``order`` of its rank: paler for later stages, stronger if thin."""
     thin = min(1.0, max(0.0, 1 - wide / 4))
     pale = _mix(_COLOURS[kind], "#FFFFFF", (1 - thin) * 0.55 * order / max(1, latest))
     return _mix(pale, "#000000", 0.25 * thin) if kind == Kind.W else pale
@@ -225,11 +221,7 @@ def draw_bars(axes: Axes, bars: Iterable[Look], scale: float) -> None:
 
 
 def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> None:
-    """Write the numbers of bars, in one size, onto a figure that has been laid out, and below what they are.
-
-    Rows with numbers in some bars of a kind only are hard to read: a kind has numbers if four in five of its bars have room for
-    them.
-    """
+    """Write the numbers of bars, in one size, and below what they are: of a kind all, if four in five of its bars have room."""
     letters = max((len(bar.text) for _, bars in panels for bar in bars if bar.kind), default=1)
     sizes: list[dict[Kind, float]] = []
     for axes, bars in panels:

@@ -1,9 +1,8 @@
 """The pebble graph: time and memory in one picture, a row for each computation along the pipeline.
 
-Rows follow the data: the forwards of stages 0 to S - 1, the backwards from S - 1 to 0, the weight parts from S - 1 to 0. Under each
-forward row lie its pebbles, one for each residual that is alive: from the start of its F to the end of its B, or of its I and W. A
-pebble keeps its place as long as it lives, as a buffer would. Where there are too many to be counted by eye, their number stands
-there instead, on a ground that is darker for larger numbers. Forwards without backwards keep nothing, and have no room for pebbles.
+Rows follow the data: forwards of stages 0 to S - 1, backwards from S - 1 to 0, weight parts from S - 1 to 0. Under each forward row
+lie its pebbles, one for each residual that is alive, in the same place as long as it lives, as a buffer would be. Where there are
+too many to be counted by eye, their number stands there instead, on a ground that is darker for larger numbers.
 """
 
 import math
@@ -33,10 +32,7 @@ class Lane(NamedTuple):
 
 
 def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
-    """The rows of the pebble graph in the order that data flows, each with its top: F, then B and I, then W.
-
-    Forward rows are two high, with the pebbles in the lower half, if there are backwards; between the blocks is half a row.
-    """
+    """The rows of the pebble graph in the order that data flows, each with its top; forward rows with pebbles are two high."""
     present = {(action.stage, action.kind) for _, action, _, _ in bars}
     forward_rows = 1 + any(kind != Kind.F for _, kind in present)
     stages = sorted({stage for stage, _ in present})
@@ -56,10 +52,7 @@ def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
 def pebbles(
     bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: float | None = None, width: float | None = None
 ) -> Figure:
-    """The pebble graph: what runs when along the pipeline, and every residual alive meanwhile, up to a time if one is given.
-
-    On the right are the most residuals alive at once on each stage, and on its rank if ranks have several. ``width`` is in inches.
-    """
+    """What runs when, and every residual alive, ``until`` a time if given; on the right the most of each stage and its rank."""
     figure = _figure(heading, [Timeline("", bars)], stage_to_rank, [_column_width(bars)], width)
     if until is not None:
         bottom, end = figure.axes[0].get_ylim()[0], max(bar.end for bar in bars) or 1

@@ -1,7 +1,4 @@
-"""The timeline of schedules, simulations, rings and profiles: bars in time, a row for each rank.
-
-All bars of a ring are forwards, so there a colour tells which group runs, and passes that take in prompts are paler.
-"""
+"""The timeline of schedules, simulations, rings and profiles: bars in time, a row for each rank. Of rings, groups have colours."""
 
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
