@@ -315,8 +315,7 @@ def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ..
     """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``; None if their form is not known.
 
     Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
-    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (since JAX 0.10; an axis may be a part, ``'a':(2)4``), and for all devices
-    ``{}``.
+    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (an axis may be a part, ``'a':(2)4``), and for all devices ``{}``.
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
     text = attributes[found.end() :] if found else "{}"

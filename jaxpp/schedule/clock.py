@@ -25,8 +25,8 @@ UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # slots
 def dependencies(action: Action, num_stages: int, present: frozenset[Action], num_groups: Awaited = None) -> Iterator[Action]:
     """What must be done before an action may start: what the mathematics needs, no more.
 
-    F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs I(s,
-    i). In a ring with g groups and S stages, F(0, i) also needs the token that F(S - 1, i - g) makes.
+    F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs
+    I(s, i). In a ring with g groups and S stages, F(0, i) also needs the token that F(S - 1, i - g) makes.
 
     Args:
         action: an action of a schedule.
@@ -320,7 +320,7 @@ def idle_causes(
     """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
     The clock runs to ``length``, each time with one more cause: equal stages (a ring first without tokens), the durations as they
-    are, transfers and copies, the host and shared cores. A rank whose stages take long counts all its idle time as fill and drain.
+    are, transfers and copies, the host and shared cores. If a rank idles less than with equal stages, all of it is fill and drain.
     """
 
     def length_of(run: Timing) -> Number:

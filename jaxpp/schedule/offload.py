@@ -26,8 +26,7 @@ class Offloaded(NamedTuple):
 def offloads(rows: Sequence[Sequence[Action]], except_last: Sequence[int | None]) -> tuple[Offloaded, ...]:
     """What is offloaded, rank by rank in the order of the backwards.
 
-    ``except_last`` is for each stage the number of microbatches whose residuals stay because their backwards are next; None: all
-    stay.
+    ``except_last`` is for each stage how many microbatches' residuals stay because their backwards are next; None: all stay.
 
     Example:
         >>> from jaxpp.schedule.registry import make

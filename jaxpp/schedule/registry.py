@@ -58,10 +58,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1      F0 F1    B0    F2 B1    F3 B2    B3
         rank 2         F0 B0    F1 B1    F2 B2    F3 B3
 
-    Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down). Bubble (p
-    - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. The order is the one that PyTorch's ``Schedule1F1B``
-    runs; the table it prints differs on the last rank. Reference: Narayanan et al., arXiv:2104.04473, section 2.2.1
-    (PipeDream-Flush).
+    Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down). Bubble
+    (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. PyTorch's ``Schedule1F1B`` runs this order (its
+    printed table differs on the last rank). Reference: Narayanan et al., arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
     """
 
     def row(rank: int) -> ActionRow:
@@ -118,8 +117,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> S
     Bubble (p - 1) / (v m + p - 1) of the step, as interleaved, for any number of microbatches; residuals of all m microbatches on
     every rank. Each stage's parameters are wanted in one stretch, which is what fully sharded parameters like. The order is
     PyTorch's ``ScheduleLoopedBFS``: backwards run from the last microbatch to the first, so gradients are summed in reverse, and
-    their last bits differ from those of the other schedules. Reference: Lamy-Poirier, Breadth-First Pipeline Parallelism,
-    arXiv:2211.05953.
+    their last bits differ from other schedules'. Reference: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953.
     """
     rows = []
     for rank in range(num_ranks):
@@ -141,8 +139,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Rank r has p - r forwards in flight and lags r weight gradients behind, so residuals of min(m, p) microbatches on every rank (a
     residual lives until W). Bubble, with F = I = W = 1, (p - 1) / (3 m + p - 1). XLA may fuse and round I and W otherwise than B:
     the last bits of a gradient may differ from 1f1b's, not between the schedules that split every backward. The order is that of
-    PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank. Reference: Qi et al., Zero Bubble Pipeline Parallelism,
-    arXiv:2401.10241.
+    PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank. Reference: Qi et al., Zero Bubble, arXiv:2401.10241.
     """
     return Schedule("zb-h1", tuple(_split_row(r, num_microbatches, num_ranks - r - 1, lag=r) for r in range(num_ranks)))
 
@@ -188,8 +185,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     ``v-min``   4 p - 5 + (p % 3 == 0)                    (p + 4) // 3
     ==========  ========================================  ===================================
 
-    The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p. (*) and no rank idles between its first and last
-    action.
+    The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p. (*) and no rank idles between its actions.
 
     The order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of a microbatch, every
     six slots: the time a microbatch spends between F and W, over six, is what a rank holds. In v-min it moves on at once, one slot
@@ -303,8 +299,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v (the paper's bound, (p - 1) (F&B + B - 3 W), gives twice
     that); residuals of 2 p + 1 stages, half a microbatch more than 1f1b. Needs at least as many microbatches as stages (2 p). The
     order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs written F, then B. Some backwards are split and some are not, so
-    the last bits of gradients are neither 1f1b's nor zb-h1's. Reference: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, and its
-    DualPipe notes.
+    the last bits of gradients are neither 1f1b's nor zb-h1's. Reference: DeepSeek-V3, arXiv:2412.19437.
     """
     rows = []
     for rank in range(num_ranks):

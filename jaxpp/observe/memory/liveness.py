@@ -132,8 +132,7 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
 
     The batch and the key may be shapes. The programs of other processes' ranks are compiled here too, for devices of this process
     that stand in for theirs, and thrown away; a rank for which it has too few is ``Liveness.unknown``. With ``known``, only
-    programs that are not in it are compiled, and added to it. (Where stages share a device, what a program may overwrite can
-    differ.)
+    programs that are not in it are compiled, and added to it: not exact where stages share a device.
     """
     own = None
     if known is None:

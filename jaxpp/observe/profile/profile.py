@@ -277,8 +277,7 @@ class Profile(Drawn):
         """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
         The timelines have one scale of time, unless one is far shorter than the other, which a title says. A generation has a
-        colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, on the first rank tokens
-        too.
+        colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, tokens too.
 
         Args:
             width: of the figure in inches; as many as the bars need, up to 9.4, unless given.

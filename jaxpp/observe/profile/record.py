@@ -1,7 +1,7 @@
 """Running steps, or forwards, under JAX's profiler, and making a ``Profile`` of what the trace says.
 
 Some steps run as they are; the trace says when each program ran, and the host's stamps when each instruction was handed over. In
-others the host waits for each instruction, so every program takes the time that it would take on a device of its own. Where the
+more steps the host waits for each instruction, so every program takes the time that it would take on a device of its own. Where the
 trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began. Several
 processes (``Company``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send between
 processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.

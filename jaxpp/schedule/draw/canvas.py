@@ -221,7 +221,7 @@ def draw_bars(axes: Axes, bars: Iterable[Look], scale: float) -> None:
 
 
 def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> None:
-    """Write the numbers of bars, in one size, and below what they are: of a kind all, if four in five of its bars have room."""
+    """Write the numbers of bars in one size, and below what they are; a kind has them if four in five of its bars have room."""
     letters = max((len(bar.text) for _, bars in panels for bar in bars if bar.kind), default=1)
     sizes: list[dict[Kind, float]] = []
     for axes, bars in panels:

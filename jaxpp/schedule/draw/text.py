@@ -21,7 +21,7 @@ _FITS = "max-width:100%;height:auto"
 
 
 class Drawing(NamedTuple):
-    """What a picture needs; if it is a ring, with so many groups, each group has a colour of its own."""
+    """What a picture needs; each group of a ring has a colour of its own."""
 
     heading: str
     num_ranks: int

@@ -1,4 +1,4 @@
-"""The timeline of schedules, simulations, rings and profiles: bars in time, a row for each rank. Of rings, groups have colours."""
+"""The timeline of schedules, simulations, rings and profiles: bars in time, a row for each rank. In a ring, colours tell groups."""
 
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
