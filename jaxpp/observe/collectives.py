@@ -1,10 +1,8 @@
-"""What the compiled programs of a step communicate between devices, read from their optimized HLO.
+"""What the compiled programs of a step communicate between devices, read from their optimized HLO (``compiled.as_text()``).
 
-The compiler decides what is communicated: from annotations of shardings it makes collectives that stand nowhere in the user's code,
-joins several into one, or moves one out of a loop. So the text of what will run is read. Bytes are those of a collective's operands
-on one device, whatever the algorithm sends over the wires; XLA for CPUs has no bf16 collectives and reduces f32 instead.
-
-A compiled program prints as computations, an instruction on each line (``compiled.as_text()``)::
+The compiler makes collectives from annotations of shardings, joins several into one, or moves one out of a loop, so the text of
+what will run is read. Bytes are those of a collective's operands on one device, whatever the algorithm sends over the wires; XLA
+for CPUs has no bf16 collectives and reduces f32 instead. A program prints as computations, an instruction on each line::
 
     %body (arg: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
       %psum = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
@@ -12,9 +10,6 @@ A compiled program prints as computations, an instruction on each line (``compil
     ENTRY %main (param: f32[4,8]) -> f32[4,8] {
       %loop = (s32[], f32[4,8]{1,0}) while(%t), body=%body, condition=%cond, backend_config={"known_trip_count":{"n":"5"}}
     }
-
-Names, shapes, operands and calls are parsed. Some versions of XLA print shapes beside operands, and groups of devices have any of
-four forms (``parse_groups``).
 """
 
 import itertools
@@ -68,8 +63,7 @@ class Shape(NamedTuple):
     on_host: bool
 
 
-_Call = tuple[str, int | None, bool]
-"""A computation that an instruction runs, how often (None if that is not known), and whether the instruction is a loop."""
+_Call = tuple[str, int | None, bool]  # a computation that is run, how often (None if not known), and whether in a loop
 
 
 class HloInstruction(NamedTuple):
@@ -85,15 +79,11 @@ class HloInstruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a compiled program.
-
-    Groups are positions in the mesh, row by row, of the devices that communicate with one another; for a collective-permute pairs
-    of source and target. A group of one device, which does not communicate, is among them.
-    """
+    """A collective of a compiled program."""
 
     kind: str  # as XLA calls it: ``all-reduce``
     num_bytes: int  # of its operands on one device
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # positions in the mesh, row by row, of devices that communicate; or (source, target) pairs
     axes: tuple[str, ...]  # of the mesh, over which it runs: those along which devices of one group differ
     shapes: tuple[str, ...]  # of its operands on one device, as ``f32[16,16]``; several if the compiler joined several collectives
     on_host: bool  # whether an operand or result is in host memory
@@ -134,13 +124,12 @@ class Collectives:
     parameter_bytes: int | None = None
 
     def num_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None, program: str | None = None) -> int:
-        """Bytes of operands in a step.
+        """Bytes of operands in a step, of collectives of one ``kind`` or ``program`` only, if given.
 
         Args:
-            kind: count only collectives of this kind.
-            axes: count only collectives that run over this axis, whatever others they run over; or, given a sequence of names, over
-                exactly these axes.
-            program: count only collectives of this program.
+            kind: ``"all-reduce"``, for example.
+            axes: count only collectives that run over this axis, whatever others they run over; or exactly over a sequence of axes.
+            program: a program by its name in the table.
         """
         return sum(times * collective.num_bytes for times, collective in self._select(kind, axes, program))
 
@@ -166,7 +155,6 @@ class Collectives:
         return json.dumps({"rows": rows, "sums": sums, "communicated": self.communicated, "parameter_bytes": self.parameter_bytes})
 
     def _sums(self) -> list[tuple[tuple[str, ...], str, int, int]]:
-        """The axes and kinds of collectives, with how many run and their bytes."""
         pairs = sorted({(row.collective.axes, row.collective.kind) for row in self.rows})
         return [(axes, kind, self.count(kind, axes), self.num_bytes(kind, axes)) for axes, kind in pairs]
 
@@ -203,17 +191,13 @@ class Collectives:
 
 
 def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
-    """The collectives that a compiled program runs.
+    """The collectives that a compiled program runs, in its order; those of a loop stand where the loop is.
 
-    A collective without communication, where every group is one device, is left out. A collective that is split into a start and
-    a done counts once.
+    A collective in which every group is one device is left out; one that is split into a start and a done counts once.
 
     Args:
         hlo_text: ``compiled.as_text()`` of ``compiled = jax.jit(f).lower(...).compile()``.
         mesh_shape: the size of each axis of the mesh on which it runs, in the order of the mesh: ``mesh.shape``.
-
-    Returns:
-        the collectives in the order of the program; the collectives of a loop stand where the loop is.
 
     Raises:
         ArgumentError: the text is not the HLO of a compiled program, or not of one for this mesh.
@@ -241,12 +225,10 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
     return tuple(collective for collective in found if collective.axes)
 
 
-_Runs = tuple[int, bool, bool]
-"""How often a computation runs, whether in a loop, and whether that is known."""
+_Runs = tuple[int, bool, bool]  # how often a computation runs, whether in a loop, and whether that is known
 
 
 def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, runs: _Runs) -> Iterator[tuple[HloInstruction, _Runs]]:
-    """The collectives of a computation and of all that it runs."""
     times, in_loop, exact = runs
     for instruction in computations.get(name, ()):
         if instruction.opcode.removesuffix("-start") in _KINDS:
@@ -258,7 +240,6 @@ def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, runs:
 
 
 def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which the devices of some group differ."""
     differ = np.zeros(len(mesh_shape), bool)
     for group in filter(None, groups):
         places = np.array(np.unravel_index(np.array(group), tuple(mesh_shape.values())))
@@ -267,11 +248,7 @@ def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tup
 
 
 def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int = 0) -> Collectives:
-    """Read the programs of a step; ``num_other`` are the bytes of all other tasks' parameters, before they are sharded.
-
-    Programs are named by what they do, and a program that runs for every microbatch is named once. The bytes of all parameters are
-    what one device would hold of them, with the parameters of each stage counted once.
-    """
+    """Read the programs of a step, each once; ``num_other`` are the bytes of other tasks' parameters, before they are sharded."""
     plan, lowered = engine.plan("update", batch, key)
     calls = [instruction.call for instruction in plan.instructions]
     runs: Counter[tuple[str, int]] = Counter()
@@ -292,7 +269,7 @@ def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int
 
 
 def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
-    """What a line runs on several devices: label, compiled program, and the shape of its mesh."""
+    """The label, the compiled program and the mesh of what a line runs on several devices."""
     sizes = dict(line.place.axis_sizes)
     if not sizes:
         return []
@@ -335,11 +312,10 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``.
+    """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``; None if their form is not known.
 
     Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
-    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (which the partitioner of JAX 0.10 writes, and all of 0.11; an axis may be a
-    part, ``'a':(2)4``), and for all devices ``{}``. The result is None if the groups are written in none of these forms.
+    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (an axis may be a part, ``'a':(2)4``), and for all devices ``{}``.
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
     text = attributes[found.end() :] if found else "{}"
@@ -390,7 +366,6 @@ def _bits(kind: str, layout: str) -> int:
 
 
 def _until(text: str, start: int) -> str:
-    """From the bracket at ``start`` to the one that closes it."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in "({[") - (text[at] in ")}]")
@@ -400,7 +375,6 @@ def _until(text: str, start: int) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that are in no bracket."""
     parts, depth = [""], 0
     for letter in re.sub(r"/\*.*?\*/", "", text):
         depth += (letter in "({[") - (letter in ")}]")

@@ -1,7 +1,7 @@
 """Warns of stages that do not learn: a boundary that carries no gradient raises no error, but the stages before it never change.
 
-Each update returns the sum of squared gradients of each stage, which the gradient norm needs anyway. The detector looks at these
-sums some steps later, when they are there, so that nothing waits: after each of the first steps, then now and then.
+Each update returns the sum of squared gradients of each stage. The detector looks at these sums some steps later, when they are
+there, so that nothing waits: after each of the first steps, then now and then.
 """
 
 from collections import deque

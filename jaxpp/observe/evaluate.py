@@ -1,9 +1,6 @@
 """What a step of a candidate costs: its seconds by the clock, and the bytes that each device holds at its peak.
 
-``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` ask these two questions of their candidates. Seconds
-follow from what the programs take, which was measured or is assumed. Bytes are counted from the lines of the step.
-
-A step begins with the call and ends when all its results are there::
+``Pipeline(hbm=...)``, the changes that a forecast proposes, and ``jaxpp.tune`` ask this. A step begins with the call::
 
     call | before | the clock of the schedule: actions, transfers, copies to the host and back | after: sums, update |
 
@@ -64,23 +61,17 @@ class Evaluator(Generic[_Candidate]):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a step is made of, in seconds; what is left out takes no time.
+    """What a step is made of, in seconds; what is left out takes no time. Where B is missing, it takes I and W together."""
 
-    An action is timed on its device for one microbatch, once it was handed over; where B is missing, it takes I and W together.
-    A transfer takes an activation from stage s to s + 1, or its cotangent back, from the end of the action to the arrival; where
-    two stages share a rank nothing is sent. ``capacity`` is how many ranks compute at once at the speed at which one of them
-    computes alone: all where every rank has a device of its own, fewer where forced CPU devices share cores.
-    """
-
-    actions: Mapping[Kind, _Stages]
+    actions: Mapping[Kind, _Stages]  # on its device for one microbatch, once it was handed over
     dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)  # to hand over an action with the sends of its results
-    transfer: _Stages = ()
+    transfer: _Stages = ()  # of an activation from stage s to s + 1 on another rank, or its cotangent back, up to the arrival
     offload: _Stages = ()  # of the residuals of one microbatch to host memory, and as long back
     offload_dispatch: _Stages = ()  # to hand over one of these copies
     before: float = 0.0  # until the first action is handed over: splitting the batch, what is done once per step
     after: _Stages = ()  # what a stage does after its last action: sums, and the update
     after_dispatch: float = 0.0  # to hand over all of it
-    capacity: float = math.inf
+    capacity: float = math.inf  # how many ranks compute at once at full speed: fewer than all where CPU devices share cores
 
     def recomputed(self, stages: Sequence[bool]) -> "StepCosts":
         """The same where some stages run their forward once more in each backward: in B, and in I if there is one."""
@@ -119,11 +110,7 @@ class Parts(NamedTuple):
 
 
 def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> float:
-    """Seconds of a step.
-
-    ``offload`` is ``except_last`` of each stage, None of each whose residuals stay on the device. ``processes`` hand over the
-    actions of each rank, side by side; one process hands over all of them unless given.
-    """
+    """Seconds of a step; ``offload`` is ``except_last`` of each stage, ``processes`` hand over the actions of each rank."""
     timing = _timing(schedule, costs, offload, processes)
     handed = max((timing.dispatched or {}).values())
     work = [0.0] * schedule.num_ranks
@@ -157,7 +144,6 @@ def alone(schedule: Schedule, costs: StepCosts) -> float:
 
 
 def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None], processes: Sequence[int]) -> Timing:
-    """What the clock is told; it begins with the call."""
     owner = schedule.stage_to_rank
     durations = {action: _seconds(costs.actions, action) for action in schedule.order}
     hops = tuple(hop * (a != b) for hop, (a, b) in zip(costs.transfer, itertools.pairwise(owner), strict=False))
@@ -170,7 +156,6 @@ def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None],
 
 
 def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:
-    """What an action takes."""
     if action.kind in table or action.kind != Kind.B:
         return table[action.kind][action.stage]
     return table[Kind.I][action.stage] + table[Kind.W][action.stage]

@@ -1,7 +1,4 @@
-"""An action: one stage doing one kind of work on one microbatch, printed and read as ``2F0``.
-
-The printed form is PyTorch's: stage, kind, microbatch. ``str`` and ``parse`` are inverses.
-"""
+"""An action: one stage doing one kind of work on one microbatch, printed as ``2F0``, which is PyTorch's form, and parsed back."""
 
 import enum
 import re
@@ -49,10 +46,6 @@ def parse(text: str) -> Action:
 
     Raises:
         ScheduleError: the text is not a number, one of F B I W, a number.
-
-    Example:
-        >>> parse("2F0").stage
-        2
     """
     match = _GRAMMAR.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:

@@ -1,11 +1,8 @@
-"""A schedule: which rank does which action in which order, as plain data.
+"""A schedule: which rank does which action in which order, as plain data that can be checked, drawn and compared.
 
-Problem: a schedule written as a loop with side effects cannot be checked, drawn or compared. Idea: it is a value, a row of actions
-for each rank. Mechanism: the constructor checks that every action is there once, on the right rank, and replays the rows
-on a clock where F, I and W take one slot and B takes two. Rows that wait for one another for ever are refused, so every
-``Schedule`` that exists can run.
-
-Rows without any backward are a schedule of forwards only: that of predictions or, if ``num_groups`` is given, of a generation.
+The constructor checks that every action is there once, on the right rank, and replays the rows on a clock where F, I and W take one
+slot and B takes two. It refuses rows that wait for one another for ever, so every ``Schedule`` that exists can run. Rows without
+any backward are a schedule of forwards only: that of predictions or, if ``num_groups`` is given, of a generation.
 """
 
 import csv
@@ -30,14 +27,12 @@ _PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 @entries
 @dataclass(frozen=True)
 class Schedule(Drawn):
-    """Rows of actions, one row for each rank, checked when made.
-
-    Two schedules are equal if their rows, owners and groups are equal, whatever their names.
+    """Rows of actions, one row for each rank, checked when made; names do not count when schedules are compared.
 
     Args:
         name: what to call the schedule.
-        rows: ``rows[rank]`` holds the rank's actions in the order it runs them, each an ``Action`` or its printed form, ``"2F0"``;
-            or one string of them.
+        rows: ``rows[rank]`` holds the rank's actions in the order it runs them: a sequence of ``Action`` or of printed forms such
+            as ``"2F0"``, or one string of them.
         stage_to_rank: ``stage_to_rank[stage]`` is the rank that owns the stage; inferred from the rows unless given.
         num_groups: makes the schedule a ring of forwards (see ``jaxpp.schedule.ring``): F of microbatch i on the first stage waits
             for F of microbatch i - num_groups on the last stage.
@@ -128,11 +123,10 @@ class Schedule(Drawn):
 
 @entry
 def from_csv(text: str, name: str = "csv", num_groups: int | None = None) -> Schedule:
-    """Read a schedule in PyTorch's grammar (``compute_only``); ``Schedule.to_csv`` writes one.
+    """Read a schedule in PyTorch's grammar (``compute_only``), as ``Schedule.to_csv`` writes it: a line for each rank.
 
-    There is a line for each rank, and a cell for each action, such as ``2F0``. Empty cells are idle slots and are skipped: the
-    clock finds them again. A pair that PyTorch writes as overlapped, ``(0F8;7B0)OVERLAP_F_B``, is read as the two actions one after
-    the other.
+    A cell holds an action, such as ``2F0``. Empty cells are idle slots and are skipped: the clock finds them again. A pair that
+    PyTorch writes as overlapped, ``(0F8;7B0)OVERLAP_F_B``, is read as the two actions one after the other.
 
     Args:
         text: the CSV itself, not a path.

@@ -1,16 +1,9 @@
 """The clock: when each action starts if every rank runs its row in order, and each action as soon as its inputs are there.
 
-One pass over the rows: a rank runs until it needs something that another rank has not done yet, and goes on when that is done. The
-unit clock of a ``Schedule``, the costs of a ``Simulation`` and the measured times of a profile are all given to this ``replay``.
-
-The dependencies are what the mathematics needs, no more: F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the
-cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs I(s, i). Microbatches do not depend on one another: the backward of
-microbatch k waits for that of k + 1 only if a row puts them in that order.
-
-A ring with g groups is the exception: F(0, i) needs the token that F(S - 1, i - g) makes, on the last of S stages.
-
-Residuals that wait in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in
-each direction. Ranks may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
+``replay`` is one pass over the rows, for the unit clock of a ``Schedule``, the costs of a ``Simulation`` and the times of a
+profile: a rank runs until it needs something that another rank has not done yet, and goes on when that is done. Residuals that wait
+in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in each direction. Ranks
+may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
 """
 
 import heapq
@@ -24,27 +17,22 @@ from jaxpp.schedule.offload import Offloaded
 ActionRow = tuple[Action, ...]
 Number = int | float
 
-Awaited = int | Mapping[int, int] | None
-"""Whose token a pass of a ring awaits: that of the pass so many before it, or, for passes in any order, that of the pass with this
-number; None if no pass awaits any.
-"""
+Awaited = int | Mapping[int, int] | None  # whose token a pass of a ring awaits: of how many passes before it, or of which pass
 
-UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-"""Slots of each kind on the unit clock."""
+UNIT: Mapping[Kind, int] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # slots of each kind on the unit clock
 
 
 def dependencies(action: Action, num_stages: int, present: frozenset[Action], num_groups: Awaited = None) -> Iterator[Action]:
-    """What must be done before an action may start.
+    """What must be done before an action may start: what the mathematics needs, no more.
+
+    F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs
+    I(s, i). In a ring with g groups and S stages, F(0, i) also needs the token that F(S - 1, i - g) makes.
 
     Args:
         action: an action of a schedule.
         num_stages: how many stages the schedule has.
         present: all actions of the schedule; they tell whether a stage runs B or I.
-        num_groups: the groups of a ring, in which tokens return from the last stage to the first, or which pass makes the token
-            that each pass awaits.
-
-    Yields:
-        the actions that it needs.
+        num_groups: the groups of a ring, or which pass makes the token that each pass awaits.
 
     Example:
         >>> rows = frozenset({Action(0, Kind.F, 0), Action(1, Kind.F, 0), Action(1, Kind.B, 0), Action(0, Kind.B, 0)})
@@ -67,20 +55,14 @@ def dependencies(action: Action, num_stages: int, present: frozenset[Action], nu
 
 
 class Timing(NamedTuple):
-    """How long things take, in one unit of time.
+    """How long things take, in one unit of time; ``overlap`` and ``capacity`` are as for ``simulate``."""
 
-    ``durations`` are of each action, and an action that is not in it takes no time. ``hops[s]`` is the time of a result across the
-    boundary between stages s and s + 1, in either direction; in a ring, the last stage's is that of a token back to stage 0.
-    ``dispatched`` says when the host has handed over each action, ``copies[s]`` what the residuals of stage s and one microbatch
-    take to the host, and as long back; ``overlap`` and ``capacity`` are as for ``simulate``.
-    """
-
-    durations: Mapping[Action, Number]
-    hops: Sequence[Number] = ()
-    dispatched: Mapping[Action, Number] | None = None
+    durations: Mapping[Action, Number]  # an action that is not in it takes no time
+    hops: Sequence[Number] = ()  # between stages s and s + 1, either way; the last of a ring is that of a token back to stage 0
+    dispatched: Mapping[Action, Number] | None = None  # when the host has handed over each action
     overlap: bool = True
     offloaded: Sequence[Offloaded] = ()
-    copies: Sequence[Number] = ()
+    copies: Sequence[Number] = ()  # of the residuals of a stage and one microbatch to the host, and as long back
     capacity: Number | None = None
 
 
@@ -93,10 +75,7 @@ class Copies(NamedTuple):
 
 
 class Times(NamedTuple):
-    """``starts[rank][k]`` and ``ends[rank][k]`` of the rank's k-th action; shorter than the row where the rank is stuck.
-
-    ``copies`` says when offloaded residuals are copied.
-    """
+    """``starts[rank][k]`` and ``ends[rank][k]`` of the rank's k-th action; shorter than the row where the rank is stuck."""
 
     starts: tuple[tuple[Number, ...], ...]
     ends: tuple[tuple[Number, ...], ...]
@@ -148,7 +127,7 @@ class _HostLinks:
         return ready
 
     def end(self, action: Action, free: Number) -> Number:
-        """When a rank goes on that has run an action, and would be free for the next; what the action kept goes out."""
+        """When the rank is free for its next action; what the action kept goes out."""
         if (each := self._out.get(action)) is None:
             return free
         out = self._sent[each] = self._copy(action.stage, True, each, free)
@@ -170,13 +149,7 @@ def handed_over(
 ) -> dict[Action, Number]:
     """When each action has been handed over: each process hands over the actions of its own ranks, one after another.
 
-    ``dispatch`` is what it takes to hand over each action with the sends of its results, ``copies[s]`` to hand over a copy of
-    offloaded residuals of stage s: out right after the forward, back right before the action beside which the copy runs.
-
-    Example:
-        >>> rows = Action(0, Kind.F, 0), Action(0, Kind.B, 0)
-        >>> list(handed_over(rows, dict.fromkeys(rows, 2), (0,)).values())
-        [2, 4]
+    ``dispatch`` includes the sends of an action's results; ``copies[s]`` is to hand over a copy of offloaded residuals of stage s.
     """
     paid = offloaded if copies else ()
     before = {each.ahead: copies[each.forward.stage] for each in paid}
@@ -233,7 +206,7 @@ _Wiring = Callable[[Action], tuple[int, int, int, int, int]]
 
 
 def _wiring(rows: Sequence[ActionRow], num_stages: int, num_groups: Awaited) -> _Wiring:
-    """What an action needs of its own stage and of another, what it makes, and the hops on which the other arrives and it is sent.
+    """What an action needs of its own stage and of another, what it makes, and the hops by which the other arrives and it is sent.
 
     Integers are faster than actions: a microbatch has three numbers in a stage, its forward, cotangent and gradient; -1 is nothing.
     """
@@ -256,10 +229,10 @@ def _wiring(rows: Sequence[ActionRow], num_stages: int, num_groups: Awaited) -> 
 
 
 def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, links: _HostLinks, capacity: Number) -> Times:
-    """The clock for ranks that share cores: it goes from event to event, an action that starts or one that ends.
+    """The clock for ranks that share cores, from event to event: an action starts or ends.
 
-    All ranks that compute have the same speed at any time. So the clock counts the work that each of them has done since the start,
-    *served*; an action ends when served has grown by its duration, and one heap of such marks says which action ends next.
+    All ranks that compute have the same speed, so an action ends when *served*, the work that each has done since the start, has
+    grown by its duration; one heap of such marks says which action ends next.
     """
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     free: list[Number] = [0] * len(rows)
@@ -268,7 +241,6 @@ def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, l
     starting, running = list[tuple[Number, int]](), list[tuple[Number, int]]()
 
     def prepare(rank: int) -> None:
-        """Find out when a rank starts its next action, or what it waits for."""
         if len(starts[rank]) == len(rows[rank]):
             return
         action = rows[rank][len(starts[rank])]
@@ -310,24 +282,19 @@ def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, l
 
 
 class Idle(NamedTuple):
-    """Where a rank's idle time comes from; the parts sum to it.
+    """Where a rank's idle time comes from; the parts sum to it."""
 
-    ``fill_drain`` is what the schedule costs even if all stages take the same time and transfers none; ``imbalance`` what stages
-    that differ add; ``transfer`` what transfers, and copies of residuals to the host and back, add that nothing hides; ``dispatch``
-    what waiting for the host adds: until it hands an action over, or for a core that other ranks use, too.
-    """
-
-    fill_drain: Number
-    imbalance: Number
-    transfer: Number
-    dispatch: Number
+    fill_drain: Number  # what the schedule costs even if all stages take the same time and transfers none
+    imbalance: Number  # what stages that differ add
+    transfer: Number  # what transfers, and copies of residuals to the host and back, add that nothing hides
+    dispatch: Number  # what waiting for the host adds, or for a core that other ranks use, too
 
 
 class RingIdle(NamedTuple):
-    """As ``Idle``, transfers of tokens included; ``token`` is what waiting for tokens adds to ``fill_drain``: too few groups."""
+    """As ``Idle``, transfers of tokens included."""
 
     fill_drain: Number
-    token: Number
+    token: Number  # what waiting for tokens adds to ``fill_drain``: too few groups
     imbalance: Number
     transfer: Number
     dispatch: Number
@@ -352,13 +319,8 @@ def idle_causes(
 ) -> Idles:
     """Where the idle time of each rank comes from; ``equal`` is what each action would take if all stages were equal.
 
-    The clock runs with the durations of all stages made equal, then with the durations as they are, then with transfers and the
-    copies of residuals that wait in host memory, then with the times at which the host hands actions over, and with the cores that
-    ranks share. Costs that are given (``Simulation``) and times that were measured (a profile) are told apart in this same way. A
-    ring runs once more, first of all, as if no pass waited for a token.
-
-    The clock is followed to ``length``, the time from the beginning to the end, and no further. A rank whose stages take long idles
-    less than it would with equal stages; then all its idle time counts as fill and drain.
+    The clock runs to ``length``, each time with one more cause: equal stages (a ring first without tokens), the durations as they
+    are, transfers and copies, the host and shared cores. If a rank idles less than with equal stages, all of it is fill and drain.
     """
 
     def length_of(run: Timing) -> Number:

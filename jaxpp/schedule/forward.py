@@ -17,10 +17,8 @@ def forward(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 2         F0 F1 F2 F3
 
     With equal stages of time T, m microbatches take (m + p - 1) T on p ranks, a bubble of (p - 1) / (m + p - 1). Nothing is kept
-    for a backward. Batches that follow one another without a barrier, as in a stream, are one such schedule with the microbatches
-    of all of them, so they fill and drain the pipeline once in all. The order is that of the forwards of gpipe.
-
-    Reference: Huang et al., GPipe, arXiv:1811.06965, section 2.3.
+    for a backward. A stream of batches is one such schedule with the microbatches of all of them, so the pipeline fills and drains
+    once in all. Reference: Huang et al., GPipe, arXiv:1811.06965, section 2.3.
 
     Args:
         num_ranks: ranks, at least 1.
@@ -55,18 +53,15 @@ def ring(num_ranks: int, num_groups: int, num_turns: int) -> Schedule:
         rank 2         a0 b0 c0 a1 b1 c1 a2 b2 c2
 
     A group is the sequences that go through the stages together. A sequence has no next token before it has this one, so a group
-    alone keeps one rank of p busy. With g groups, the others compute while the token of one is on its way.
+    alone keeps one rank of p busy; with g groups, the others compute while the token of one is on its way.
 
     With equal stages of time T and n turns, the ring takes (n g + p - 1) T if g >= p, where no rank is idle between its first pass
-    and its last, and (n p + g - 1) T if g <= p, where each rank is busy g / p of the time. In general a turn takes the longer of
-    two times: g passes of the slowest stage, or one pass of all stages with all transfers. So g must be larger than p to hide
-    transfers: at least p + p c / T if each of them takes c, the token's way back included.
-
-    Reference: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, OSDI 2022, whose scheduler
-    keeps as many batches in flight as there are workers.
+    and its last, and (n p + g - 1) T if g <= p, where each rank is busy g / p of the time. If each transfer takes c, the token's
+    way back included, at least p + p c / T groups hide them.
 
     Passes are numbered as microbatches are: that of group j in turn t is ``t * num_groups + j``, and it waits for pass
-    ``(t - 1) * num_groups + j`` on the last stage.
+    ``(t - 1) * num_groups + j`` on the last stage. Reference: Yu et al., Orca: A Distributed Serving System for Transformer-Based
+    Generative Models, OSDI 2022.
 
     Args:
         num_ranks: ranks, at least 1.

@@ -1,12 +1,9 @@
 """Which residuals leave their device for host memory between forward and backward, and when they come back.
 
-Problem: a rank of 1F1B holds the residuals of up to as many microbatches as there are ranks, of GPipe those of all, while it works
-on one microbatch at a time. Idea: residuals that are not needed soon wait in host memory, and copies run beside the computation.
-Mechanism, read off the rows alone: residuals go out when their forward has run, and come back while the last action before their
-backward runs. Each copy has an action of its own to run beside, so copies that are shorter than an action delay nothing. Residuals
-stay where leaving would free nothing: with fewer than three actions between forward and backward they would be away during none,
-and some ranks hold as many at another time anyway, as the last three of 1F1B do. Those of the next microbatches in line stay, too
-(``except_last``).
+A rank of 1F1B holds the residuals of up to as many microbatches as there are ranks, of GPipe those of all, while it works on one at
+a time. So residuals go out when their forward has run, and come back while the last action before their backward runs: each copy
+has an action of its own to run beside, and delays nothing if it is shorter. Residuals stay where leaving would free nothing, as
+with fewer than three actions between forward and backward, and those of the next microbatches in line stay, too (``except_last``).
 """
 
 import itertools
@@ -15,28 +12,21 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 
-_BETWEEN = 3
-"""The fewest actions of a rank between a forward and its backward for which residuals leave: one beside the copy out, one beside
-the copy back, and one during which they are away."""
+_BETWEEN = 3  # actions at least between F and its backward: beside the copy out, beside the copy back, and while they are away
 
 
 class Offloaded(NamedTuple):
-    """The residuals of one stage and microbatch that wait in host memory.
+    """The residuals of one stage and microbatch that wait in host memory."""
 
-    They go out after ``forward``, come back while ``ahead`` runs on the same rank, and the action after it, ``backward``, is the
-    first that reads them: B or I, or W of a stage without an I.
-    """
-
-    forward: Action
-    ahead: Action
-    backward: Action
+    forward: Action  # after which they go out
+    ahead: Action  # of the same rank, beside which they come back
+    backward: Action  # the action after it, the first that reads them: B or I, or W of a stage without an I
 
 
 def offloads(rows: Sequence[Sequence[Action]], except_last: Sequence[int | None]) -> tuple[Offloaded, ...]:
     """What is offloaded, rank by rank in the order of the backwards.
 
-    ``except_last`` says for each stage of how many microbatches at a time the residuals stay on the device: those whose backward
-    is next. With 1, residuals stay if no other backward of the stage runs before theirs. None: nothing is offloaded.
+    ``except_last`` is for each stage how many microbatches' residuals stay because their backwards are next; None: all stay.
 
     Example:
         >>> from jaxpp.schedule.registry import make
@@ -64,10 +54,9 @@ def offloads(rows: Sequence[Sequence[Action]], except_last: Sequence[int | None]
 
 
 def _helping(row: Sequence[Action], leaving: Sequence[Offloaded]) -> list[Offloaded]:
-    """Of what could leave a rank of one stage, what makes the most residuals at once fewer, during a B, an I or a W.
+    """Of what could leave a rank of one stage, what lowers the most residuals at once during a B, an I or a W.
 
-    A forward needs less memory than a backward besides, so it may hold as many residuals as any backward. A rank with several
-    stages may hold more for one than for another, which the rows do not tell; there all that could leave does.
+    A forward needs less memory than a backward besides, so it may hold as many residuals as any backward.
     """
     number = {action: k for k, action in enumerate(row)}
     last = {action.microbatch: k for k, action in enumerate(row)}

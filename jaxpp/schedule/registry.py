@@ -1,8 +1,7 @@
-"""The schedules, and ``make``, which builds one by name.
+"""The schedules, and ``make``, which builds one by name. A new schedule is a function here, and a line in ``SCHEDULES``.
 
 Stages lie round robin, stage s on rank s modulo p, or in a V. With p ranks, v stages on each and m microbatches, the drawings show
-which microbatch each rank runs when; B takes two slots, I and W one each (not to scale). A new schedule is a function here, and a
-line in ``SCHEDULES``.
+which microbatch each rank runs when; B takes two slots, I and W one each (not to scale).
 """
 
 import difflib
@@ -44,7 +43,6 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1      F0 F1 F2 F3    B0 B1 B2 B3
 
     Bubble (p - 1) / (m + p - 1); residuals of all m microbatches on every rank. The order is PyTorch's ``ScheduleGPipe``.
-
     Reference: Huang et al., GPipe, arXiv:1811.06965.
     """
     order = [(kind, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches)]
@@ -60,11 +58,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1      F0 F1    B0    F2 B1    F3 B2    B3
         rank 2         F0 B0    F1 B1    F2 B2    F3 B3
 
-    Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down).
-    Bubble (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. The order is the one that PyTorch's
-    ``Schedule1F1B`` runs; the table it prints differs on the last rank, where it begins with microbatch 1.
-
-    Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
+    Rank r warms up with p - r - 1 forwards, then alternates one forward, one backward (steady), then drains (cool_down). Bubble
+    (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. PyTorch's ``Schedule1F1B`` runs this order (its
+    printed table differs on the last rank). Reference: Narayanan et al., arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
     """
 
     def row(rank: int) -> ActionRow:
@@ -91,19 +87,14 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> 
         rank 0   0F0 0F1 2F0 2F1 0F2 0F3     2B0 2F2 2B1 ...
         rank 1       1F0 1F1 3F0 3F1 3B0 1F2 3B1 1F3 1B0 ...
 
-    Filling and draining goes through stages 1/v as long. Rank r warms up with (v - 1) k + 2 (p - r - 1) forwards, k microbatches
-    at a time through each of its stages (k = p where p divides m), then alternates one forward, one backward.
-
-    Bubble (p - 1) / (v m + p - 1) of the step; residuals of p + (p - 1) / v microbatches' full share on rank 0; v times the
-    transfers. The number of microbatches must split into max(1, m // p) equal rounds. The order is PyTorch's
-    ``ScheduleInterleaved1F1B``.
-
-    Reference: Narayanan et al., Efficient Large-Scale Language Model Training, arXiv:2104.04473, section 2.2.2.
+    Rank r warms up with (v - 1) k + 2 (p - r - 1) forwards, k microbatches at a time through each of its stages (k = p where p
+    divides m), then alternates one forward, one backward. Bubble (p - 1) / (v m + p - 1) of the step; residuals of p + (p - 1) / v
+    microbatches' full share on rank 0; v times the transfers. The number of microbatches must split into max(1, m // p) equal
+    rounds. The order is PyTorch's ``ScheduleInterleaved1F1B``. Reference: Narayanan et al., arXiv:2104.04473, section 2.2.2.
     """
     size = num_microbatches // max(1, num_microbatches // num_ranks)
 
     def deal(kind: Kind, stages: Sequence[int]) -> list[Action]:
-        """Rounds of ``size`` microbatches, each round through every stage before the next begins."""
         rounds = range(0, num_microbatches, size)
         return [Action(stage, kind, first + k) for first in rounds for stage in stages for k in range(size)]
 
@@ -123,14 +114,10 @@ def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> S
         rank 0   0F0 0F1 0F2 2F0 2F1 2F2                 2B2     2B1     2B0     0B2     0B1     0B0
         rank 1       1F0 1F1 1F2 3F0 3F1 3F2 3B2     3B1     3B0     1B2     1B1     1B0
 
-    The bubble of interleaved, the memory of gpipe; but each stage's parameters are wanted in one stretch, which is what fully
-    sharded parameters like, and any number of microbatches will do.
-
-    Bubble (p - 1) / (v m + p - 1) of the step; residuals of all m microbatches on every rank. The order is PyTorch's
-    ``ScheduleLoopedBFS``: backwards run from the last microbatch to the first, so gradients are summed in reverse, and their last
-    bits differ from those of the other schedules.
-
-    Reference: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953.
+    Bubble (p - 1) / (v m + p - 1) of the step, as interleaved, for any number of microbatches; residuals of all m microbatches on
+    every rank. Each stage's parameters are wanted in one stretch, which is what fully sharded parameters like. The order is
+    PyTorch's ``ScheduleLoopedBFS``: backwards run from the last microbatch to the first, so gradients are summed in reverse, and
+    their last bits differ from other schedules'. Reference: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953.
     """
     rows = []
     for rank in range(num_ranks):
@@ -150,13 +137,9 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 2            F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Rank r has p - r forwards in flight and lags r weight gradients behind, so residuals of min(m, p) microbatches on every rank (a
-    residual lives until W). Bubble, with F = I = W = 1, (p - 1) / (3 m + p - 1).
-
-    I and W are compiled apart, so XLA may fuse and round otherwise than in B: the last bits of a gradient may differ from 1f1b's,
-    not between the schedules that split every backward. (In a bfloat16 model these are bfloat16's last bits.) The order is that of
-    PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank.
-
-    Reference: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+    residual lives until W). Bubble, with F = I = W = 1, (p - 1) / (3 m + p - 1). XLA may fuse and round I and W otherwise than B:
+    the last bits of a gradient may differ from 1f1b's, not between the schedules that split every backward. The order is that of
+    PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank. Reference: Qi et al., Zero Bubble, arXiv:2401.10241.
     """
     return Schedule("zb-h1", tuple(_split_row(r, num_microbatches, num_ranks - r - 1, lag=r) for r in range(num_ranks)))
 
@@ -165,8 +148,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """zb-h1 with twice the forwards in flight, so that the first cotangent never finds a rank idle.
 
     Rank r has 2 (p - r) - 1 forwards in flight and lags 2 r weight gradients behind, so residuals of min(m, 2 p - 1) microbatches
-    on every rank. No rank idles between its first and its last action (m >= 2 p - 1), and the ranks end as staggered as they began:
-    the makespan is that of zb-h1, but where steps follow one another without a barrier nothing is lost.
+    on every rank. No rank idles between its first and its last action (m >= 2 p - 1). The makespan is that of zb-h1, but where
+    steps follow one another without a barrier nothing is lost.
     """
     rows = (_split_row(r, num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks))
     return Schedule("zb-h2", tuple(rows))
@@ -192,8 +175,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         zb-v, rank 0   0F0 0F1 0F2     3F0 3I0 3W0 0F3 0I0 0W0 3F1 3I1 3W1 ...
               rank 1       1F0 2F0 1F1 2F1 2I0 2W0 1F2 2I1 2W1 1I0 1W0 ...
 
-    A microbatch turns around on the last rank and ends on the first, so first and last rank hold its residuals equally long:
-    memory is the same on every rank, and can be chosen.
+    A microbatch turns around on the last rank and ends on the first, so memory is the same on every rank, and can be chosen:
 
     ==========  ========================================  ===================================
     name        bubble in slots, F = I = W = 1 a stage    residuals, in microbatches of a rank
@@ -203,16 +185,12 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     ``v-min``   4 p - 5 + (p % 3 == 0)                    (p + 4) // 3
     ==========  ========================================  ===================================
 
-    The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p.
-    (*) and no rank idles between its first and its last action.
+    The step without a bubble takes 6 m slots; formulae for p >= 2, m >= 2 p. (*) and no rank idles between its actions.
 
     The order is PyTorch's ``ScheduleZBVZeroBubble``. v-half and v-min repeat one *building block*, the path of a microbatch, every
     six slots: the time a microbatch spends between F and W, over six, is what a rank holds. In v-min it moves on at once, one slot
-    a stage; in v-half going down the V takes two. The slots at the turns make the blocks of all microbatches mesh on every rank.
-    The last bits of gradients are those of zb-h1.
-
-    References: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6; Qi et al., Pipeline Parallelism with
-    Controllable Memory, arXiv:2405.15362.
+    a stage; in v-half going down the V takes two. The last bits of gradients are those of zb-h1. References: Qi et al.,
+    arXiv:2401.10241, section 6; Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
     """
     full = max(num_microbatches, 2 * num_ranks - 1)
     rows = []
@@ -277,10 +255,9 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 def _repeat(
     name: str, steps: tuple[int, int, int, int], turns: tuple[int, int, int], num_ranks: int, num_microbatches: int
 ) -> Schedule:
-    """The block of every microbatch, a period apart; weight gradients in the first slots left free.
+    """The block of every microbatch, six slots apart; weight gradients in the first slots left free.
 
-    A block takes so many slots for a step from one rank to the next, for F down the V, F up, I down (back through the upper half)
-    and I up; and for the turns from the last F down to the first F up, on to the first I, and on to the first I up.
+    ``steps`` are the slots from rank to rank for F down the V, F up, I down and I up; ``turns`` those at the turns between them.
     """
     (forth, up, back, home), last = steps, num_ranks - 1
     top = forth * last + turns[0]
@@ -318,15 +295,11 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     DeepSeek's schedule for overlapping all-to-all with compute: in its main part each forward stands beside a backward of the
     rank's other stage. Here the two run one after the other; on a GPU their kernels may still overlap with each other's transfers.
-    Filling and draining is shortened with I and W as in zb-h1.
 
-    With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v; residuals of 2 p + 1 stages, half a microbatch more than
-    1f1b. Needs at least as many microbatches as stages (2 p). The order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs
-    written F, then B. The paper's bubble, (p - 1) (F&B + B - 3 W), with F&B = F + B for a pair that does not overlap, is an upper
-    bound here: at F = I = W = 1 it gives 2 (p - 1) slots, and the clock p - 1. Some backwards are split and some are not, so the
-    last bits of gradients are neither 1f1b's nor zb-h1's.
-
-    Reference: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, and the DualPipe notes on the cut-in-half variant.
+    With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v (the paper's bound, (p - 1) (F&B + B - 3 W), gives twice
+    that); residuals of 2 p + 1 stages, half a microbatch more than 1f1b. Needs at least as many microbatches as stages (2 p). The
+    order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs written F, then B. Some backwards are split and some are not, so
+    the last bits of gradients are neither 1f1b's nor zb-h1's. Reference: DeepSeek-V3, arXiv:2412.19437.
     """
     rows = []
     for rank in range(num_ranks):
@@ -350,14 +323,11 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 class Recipe:
     """How to build a schedule, and for which sizes there is one."""
 
-    build: Callable[..., Schedule]
-    """``build(num_ranks, num_microbatches)``, with ``stages_per_rank`` behind them if these vary."""
+    build: Callable[..., Schedule]  # of num_ranks and num_microbatches, with stages_per_rank behind them if these vary
     stages_per_rank: int = 1
-    varies: bool = False
-    """Whether any number of stages a rank will do."""
+    varies: bool = False  # whether any number of stages a rank will do
     allows: Callable[[int, int], bool] = lambda num_ranks, num_microbatches: True  # noqa: ARG005
-    rule: str = ""
-    """What ``allows`` asks of ranks and microbatches, in words."""
+    rule: str = ""  # what ``allows`` asks of ranks and microbatches, in words
 
 
 SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
@@ -396,12 +366,10 @@ def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_
         name: a key of ``SCHEDULES``.
         num_ranks: ranks, at least 1.
         num_microbatches: microbatches, at least 1; as many as stages unless said.
-        stages_per_rank: stages on each rank; what the schedule is made for unless said (1, or 2 for interleaved, looped-bfs and
-            the schedules in a V).
+        stages_per_rank: stages on each rank; 1, or 2 for interleaved, looped-bfs and the schedules in a V, unless said.
 
     Raises:
-        ScheduleError: an unknown name (the nearest one is suggested), a count below 1, or sizes for which there is no such
-            schedule (the nearest ones are suggested).
+        ScheduleError: an unknown name, a count below 1, or sizes for which there is no such schedule; the nearest are suggested.
 
     Example:
         >>> s = make("gpipe", num_ranks=4, num_microbatches=8)

@@ -20,10 +20,9 @@ class Residual(NamedTuple):
 
 
 def lifetimes(bars: Iterable[Bar], copies: Iterable[Copies] = ()) -> tuple[Residual, ...]:
-    """When each residual is alive: from the start of F to the end of B, or of the later of I and W; sorted by stage, then start.
+    """When each residual is alive, sorted by stage, then start: from the start of F to the end of B, or of the later of I and W.
 
-    A forward without a backward keeps nothing. Residuals that wait in host memory are there twice: until the copy out has ended,
-    and from when the copy back begins.
+    Residuals that wait in host memory are there twice: until the copy out has ended, and from when the copy back begins.
     """
     begun, ended = dict[tuple[int, int], Number](), dict[tuple[int, int], Number]()
     for _, (stage, kind, microbatch), start, end in bars:
@@ -68,15 +67,7 @@ def peaks(residuals: Iterable[Residual], stage_to_rank: Sequence[int]) -> tuple[
 
 
 def counts_at_peaks(residuals: Iterable[Residual], stage_to_device: Sequence[int]) -> tuple[int, ...]:
-    """How many residuals of each stage are alive when most are alive on its device; at the first such time.
-
-    Example:
-        >>> from jaxpp.schedule.clock import bars
-        >>> from jaxpp.schedule.registry import make
-        >>> schedule = make("interleaved", num_ranks=2, num_microbatches=4)
-        >>> counts_at_peaks(lifetimes(bars(schedule.rows, schedule.times)), schedule.stage_to_rank)
-        (3, 2, 2, 1)
-    """
+    """How many residuals of each stage are alive when most are alive on its device; at the first such time."""
     changes: dict[int, list[tuple[Number, int, int]]] = defaultdict(list)
     for stage, _, start, end in residuals:
         changes[stage_to_device[stage]] += [(start, 1, stage), (end, -1, stage)]

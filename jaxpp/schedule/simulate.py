@@ -1,11 +1,8 @@
 """The virtual clock: what a schedule would do under given costs, without a device or a model.
 
-Every rank runs its row in order. An action starts as soon as the rank is free, its inputs have arrived, and the host has handed it
-over. The result is the start and end of every action, and from these the makespan, the bubble, the residuals that each rank holds,
-and the reasons why ranks idle. Residuals may wait in host memory meanwhile, and ranks may share cores.
-
-*Bubble*: idle time over ranks x makespan. *Own span*: from a rank's first action to its last; the idle time inside it is what
-is lost when steps follow one another without a barrier.
+Every rank runs its row in order; an action starts as soon as the rank is free, its inputs have arrived, and the host has handed it
+over. The *bubble* is idle time over ranks x makespan. A rank's *own span* is from its first action to the end of its last; the idle
+time inside it is what is lost when steps follow one another without a barrier.
 """
 
 import numbers
@@ -60,12 +57,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation(Drawn):
-    """A schedule on the virtual clock. ``print`` it for a summary; in a notebook it draws itself.
-
-    Attributes:
-        schedule: what ran.
-        costs: under which costs.
-    """
+    """A schedule on the virtual clock, under ``costs``. ``print`` it for a summary; in a notebook it draws itself."""
 
     schedule: Schedule
     costs: Costs
@@ -154,21 +146,14 @@ class Simulation(Drawn):
 
     @cached_property
     def peak_residuals(self) -> tuple[int, ...]:
-        """Most residuals alive at once on each rank, over all its stages.
-
-        They depend on the order of the rows alone; with ``offload`` also on how soon copies end, as residuals do not count between
-        the end of their copy to the host and the start of their copy back.
-        """
+        """Most residuals alive at once on each rank, over all its stages; those that wait in host memory do not count."""
         if self.copies:
             return peaks(lifetimes(self.bars, self.copies), self.schedule.stage_to_rank)
         return peaks(lifetimes(bars(self.schedule.rows, self.schedule.times)), self.schedule.stage_to_rank)
 
     @cached_property
     def causes(self) -> Idles:
-        """Where each rank's idle time comes from: the clock run again with equal stages, without transfers, without the host.
-
-        The parts of a ring tell what waiting for tokens costs, besides.
-        """
+        """Where each rank's idle time comes from; of a ring also what waiting for tokens costs."""
         schedule, equal = self.schedule, self.costs.with_equal_stages().durations(self.timing.durations)
         rows, owner, groups = schedule.rows, schedule.stage_to_rank, schedule.num_groups
         return idle_causes(rows, owner, self.timing, equal, self.busy, self.makespan, groups)
@@ -216,28 +201,25 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
     copy: Number | Sequence[Number] = 0,
     capacity: Number | None = None,
 ) -> Simulation:
-    """Run a schedule on the virtual clock.
+    """Run a schedule on the virtual clock. Costs are in any unit of time, the same for all: one number, or one for each stage.
 
     Args:
         schedule: what to run.
-        forward: time of F, one number, or one number for each stage; in any unit of time, the same for all costs.
-        input_grad: time of I, one number, or one number for each stage.
-        weight_grad: time of W, one number, or one number for each stage; B takes I and W together.
-        transfer: time from one rank to another, one number, or one number for each stage: ``transfer[s]`` is the time across the
-            boundary between stages s and s + 1, in either direction, so the last stage's may be left out. Of a ring, the last is
-            the time of a token from the last stage back to the first. A boundary lies between the ranks
-            ``schedule.stage_to_rank[s]`` and ``[s + 1]``, so links within a host and between hosts may differ. Links are not
-            shared; nothing is sent between stages on the same rank.
-        dispatch: time a process takes to hand over one action, in ``schedule.order``.
+        forward: time of F.
+        input_grad: time of I.
+        weight_grad: time of W; B takes I and W together.
+        transfer: time between the ranks ``schedule.stage_to_rank[s]`` and ``[s + 1]``, in either direction: ``transfer[s]`` is for
+            the boundary between stages s and s + 1, so the last stage's may be left out. Of a ring, the last is the time of a token
+            back to the first stage. Links are not shared; nothing is sent between stages on the same rank.
+        dispatch: time a process takes to hand over one action, in ``schedule.order``; one number.
         overlap: whether a rank goes on computing while it sends, or copies residuals.
         rank_to_process: the process that hands over the actions of each rank, side by side with the other processes; one process
             hands over all of them unless given.
         offload: lets residuals wait in host memory between F and B, unless B follows soon: at least three other actions of the
             rank lie between. The number is that of microbatches a stage whose residuals stay on the device because their
             backwards are the next to come; one number, or one for each stage, None of a stage whose residuals all stay.
-        copy: time of the residuals of one microbatch to the host, and the same back, one number, or one number for each stage. A
-            copy out begins when F ends; a copy back begins with the last action before B. While a rank computes, it makes one copy
-            in each direction at a time.
+        copy: time of the residuals of one microbatch to the host, and the same back. A copy out begins when F ends; a copy back
+            begins with the last action before B. A rank makes one copy in each direction at a time, while it computes.
         capacity: how many ranks compute at full speed at once, if ranks share cores; if k ranks compute, each has the speed
             min(1, capacity / k). Every rank has a core of its own unless given.
 
@@ -280,7 +262,6 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
 
 
 def _listed(value: Any, length: int) -> tuple[Any, ...]:
-    """The values of a sequence or an array as Python's; or one value, so many times."""
     value = _plain(value)
     return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * length
 
@@ -330,16 +311,14 @@ def _mean(costs: Sequence[Number]) -> Number:
 class PrefetchSimulation:
     """Steps on the virtual clock, each with a parameter set of its own: start and end of each load, step and store.
 
-    A set is on the host before and after its step. One copy engine loads sets to the device and another stores them to the host,
-    both while the device computes::
+    A set is on the host before and after its step. One copy engine loads sets and another stores them, while the device computes::
 
         load        L0  L1      L2  L3
         compute         C0  C1      C2  C3
         store               S0  S1      S2  S3        two slots: L2 waits until S0 has freed a slot
 
-    A load waits for its engine and for a free slot; a step waits for its set and for the step before; a store waits for its step,
-    and frees the slot when it ends. With ``slots`` sets on the device a step takes, in the long run, the longest of ``compute``,
-    ``load``, ``store`` and ``(load + compute + store) / slots``.
+    With ``slots`` sets on the device a step takes, in the long run, the longest of ``compute``, ``load``, ``store`` and
+    ``(load + compute + store) / slots``.
     """
 
     loads: tuple[_Span, ...]
@@ -373,9 +352,9 @@ def simulate_prefetch(
 
     Args:
         num_steps: how many steps.
-        compute: time of a step, one number, or one number for each step; in any unit, the same for all times.
-        load: time to load the set of a step, one number, or one number for each step.
-        store: time to store the set of a step, one number, or one number for each step.
+        compute: time of a step; like all times here in any unit, one number, or one number for each step.
+        load: time to load the set of a step.
+        store: time to store the set of a step.
         slots: how many sets the device has room for; with 1 nothing is prefetched.
 
     Raises:
@@ -410,6 +389,5 @@ def simulate_prefetch(
 
 
 def _next(before: _Span, source: _Span, time: Number) -> _Span:
-    """What an engine does next, once it is free and its source is there."""
     start = max(before[1], source[1])
     return start, start + time

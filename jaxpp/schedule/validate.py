@@ -1,11 +1,9 @@
 """The rules that a schedule obeys, and the message when one is broken.
 
-1. Each stage runs each microbatch's forward once, and its backward once: one B, or one I and one W. In a schedule of forwards only,
-   no stage runs a backward.
+1. Each stage runs each microbatch's forward once, and its backward once (one B, or one I and one W) or, of forwards only, never.
 2. Each stage runs them on the rank that owns the stage.
 3. The passes of a ring are forwards, and split into turns of all groups.
 4. The rows do not wait for one another in a cycle; if they do, the message shows the shortest one.
-
 Stages and microbatches are numbered without gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
 
@@ -135,7 +133,6 @@ def check_complete(name: str, rows: Sequence[ActionRow], stage_to_rank: Sequence
 
 
 def _outside(what: str, rows: Sequence[ActionRow], size: int) -> list[str]:
-    """A line for the numbers that lie behind a gap."""
     beyond = [action for row in rows for action in row if getattr(action, what) >= size]
     if not beyond:
         return []
@@ -148,7 +145,6 @@ def _outside(what: str, rows: Sequence[ActionRow], size: int) -> list[str]:
 
 
 def _lacking(mask: int, stage: int, microbatch: int, wrong: list[str], forwards: bool) -> list[str]:
-    """The missing actions of one stage and microbatch; adds to ``wrong`` what to say of them."""
     has = {kind for kind, bit in _BITS.items() if mask & bit}
     lacks = [] if Kind.F in has else [f"{stage}F{microbatch}"]
     if not has - {Kind.F}:
@@ -239,8 +235,7 @@ _Needs = Mapping[Action, Sequence[Action]]
 def _shortest_cycle(stuck: Sequence[ActionRow], place: _Places, needs: _Needs) -> list[Action]:
     """The shortest cycle of actions that never ran, each of which waits for the next, and the last for the first.
 
-    An action waits for those that it needs, and for those before it in its row. In a table with more than a thousand stuck actions:
-    two actions of one row, or the shortest cycle through the first stuck action of a rank, which always exists.
+    An action waits for those that it needs, and for those before it in its row. Where very many are stuck, few cycles are compared.
     """
     for action, (rank, k) in place.items():
         for need in needs[action]:

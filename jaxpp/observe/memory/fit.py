@@ -2,8 +2,8 @@
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
 keeps its inputs only (recompute), which costs one more forward for each microbatch. What a device holds depends on its own stages
-alone. So each device that is too full is asked for itself which choices of its stages fit, by the forecast; and of the choices of
-all devices that are left, that with the shortest step on the virtual clock is taken. Nothing is measured if the step fits as it is.
+alone, so the forecast says for each device that is too full which choices of its stages fit; of the choices of all devices, that
+with the shortest step on the virtual clock is taken. Nothing is measured if the step fits as it is.
 """
 
 import dataclasses
@@ -27,8 +27,7 @@ from jaxpp.stages.remat import RECOMPUTE, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.types import Batch, Device, Key
 
-_Choice = tuple[str, ...]
-"""For each stage ``"least"``, ``"offload"`` or ``"recompute"``."""
+_Choice = tuple[str, ...]  # for each stage "least", "offload" or "recompute"
 
 _MOST_STAGES = 2  # on one device, for which all combinations are tried
 _MOST_COMBINED = 1000  # combinations of what fits on each device, that are put on the clock
@@ -50,10 +49,7 @@ class Fit:
 
 
 def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] = ()) -> Fit:
-    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``; ``waiting`` is as for ``forecast``.
-
-    Every process of several calls it; all choose alike.
-    """
+    """The engine, or one whose stages keep less, with a step that fits into ``options.hbm``; every process of several calls it."""
     room = engine.options.hbm
     if room is None:
         return Fit(engine)
@@ -120,7 +116,6 @@ class _Search:
         return tuple(map(max, zip(*map(json.loads, texts_of_all(json.dumps(peaks))), strict=True)))
 
     def peaks(self, choice: _Choice) -> dict[Device, int]:
-        """The bytes of each device at its peak."""
         devices = dict.fromkeys(place.shown for place in self.first.placement.by_rank)
         return dict(zip(devices, self.evaluator.peaks(choice), strict=True))
 
@@ -157,11 +152,9 @@ class _Search:
                 yield tuple(choice.get(stage, "least") for stage in range(self.schedule.num_stages))
 
     def _joined(self, choices: Sequence[_Choice]) -> _Choice:
-        """The choices of several devices as one."""
         return tuple(next((way for way in ways if way != "least"), "least") for ways in zip(self.asked, *choices, strict=True))
 
     def _cheapest(self, offers: Sequence[Sequence[_Choice]]) -> _Choice | None:
-        """The cheapest of all combinations of what fits on each device; None if on one of them nothing does."""
         if math.prod(map(len, offers)) > _MOST_COMBINED:
             offers = [[min(choices, key=self._rank)] for choices in offers]
         combined = sorted(map(self._joined, itertools.product(*offers)), key=self._rank)
@@ -172,17 +165,14 @@ class _Search:
         return round(self._longer(choice), 6), choice.count("recompute"), len(choice) - choice.count("least")
 
     def _longer(self, choice: _Choice) -> float:
-        """How many times as long a step takes as if all stages kept the least."""
         return self.evaluator.seconds(choice) / self.evaluator.seconds(self.asked)
 
     def _seconds(self, choice: _Choice) -> float:
-        """A step on the virtual clock."""
         costs = self._costs.recomputed([way == "recompute" for way in choice])
         return step_seconds(self.schedule, costs, _offload(choice))
 
     @cached_property
     def _costs(self) -> StepCosts:
-        """What actions and copies of residuals take; measured once."""
         engine = self.first
         cut, places = engine.preparer.step(self.batch, self.key).cuts[0], engine.placement.places
         kinds = {action.kind for action in self.schedule.order}
@@ -191,7 +181,6 @@ class _Search:
         return StepCosts(actions, offload=tuple(copy_times(cut, places)[0]))
 
     def remarks(self, choice: _Choice) -> tuple[str, ...]:
-        """What was chosen for each stage that changed, and what it costs."""
         before, after, changed = self.peaks(self.asked), self.peaks(choice), []
         for stage, way in enumerate(choice):
             if way != "least":

@@ -1,12 +1,9 @@
 """Memory before the first step: what each device will hold when it holds most, from shapes alone; and what to change if need be.
 
-The step, or the forwards of a batch, are lowered and compiled, not run. A device's peak is the highest sum of the arrays that are
-alive (``liveness``) and what the program that runs needs besides, as its compiler says.
-
-If that is more than the devices have, other schedules, microbatches, stages and remat are tried on paper. Each change is lowered,
-and its arrays are counted. Temporaries are estimated in proportion to the microbatch and the stage, and the time of a step with
-stages that all take the same. Only changes that nearly fit, where none does, are compiled. Forwards keep nothing, and their results
-do not depend on how many examples are run at once, so smaller batches are tried there.
+A step, or the forwards of a batch, are lowered and compiled, not run. A device's peak is the highest sum of the arrays that are
+alive (``liveness``) and what the program that runs needs besides. If that is more than the devices have, other schedules,
+microbatches, stages and remat are lowered; of forwards, smaller batches. Their arrays are counted, and their temporaries estimated
+in proportion to the microbatch and the stage. Only changes that nearly fit, where none does, are compiled.
 """
 
 import contextlib
@@ -50,15 +47,11 @@ _COMPILED = 2  # changes that are compiled, for the exact peak, where by the est
 
 
 class Change(NamedTuple):
-    """A change that makes it fit.
-
-    ``slowdown`` is the time over that without the change, for as many examples, on the virtual clock with equal stages; it leaves
-    out the copies of the ``moved`` bytes, which delay nothing if they are shorter than an action.
-    """
+    """A change that makes it fit."""
 
     what: str  # as the user writes it: ``num_microbatches=16``; or ``batches of 16``
     peak: int  # bytes on the device that then holds most; an estimate
-    slowdown: float
+    slowdown: float  # time with it over time without, on the virtual clock with equal stages; without copies of ``moved`` bytes
     moved: int = 0  # that a stage copies to host memory and back for a microbatch, at most
 
 
@@ -138,7 +131,6 @@ class Forecast:
         return rows
 
     def _remarks(self) -> list[str]:
-        """What the table's marks mean, the peaks where devices have several stages, and whether the step fits."""
         brackets = "in brackets: microbatches whose residuals are held; " * any(row.num_residuals for row in self.stages)
         lines = [f"{brackets}at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
@@ -166,7 +158,6 @@ class Forecast:
         return lines
 
     def _changes(self) -> list[list[str]]:
-        """What would make the step fit, as a table; empty if there is nothing to change or nothing helps."""
         head = ["what should fit (estimates), the quickest first", "peak", "time"]
         rows = [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
         return [head, *rows] if rows else []
@@ -189,9 +180,9 @@ def forecast(
 ) -> Forecast:
     """The memory of a step that takes over the buffers of its state; leaves on the host are counted where they are sent.
 
-    All ranks are told of, also those of other processes, which are not asked. Batch and key may be shapes. Of leaves that are
-    ``waiting`` a copy more waits for the next step (the prefetched set of a bank), each time that they are named. ``base`` is the
-    engine that trains the parameters, for forwards of another function: its optimizer's state lives there too.
+    All ranks are told of, also those of other processes. Batch and key may be shapes. Of leaves that are ``waiting`` a copy more
+    waits for the next step (the prefetched set of a bank), each time that they are named. ``base`` is the engine that trains the
+    parameters, for forwards of another function: its optimizer's state lives there too.
     """
     room = room_of(engine, room)
     liveness = liveness_of_all(engine, batch, key, purpose)
@@ -285,7 +276,6 @@ def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
 
 
 def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
-    """Changes of a training step."""
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
 
     ways = partial(_remat, platform=now.devices[0].platform)
@@ -335,7 +325,6 @@ def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
 
 
 def _stages(now: Options, count: int) -> str:
-    """How the user asks for so many stages."""
     if now.cuts is not None and now.cuts[:1] in ((), (scope(1),)):  # none: one stage by hand
         return f"{count} stage functions"
     return f"num_stages={count}" if now.cuts is None else f"num_stages={count}, cuts=None"
@@ -346,7 +335,6 @@ def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
 
 
 def _scheduled(now: Options, name: str, stages: int, microbatches: int, **more: object) -> Iterator[Options]:
-    """The options with another schedule, if it exists at these sizes."""
     with contextlib.suppress(JaxppError):
         schedule = make_for_stages(name, num_stages=stages, num_microbatches=microbatches)
         yield dataclasses.replace(now, schedule=schedule, **more)
@@ -385,14 +373,11 @@ def optimizer_lives(engine: Engine, end: int) -> list[Life]:
 
 
 def parse_bytes(size: float | str) -> int:
-    """The bytes of a size as people write sizes.
+    """The bytes of a size as people write sizes; an ArgumentError if it is none, or less than a byte.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("80GB"), parse_bytes(4096)
         (1536, 80000000000, 4096)
-
-    Raises:
-        ArgumentError: it is not a size, or less than a byte.
     """
     text = format(size, "f") if isinstance(size, numbers.Real) and not isinstance(size, bool) else str(size)
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)b)?\s*", text, re.IGNORECASE)

@@ -1,9 +1,9 @@
 """What is really alive on each device during a step, beside what the shapes say (``liveness``).
 
-At the beginning of a step, when each device holds most, and at the end, every array that JAX knows of is looked up; a buffer that
-two arrays share counts once. The arrays of the step are told apart by kind. All others belong to the caller, to other plans, or to
-other code. What programs need while they run is no array; the compiler says how much that is. Where a backend counts for itself
-(``device.memory_stats()``, on GPUs), its number is shown beside: it includes all of these, padding, and the programs themselves.
+When a step begins, when each device holds most, and when it ends, every array that JAX knows of is looked up; a buffer that two
+arrays share counts once. Arrays that are not the step's belong to the caller, to other plans, or to other code. The compiler says
+what programs need besides while they run. What a backend counts for itself (``device.memory_stats()``, on GPUs) is shown beside: it
+includes all of these, padding, and the programs themselves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +105,6 @@ def live_bytes(device: Device) -> int:
 
 
 def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
-    """Bytes of each buffer on a device, by address."""
     device = _looked_at(device)
     kinds = (None, device.default_memory().kind)
     known = (array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted())
@@ -116,7 +115,6 @@ def _buffers(arrays: Iterable[Leaf], device: Device) -> dict[int, int]:
 
 
 def _looked_at(device: Device) -> Device:
-    """The first device of a rank that is of this process."""
     return next(filter(is_here, devices_of(device)))
 
 
@@ -167,7 +165,6 @@ class _Sampler:
             self._holds.pop(slot, None)
 
     def look(self, moment: int, values: Mapping[Name, Leaf], devices: Iterable[Device]) -> None:
-        """Note what is alive on the devices."""
         inside = 0 < moment <= len(self._lines)
         label = self._lines[moment - 1].label if inside else "ends" if moment else "begins"
         kinds = {life.name: life.kind for life in self._liveness.lives if life.begins <= moment <= life.ends}

@@ -1,12 +1,9 @@
 """What is alive on each device while a step runs, from its lines and the shapes of its values; nothing runs.
 
 Every value of a step has a size, a line that makes it and a line after which it is freed. So the bytes that a device holds at any
-moment are a sum over values, known before the first step. Moment 0 is the beginning of the step. At moment k + 1 line k has been
-handed over and nothing has been freed after it. The last moment is the end. Devices run their programs in the order in which they
-are handed over, so these are also the moments of the device.
-
-What a compiled program needs besides is known to the process that compiles it (``temporaries``). For the ranks of other processes,
-and for a step that was not compiled because its programs were, for another order, see ``liveness_of_all``.
+moment are known before the first step. Moment 0 is the beginning of the step; at moment k + 1 line k has been handed over and
+nothing has been freed after it; the last moment is the end. Devices run their programs in the order in which they are handed over,
+so these are also the moments of the device. For what a compiled program needs besides (``temporaries``), see ``liveness_of_all``.
 """
 
 import dataclasses
@@ -32,16 +29,14 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
 from jaxpp.types import Aval, Batch, Device, Tree
 
-Needs = dict[Hashable, int]
-"""Bytes that programs need while they run, besides their arguments and results."""
+Needs = dict[Hashable, int]  # bytes that programs need while they run, besides their arguments and results
 
+# What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over.
+# Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
 MEMORY_KINDS = (
     *("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "carries", "outputs"),
     "rest",
 )
-"""What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over.
-Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
-"""
 
 _ROLES = {
     "parameters": (Role.PARAM,),
@@ -71,15 +66,12 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True)
 class Liveness:
-    """When each value of a step is alive, and where.
-
-    ``temporaries`` are the bytes that the program of each line needs besides its arguments and results, if programs are compiled.
-    """
+    """When each value of a step is alive, and where."""
 
     devices: tuple[Device, ...]  # in the order of the ranks: of all, or of those of this process
     lines: tuple[BoundLine, ...]
     lives: tuple[Life, ...]
-    temporaries: tuple[int, ...] = ()
+    temporaries: tuple[int, ...] = ()  # bytes that each line's program needs besides its arguments and results, if compiled
     unknown: tuple[Device, ...] = ()  # devices of other processes whose temporaries are not known, and count as 0
     hosted: tuple[Life, ...] = ()  # residuals that wait in the host memory beside their device
 
@@ -130,10 +122,7 @@ class Liveness:
 def step_liveness(
     engine: Engine, lowered: LoweredStep, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
-    """What is alive during a step that takes over the buffers of its state; arrays of the caller are left out, except the state.
-
-    Lines of one process of several tell of its devices alone. What the caller has in its home (``homes``) is not copied there.
-    """
+    """What is alive during a step that takes over its state's buffers; what the caller has in its ``homes`` is not copied there."""
     sizes = _argument_bytes(engine, lowered)
     return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
 
@@ -141,10 +130,9 @@ def step_liveness(
 def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = "update", known: Needs | None = None) -> Liveness:
     """What is alive during a step on the devices of all ranks, with the temporaries of the compiled programs.
 
-    The batch and the key may be shapes. A process need not ask the others: the programs of their ranks are compiled here too, for
-    devices of this process that stand in for theirs, and thrown away. If it has too few for a rank, that is ``Liveness.unknown``.
-    With ``known``, the plan is not compiled: only programs that are not in ``known`` are, and are added to it. (Where stages share
-    a device, what a program may overwrite can differ.)
+    The batch and the key may be shapes. The programs of other processes' ranks are compiled here too, for devices of this process
+    that stand in for theirs, and thrown away; a rank for which it has too few is ``Liveness.unknown``. With ``known``, only
+    programs that are not in it are compiled, and added to it: not exact where stages share a device.
     """
     own = None
     if known is None:
@@ -243,7 +231,6 @@ def _is_told(bound: Bound, place: Place) -> bool:
 
 
 def _result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
-    """Bytes of what a program makes, on each device."""
     program, place, _ = job
     sizes = []
     for ref, aval, name in zip(program.outputs, program.results, line.outputs, strict=True):
@@ -268,7 +255,6 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
 
 
 def _argument_bytes(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
-    """Bytes of the arguments of a step."""
     job, placed = lowered.step, engine.placed
     given = [*job.batch, *([] if job.key is None else [job.key])]
     avals = dict(zip(placed.names.flat(), placed.shapes.flat(), strict=True))

@@ -26,12 +26,10 @@ summary { cursor: pointer }
 
 
 def to_perfetto(profile: Profile) -> str:
-    """The trace as JSON text. Each rank has a lane for what it computes and a lane for what arrives there; each host has one too.
+    """The trace as JSON text in the trace event format, with times in microseconds, and the bytes of each device as counters.
 
-    Where residuals wait in host memory, a rank has a lane for their copies.
-
-    Returns:
-        JSON in the trace event format, in which times are microseconds. The bytes of each device are counters.
+    Each rank has a lane for what it computes, one for what arrives there and, where residuals wait in host memory, one for their
+    copies; each host has a lane too.
     """
     ranks = profile.schedule.num_ranks
     events: list[dict[str, object]] = []

@@ -1,8 +1,7 @@
 """Figures of a measured step: what really ran above what the virtual clock says of it, and the memory that it took.
 
-Where the measured timeline idles and that of the virtual clock does not, the time went into what the clock does not know, such as
-the host. The memory of a device is an area in steps, all on one scale. What stays lies at the bottom, in greys; what comes and goes
-lies on it, in greens. Neighbours differ in lightness, so that they part for the colour-blind and in grey.
+The memory of a device is an area in steps, all on one scale: what stays lies at the bottom, in greys; what comes and goes on it, in
+greens. Neighbours differ in lightness, so that they part for the colour-blind and in grey.
 """
 
 import statistics
@@ -38,8 +37,8 @@ class Curve(NamedTuple):
 def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device]) -> tuple[Curve, ...]:
     """One curve for each device, in milliseconds; there is one span for each line of ``liveness``.
 
-    The results of a program are there from its start, what nobody reads after it is freed at its end, and what arrives is there
-    once the device has begun what it was given before. So a curve has the moments of ``liveness`` in order, and the same peak.
+    Results are there from a program's start, what nobody reads after it is freed at its end, and what arrives is there once the
+    device has begun what it was given before. So a curve has the moments of ``liveness`` in order, and the same peak.
     """
     found, end = [], max(1e3 * span.end for span in spans)
     for device in liveness.devices:
@@ -61,10 +60,7 @@ def curves(liveness: Liveness, spans: Sequence[Span], by_rank: Sequence[Device])
 def profile_figure(
     heading: str, timelines: Sequence[Timeline], memory: Sequence[Curve], stage_to_rank: Sequence[int], width: float | None = None
 ) -> Figure:
-    """The timelines of a step, one below the other, each with its end, and the bytes on each device, if there are curves of them.
-
-    The memory goes on to the end of the step; beside it stands the peak of each device. ``width`` is in inches.
-    """
+    """The timelines of a step, one below the other, each with its end; and the bytes and peak of each device that has a curve."""
     step = max([timelines[0].end, *(curve.times[-1] for curve in memory)])
     across = extents(timelines, [step] + [0] * (len(timelines) - 1))
     panels = [room(stage_to_rank, end) for end in across]
@@ -92,13 +88,11 @@ def profile_figure(
 
 
 def _lines(label: str) -> str:
-    """The label, its ranks on lines of their own if it is long."""
     device, space, ranks = label.partition(" (")
     return label if len(label) <= _LETTERS else "\n".join([device, *textwrap.wrap(space.strip() + ranks, _LETTERS)])
 
 
 def _draw_memory(axes: Axes, memory: Sequence[Curve], names: Sequence[str], end: float) -> None:
-    """Draw a row for each device: the stacked bytes of each kind, and the peak."""
     peaks = [max(map(sum, curve.levels)) for curve in memory]
     beside = {"transform": axes.get_yaxis_transform(), "size": 8, "va": "center", "color": INK}
     for row, curve in enumerate(memory):

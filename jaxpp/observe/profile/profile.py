@@ -1,9 +1,8 @@
-"""What really ran, when, and why the ranks idled.
+"""What really ran, when, and why the ranks idled: a ``Profile`` describes one step, or forwards, on two timelines.
 
-``record`` runs steps, or forwards, under JAX's profiler; a ``Profile`` describes the run of median length on two timelines. One is
-the trace: when every program and transfer ran. The other is isolated: every program takes as long as it takes alone, on the virtual
-clock. Where devices share cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated timeline
-what the pipeline would do on devices of its own. All numbers describe one of the two (``clock``).
+One is the trace: when every program and transfer ran. The other is isolated: every program takes as long as it takes alone, on the
+virtual clock. Where devices share cores, as forced CPU devices do, the trace shows how they slow each other down, and the isolated
+timeline what the pipeline would do on devices of its own. All numbers describe one of the two (``clock``).
 """
 
 import dataclasses
@@ -28,8 +27,7 @@ from jaxpp.schedule.offload import Offloaded
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Device
 
-Clock = Literal["trace", "isolated"]
-"""Which times the numbers are of."""
+Clock = Literal["trace", "isolated"]  # which times the numbers are of
 
 
 class Causes(NamedTuple):
@@ -278,9 +276,8 @@ class Profile(Drawn):
     def figure(self, width: float | None = None) -> Figure:
         """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
-        The timelines have one scale of time. If one is far shorter than the other, each has a scale of its own, and a title says
-        so. A generation has a colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, and
-        on the first rank they are tokens too.
+        The timelines have one scale of time, unless one is far shorter than the other, which a title says. A generation has a
+        colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, tokens too.
 
         Args:
             width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
@@ -295,7 +292,6 @@ class Profile(Drawn):
         return pebble_pair(self.heading, self._timelines(), self.schedule.stage_to_rank, width)
 
     def _timelines(self) -> list[Timeline]:
-        """Both timelines, in milliseconds, with their titles."""
         prompts = frozenset(number for number, each in zip(self._numbers, self.passes, strict=True) if each.is_prompt)
         found = []
         for title, spans in zip(self.titles.values(), (self.spans, self.isolated), strict=True):
@@ -391,7 +387,6 @@ def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:
 
 
 def _medians(spans: Sequence[tuple[int, Span]], count: int) -> tuple[float, ...]:
-    """The median length of the spans of each number below ``count``; 0 where there is none."""
     found: list[list[float]] = [[] for _ in range(count)]
     for number, span in spans:
         found[number].append(span.end - span.start)

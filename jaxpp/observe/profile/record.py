@@ -1,13 +1,9 @@
 """Running steps, or forwards, under JAX's profiler, and making a ``Profile`` of what the trace says.
 
-First some steps run as they are. The trace says when each program ran, and the host's stamps when each instruction was handed over.
-Then some steps run in which the host waits for each instruction before it hands over the next. There every program runs alone, and
-takes the time that it would take on a device of its own.
-
-Where the trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began.
-
-Several processes (``Company``) know the lines of the whole step in one order. Each tells the others what it saw of its own, on the
-clock of process 0, and all make the same steps of it, as one process with all devices would have seen them. A send between
+Some steps run as they are; the trace says when each program ran, and the host's stamps when each instruction was handed over. In
+more steps the host waits for each instruction, so every program takes the time that it would take on a device of its own. Where the
+trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began. Several
+processes (``Company``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send between
 processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
@@ -113,7 +109,6 @@ class Company:
         return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
 
     def _step(self, told: Sequence[Mapping[str, Any]]) -> SeenStep:
-        """A step of which each process tells."""
         begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
         stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
         for number, line in enumerate(self._bound.lines if told[0]["stamps"] else ()):
@@ -217,14 +212,11 @@ class Stamps:
 class Watch:
     """Polls the results of one step without stopping it, for backends whose trace lacks something; ``stamps`` returns all times.
 
-    A timer that blocks on every action destroys the overlap that it measures, and threads that wait beside the dispatching thread
-    take Python's lock from it (with one thread for each device, a step of small stages took 2.3 times as long). So this observer of
-    the executor keeps one result of each instruction in a queue of its device and kind (programs, arrivals, copies to the host and
-    back), and looks after each instruction, and at the end until all are there, whether the heads of the queues are. A stamp is
-    late by one instruction's dispatch at most (which on forced CPU devices may run a small program), or by the pause between looks.
-
-    Nothing is sent, copied or run for this. A program without a small result that stays alive returns one byte more
-    (``compile_plan(watched=True)``), so that nothing large is held on to.
+    A timer that blocks on every action destroys the overlap that it measures, and threads that wait take Python's lock from the one
+    that dispatches. So this observer keeps one result of each instruction in a queue of its device and kind (programs, arrivals,
+    copies), and looks after each instruction, and at the end until all are there, whether the heads of the queues are. A stamp is
+    late by one instruction's dispatch at most, or by the pause between looks. A program without a small result that stays alive
+    returns one byte more (``compile_plan(watched=True)``), so that nothing large is held on to.
     """
 
     def __init__(self, plan: Plan):
@@ -369,8 +361,7 @@ def check_profile(clock: str | None, where: str = "pipe.profile", **counts: int)
 def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     """Run the work under the profiler, then look at memory; the profile is of the traced run of median length.
 
-    The numbers are those of the isolated clock where devices share what they compute with, unless a clock is given. Several
-    processes tell each other what they saw of a training step, and all return the same profile.
+    Unless ``clock`` is given, it is isolated where devices share what they compute with. Several processes return the same profile.
     """
     engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
@@ -429,14 +420,12 @@ def _seen(work: Work, num_steps: int) -> Seen:
 
 
 def _from_zero(step: SeenStep) -> list[Run | None]:
-    """The runs of a step, counted from its beginning."""
     zero = beginning(step.stamps)
     return [run and Run(run.start - zero, run.end - zero) for run in step.runs]
 
 
 @contextlib.contextmanager
 def _session(folder: str) -> Iterator[None]:
-    """A trace of what programs run, without Python's own calls."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
     try:
@@ -453,7 +442,6 @@ def _session(folder: str) -> Iterator[None]:
 def _watched(
     work: Work, num_steps: int, company: Company | None, plan: Plan, missing: str
 ) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
-    """Runs whose results are polled, and their spans."""
     watched = work.watched_plan()
     if watched is None:
         rule, fix = "the profile of a generation is read from the trace of JAX's profiler", "profile pipe.apply in its place"
@@ -466,10 +454,7 @@ def _watched(
 
 
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
-    """Plans one after another as one, which is looked at and cannot be run: every value has a slot of its own.
-
-    ``firsts`` are the numbers that the first microbatches have; ``awaits[k]`` is the plan whose first result plan k takes last.
-    """
+    """Plans one after another as one to look at, not to run; plan k takes the first result of plan ``awaits[k]`` last."""
     lines: list[Instruction] = []
     made, size = dict[int, int](), 0
     for number, (plan, first) in enumerate(zip(plans, firsts, strict=True)):
@@ -529,7 +514,7 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
 
 
 def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
-    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine.
+    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine: that of median length.
 
     Unlike ``pipe.profile`` it runs nothing. So it does not know what the host did or what memory held, and takes a program's median
     time in the trace for the time that the program takes alone.
@@ -539,9 +524,6 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         pipe: a pipeline like the one whose steps were traced, after ``init`` or ``forecast``.
         batch: of the traced steps, or its shapes.
         key: of the traced steps, or its shape.
-
-    Returns:
-        the profile of the traced step of median length.
 
     Raises:
         ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.

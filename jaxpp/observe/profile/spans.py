@@ -1,7 +1,7 @@
 """The instructions of a step in time: as a trace has them, as watching saw them, and as they would be on devices of their own.
 
-The last is the virtual clock for instructions instead of actions: each device runs its programs in the order of the plan, as soon
-as their operands are there. Neither the host nor the links are waited for.
+The last is the virtual clock for instructions: each device runs its programs in the order of the plan, as soon as their operands
+are there; neither the host nor the links are waited for.
 """
 
 import math
@@ -64,11 +64,7 @@ def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
-    """The instructions of a step on devices of their own, each with the seconds that it takes alone.
-
-    Each rank has a link to its host memory and one back, which copy beside the programs. A copy begins when the rank has run what
-    it was given before.
-    """
+    """The instructions on devices of their own, each as long as it takes alone; a rank has a link to host memory and one back."""
     free: defaultdict[int, float] = defaultdict(float)
     links: defaultdict[tuple[int, MemoryCopy], float] = defaultdict(float)
 
@@ -113,8 +109,7 @@ def traced_spans(
 def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tuple[Span, ...]:
     """When each instruction ran, if only its end is known: from the latest of what it had to wait for, to its stamp.
 
-    An instruction waits until it is handed over, for its inputs, and for what the device ran before. If one program overtook
-    another on its device, the latter begins too early here.
+    If one program overtook another on its device, the latter begins too early here.
     """
     last: defaultdict[Device, float] = defaultdict(float)
     zero = beginning(stamps)
@@ -134,7 +129,6 @@ def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tu
 def _spans(
     plan: Plan, schedule: Schedule, stamps: Sequence[Stamp], times_of: Callable[[int, Instruction, float], tuple[float, float]]
 ) -> tuple[Span, ...]:
-    """The instructions in time; ``times_of`` is told the number of each, the instruction, and when its inputs are there."""
     there: defaultdict[int, float] = defaultdict(float)
     spans, zero = [], beginning(stamps)
     for number, line in enumerate(plan.instructions):
@@ -154,7 +148,6 @@ def beginning(stamps: Sequence[Stamp]) -> float:
 
 
 def _readers(plan: Plan) -> list[list[int]]:
-    """The instructions that read what each instruction writes."""
     writer: dict[int, int] = {}
     found: list[list[int]] = [[] for _ in plan.instructions]
     for number, line in enumerate(plan.instructions):

@@ -1,14 +1,9 @@
 """What JAX's own profiler recorded: when each compiled program ran on its device.
 
-``jax.profiler.trace`` writes a file of planes, lines and events; ``jax.profiler.ProfileData`` reads it. The events of a run are in
-different places on different backends:
-
-* CPU: each operation is an event of the thread that ran it, with the number of its run, its program and its device.
-* GPU, TPU: the plane of a device has a line "XLA Modules" with one event for each run.
-
-The name of a module is that of its program after ``jit_``. A plan hands the programs of a device over in a fixed order, and a
-compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction that runs the program
-there, step after step (``matched``).
+``jax.profiler.ProfileData`` reads planes, lines and events. On CPU each operation is an event of the thread that ran it, with the
+number of its run, its program and its device; on GPU and TPU a device's plane has a line "XLA Modules" with one event for each run.
+A plan hands the programs of a device over in a fixed order, and a compiled program numbers its runs. So the k-th run of a program
+on a device belongs to the k-th instruction that runs the program there, step after step (``matched``).
 """
 
 import itertools
@@ -25,8 +20,7 @@ from jaxpp.plan.plan import Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
 
-STEP = "jaxpp step"
-"""The annotation of a step in a trace."""
+STEP = "jaxpp step"  # the annotation of a step in a trace
 
 _DEVICE_PLANE = re.compile(r"^/device:[A-Za-z]+:(\d+)")
 _MODULES = "XLA Modules"
@@ -39,16 +33,12 @@ class Run(NamedTuple):
     end: float
 
 
-ProgramKey = tuple[int, str, Hashable]
-"""The ordinal of a device, the name of a program, and what tells compiled programs of that name apart."""
+ProgramKey = tuple[int, str, Hashable]  # ordinal of a device, name of a program, what tells programs of that name apart
 _RunKey = tuple[int, int]  # the ordinal of a device, and the number of a run
 
 
 class Runs(NamedTuple):
-    """All runs of a trace, by device, program name and compiled program, and when each annotated step began.
-
-    The runs of a program are in the order in which they were handed over. Several compiled programs may have the same name.
-    """
+    """All runs of a trace, of a program in the order in which they were handed over, and when each annotated step began."""
 
     of_program: dict[ProgramKey, list[Run]]
     steps: list[float]
@@ -86,7 +76,6 @@ def _runs_of(data: Any) -> Runs:
 
 
 def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_RunKey, tuple[str, Hashable]]) -> None:
-    """Add the operations of a thread to the runs that they belong to."""
     for event in events:
         found = dict(event.stats)
         if "run_id" not in found or "device_ordinal" not in found:
@@ -113,10 +102,7 @@ class TraceError(Exception):
 
 
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
-    """The run of each instruction in each step of a trace, from the beginning of the step; None for a send.
-
-    Nothing else in the trace may have programs of these names: other runs than those of the plan are a TraceError.
-    """
+    """The run of each instruction in each step of a trace, from the step's beginning, None for a send; or a TraceError."""
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
     first = runs.steps[0]  # what a step before it had left to do may still run in the trace

@@ -1,10 +1,7 @@
 """What all figures share: their colours, a page with a heading and a key, bars in rows, and numbers in the bars that have room.
 
-matplotlib is an optional extra. It is imported when something is drawn, and used without pyplot, so no state is shared. Its
-constrained layout finds room for words and keys; then the page grows until panels are as high as their rows need
-(``fit_page``).
-
-The colours are Okabe and Ito's. They differ in lightness, for the colour-blind and for grey prints.
+matplotlib is an optional extra, imported when something is drawn, and used without pyplot, so no state is shared. The colours are
+Okabe and Ito's, which differ in lightness, for the colour-blind and for grey prints.
 """
 
 import base64
@@ -23,12 +20,9 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Number
 
 Axes = Any
-Figure = Any
-"""matplotlib's; it is optional, so its classes cannot be imported here."""
-CSS_DPI = 96
-"""Pixels of a page in an inch."""
-BAR = 0.88
-"""The part of a row that a bar is high."""
+Figure = Any  # matplotlib's; it is optional, so its classes cannot be imported here
+CSS_DPI = 96  # pixels of a page in an inch
+BAR = 0.88  # the part of a row that a bar is high
 IDLE, INK, DOT = "#EFEFEF", "#222222", "dot"
 WORDS = {Kind.F: "F forward", Kind.B: "B backward", Kind.I: "I input part", Kind.W: "W weight part"}
 _COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F0E442"}
@@ -59,10 +53,7 @@ def new_figure(inches: tuple[float, float], layout: str = "none") -> Figure:
 
 @functools.cache
 def _picture_class() -> type:
-    """A matplotlib figure that shows itself as the last line of a notebook's cell, with or without pyplot's inline backend.
-
-    It belongs to no pyplot: it is shown once, and has the same size everywhere and two pixels to a pixel of the page.
-    """
+    """A matplotlib figure that a notebook shows once, at the same size everywhere, with or without pyplot's inline backend."""
 
     class Picture(matplotlib_module("figure").Figure):
         def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> tuple[dict[str, str], dict[str, Any]]:
@@ -82,10 +73,7 @@ def _picture_class() -> type:
 
 
 def colour_of(kind: Kind, order: int, latest: int, wide: float = math.inf) -> str:
-    """The colour of a bar, paler for the later stages of its rank; bars of few points are stronger, or they would not be seen.
-
-    ``order`` is which stage of its rank runs it, ``latest`` the last stage that some rank has, ``wide`` points from left to right.
-    """
+    """The colour of a bar of ``wide`` points on stage number ``order`` of its rank: paler for later stages, stronger if thin."""
     thin = min(1.0, max(0.0, 1 - wide / 4))
     pale = _mix(_COLOURS[kind], "#FFFFFF", (1 - thin) * 0.55 * order / max(1, latest))
     return _mix(pale, "#000000", 0.25 * thin) if kind == Kind.W else pale
@@ -113,8 +101,7 @@ def _mix(colour: str, other: str, part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02X}" for a, b in pairs)
 
 
-Entry = tuple[str, str]
-"""Words of a key, and what they explain: a colour, ``DOT``, or nothing."""
+Entry = tuple[str, str]  # words of a key, and what they explain: a colour, ``DOT``, or nothing
 
 
 def draw_key(figure: Figure, entries: Sequence[Entry], heading: str = "", where: str = "upper") -> None:
@@ -147,7 +134,7 @@ def page_width(columns: float, width: float | None) -> tuple[float, float]:
 
 
 def page(heading: str, key: Sequence[Entry], panels: Sequence[Panel], width: float, unit: str = "") -> tuple[Figure, list[Axes]]:
-    """A figure with a heading, a key, and panels below one another; returns it with the axes of each panel."""
+    """A figure with a heading, a key, and panels below one another, and the axes of each panel."""
     figure = new_figure((width, 3 + sum(panel.height for panel in panels)), "constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06, hspace=0)
     draw_key(figure, key, heading)
@@ -186,8 +173,7 @@ def inside(top: float) -> tuple[float, float]:
     return top + (1 - BAR) / 2, BAR
 
 
-Box = tuple[float, float, Number, Number]
-"""Upper edge, height, begin and end."""
+Box = tuple[float, float, Number, Number]  # upper edge, height, begin and end
 
 
 def draw_boxes(axes: Axes, boxes: Iterable[Box], colour: str, label: str, scale: float = 0) -> None:
@@ -207,17 +193,13 @@ def draw_rows(axes: Axes, tops: dict[str, float], end: Number) -> None:
 
 
 class Look(NamedTuple):
-    """How a bar looks, and where: all bars of a label look the same.
-
-    A ``kind``, None of what is no action, decides as one whether its bars have their number, ``text``; ``lines`` is how often the
-    bar is underlined, as the bars of later stages are.
-    """
+    """How a bar looks, and where: all bars of a label look the same."""
 
     label: str
-    kind: Kind | None
+    kind: Kind | None  # bars of a kind have their numbers all or not at all; None of what is no action
     colour: str
-    lines: int
-    text: str
+    lines: int  # how often the bar is underlined, as the bars of later stages are
+    text: str  # its number
     top: float
     start: float
     end: float
@@ -239,11 +221,7 @@ def draw_bars(axes: Axes, bars: Iterable[Look], scale: float) -> None:
 
 
 def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> None:
-    """Write the numbers of bars, in one size, onto a figure that has been laid out, and below what they are.
-
-    A row in which some bars of a kind have a number and others do not is hard to read. So a kind has numbers in a panel if four in
-    five of its bars have room for the largest number.
-    """
+    """Write the numbers of bars in one size, and below what they are; a kind has them if four in five of its bars have room."""
     letters = max((len(bar.text) for _, bars in panels for bar in bars if bar.kind), default=1)
     sizes: list[dict[Kind, float]] = []
     for axes, bars in panels:
@@ -268,5 +246,4 @@ def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> N
 
 
 def _largest(letters: int, wide: float, high: float) -> float:
-    """Points of the largest number of so many digits that has room in a box of so many points."""
     return min((wide - 1.5) / (0.64 * letters), (high - 1.5) / 0.75)

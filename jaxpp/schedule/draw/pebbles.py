@@ -1,11 +1,8 @@
 """The pebble graph: time and memory in one picture, a row for each computation along the pipeline.
 
-Rows follow the data: the forwards of stages 0 to S - 1, the backwards from S - 1 to 0, the weight parts from S - 1 to 0. Under each
-forward row lie its pebbles, one for each residual that is alive: from the start of its F to the end of its B, or of its I and W. A
-pebble keeps its place as long as it lives, as a buffer would. Where there are more pebbles than can be counted by eye, their number
-stands there instead, on a ground that is darker for larger numbers.
-
-Forwards without backwards keep nothing, so there the rows of the forwards have no room for pebbles.
+Rows follow the data: forwards of stages 0 to S - 1, backwards from S - 1 to 0, weight parts from S - 1 to 0. Under each forward row
+lie its pebbles, one for each residual that is alive, in the same place as long as it lives, as a buffer would be. Where there are
+too many to be counted by eye, their number stands there instead, on a ground that is darker for larger numbers.
 """
 
 import math
@@ -35,10 +32,7 @@ class Lane(NamedTuple):
 
 
 def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
-    """The rows of the pebble graph in the order that data flows, each with its top: F upwards, then B and I downwards, then W.
-
-    Forward rows are two high, with the pebbles in the lower half, if there are backwards; between the blocks is half a row.
-    """
+    """The rows of the pebble graph in the order that data flows, each with its top; forward rows with pebbles are two high."""
     present = {(action.stage, action.kind) for _, action, _, _ in bars}
     forward_rows = 1 + any(kind != Kind.F for _, kind in present)
     stages = sorted({stage for stage, _ in present})
@@ -58,11 +52,7 @@ def lanes(bars: Iterable[Bar]) -> dict[Lane, float]:
 def pebbles(
     bars: Sequence[Bar], stage_to_rank: Sequence[int], heading: str, until: float | None = None, width: float | None = None
 ) -> Figure:
-    """The pebble graph: what runs when along the pipeline, and every residual alive meanwhile, up to a time if one is given.
-
-    In the margin on the right: the most residuals alive at once on each stage, and on its rank if ranks have several stages.
-    ``width`` is in inches.
-    """
+    """What runs when, and every residual alive, ``until`` a time if given; on the right the most of each stage and its rank."""
     figure = _figure(heading, [Timeline("", bars)], stage_to_rank, [_column_width(bars)], width)
     if until is not None:
         bottom, end = figure.axes[0].get_ylim()[0], max(bar.end for bar in bars) or 1
@@ -72,10 +62,7 @@ def pebbles(
 
 
 def pebble_pair(heading: str, timelines: Sequence[Timeline], stage_to_rank: Sequence[int], width: float | None = None) -> Figure:
-    """The pebble graphs of a step as it ran, and as it would run on devices of its own, in milliseconds, one below the other.
-
-    There are two columns of pebbles to a short action, or fewer where columns would be too narrow.
-    """
+    """The pebble graphs of a step as it ran, and as it would run on devices of its own, in milliseconds, one below the other."""
     lines = [line._replace(rest=(), sends=(), copies=(), num_groups=None) for line in timelines]
     return _figure(heading, lines, stage_to_rank, [shortest(line.bars) / 2 for line in lines], width, "ms")
 
@@ -142,10 +129,7 @@ def _draw(
 
 
 def _draw_dots(axes: Axes, bars: Sequence[Bar], residuals: Sequence[Residual], step: float) -> None:
-    """Draw the residuals of each stage into its lane: in every column a dot each, if it is alive then.
-
-    A residual that lives between the middles of two columns has a dot in the middle of its life.
-    """
+    """Draw the residuals of each stage: a dot in each column that they live through, or one in the middle of a shorter life."""
     (wide, high), tops = points_of(axes), {lane.stage: top + 1 for lane, top in lanes(bars).items() if Kind.F in lane.kinds}
     most = max(peaks(residuals, range(1 + max(tops))), default=0)
     num_rows, radius = _in_rows(most, wide * step, high)

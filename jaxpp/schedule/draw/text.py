@@ -1,7 +1,4 @@
-"""How bars in time show themselves: as text that fits a terminal, and as figures.
-
-``Drawn`` is what a ``Schedule`` (on the unit clock), a ``Simulation`` (under costs) and a ``Profile`` (measured) have in common.
-"""
+"""How a ``Schedule``, a ``Simulation`` and a ``Profile``, which are all ``Drawn``, show themselves: as text, and as figures."""
 
 import base64
 import html
@@ -24,10 +21,7 @@ _FITS = "max-width:100%;height:auto"
 
 
 class Drawing(NamedTuple):
-    """What a picture needs: one line that says what it is, and every action with its rank, start and end.
-
-    If it is a ring, with so many groups, each group has a colour of its own. ``copies`` are of residuals to host memory and back.
-    """
+    """What a picture needs; each group of a ring has a colour of its own."""
 
     heading: str
     num_ranks: int
@@ -45,13 +39,9 @@ class Drawn:
         raise NotImplementedError
 
     def table(self, width: int | None = None) -> str:
-        """The bars as text, a column for each slot, wrapped into panels.
+        """The bars as text, a column for each slot, wrapped into panels of ``width`` characters, by default the terminal's.
 
-        Args:
-            width: characters in a line; the width of the terminal unless given.
-
-        Returns:
-            the heading and the panels; or ``overview`` if the panels would fill more than a screen or two, or times are not whole.
+        It is the ``overview`` if the panels would fill more than a screen or two, or if times are not whole.
         """
         width = width or terminal_columns()
         heading, num_ranks, _, bars, *_ = self.drawing()
@@ -75,12 +65,9 @@ class Drawn:
         return "\n".join([*fold_lines([heading], width), *(line.rstrip() for line in lines)])
 
     def overview(self, width: int | None = None) -> str:
-        """All bars in one line for each rank: the kind that runs, ``·`` where the rank idles.
+        """All bars in one line for each rank: the kind that runs, ``·`` where the rank idles; ``width`` is as for ``table``.
 
         In a ring it is the group that runs: 0 to 9, then a to z, then 0 again.
-
-        Args:
-            width: characters in a line; the width of the terminal unless given.
         """
         width = width or terminal_columns()
         heading, num_ranks, _, bars, num_groups, _ = self.drawing()
@@ -99,7 +86,7 @@ class Drawn:
         """The timeline as a matplotlib ``Figure``: a row for each rank, a colour for each kind, microbatch numbers, idle time grey.
 
         Copies of residuals to host memory and back are lines at the lower edge of their rank's row. A ring has a colour for each
-        group, and the numbers of its turns. As the last line of a notebook's cell the figure shows itself;
+        group, and the numbers of its turns. The figure shows itself as the last line of a notebook's cell;
         ``figure().savefig("timeline.png")`` writes a file. Numbers are left out where bars are too narrow for them.
 
         Args:
@@ -112,10 +99,7 @@ class Drawn:
         return timeline(Timeline("", bars, num_groups=num_groups, copies=copies), stage_to_rank, heading, width)
 
     def pebble_figure(self, width: float | None = None) -> Figure:
-        """The pebble graph as a matplotlib ``Figure``: a row for each computation along the pipeline, a pebble for each residual.
-
-        ``width`` is as for ``figure``, and so is the ``ImportError`` without matplotlib.
-        """
+        """The pebble graph: a row for each computation along the pipeline, a pebble for each residual; otherwise as ``figure``."""
         heading, _, stage_to_rank, bars, *_ = self.drawing()
         return pebbles(bars, stage_to_rank, heading, width=width)
 

@@ -1,7 +1,4 @@
-"""The timeline: bars in time, a row for each rank. Schedules, simulations, rings and profiles are drawn by the same functions.
-
-All bars of a ring are forwards, so there a colour tells which group runs, and passes that take in prompts are paler.
-"""
+"""The timeline of schedules, simulations, rings and profiles: bars in time, a row for each rank. In a ring, colours tell groups."""
 
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
@@ -39,17 +36,14 @@ class Copied(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A step in time, in any unit. Its ``rest`` is the begin of the step, sums of tied gradients, and the update.
-
-    Of a ring, it has the number of groups, and the numbers of the passes that take in prompts.
-    """
+    """A step in time, in any unit."""
 
     title: str
     bars: Sequence[Bar]
-    rest: Sequence[tuple[int, float, float]] = ()  # rank, start and end
+    rest: Sequence[tuple[int, float, float]] = ()  # rank, start and end of the begin, sums of tied gradients, and the update
     sends: Sequence[tuple[int, float, float]] = ()  # rank, start and end of each arrival
     num_groups: int | None = None
-    prompts: Set[int] = frozenset()
+    prompts: Set[int] = frozenset()  # the numbers of the passes that take in prompts, in a ring
     copies: Sequence[Copied] = ()
 
     @property
@@ -82,10 +76,7 @@ def shortest(bars: Sequence[Bar]) -> Number:
 
 
 def extents(timelines: Sequence[Timeline], least: Sequence[Number]) -> list[Number]:
-    """How far the time of each panel goes: as far as that of the longest, or, if some are far shorter, of each as far as its own.
-
-    Each panel goes at least as far as the number in ``least`` says.
-    """
+    """How far each panel's time goes, at least as far as in ``least``: as the longest, or each its own if some are far shorter."""
     own = [max(line.end, end) or 1 for line, end in zip(timelines, least, strict=True)]
     return own if max(own) > _UNEQUAL * min(own) else [max(own)] * len(own)
 
