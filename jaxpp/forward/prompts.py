@@ -1,14 +1,9 @@
 """Prompts: which one is continued in which place of which group, and the tokens that come of it; on the host, without devices.
 
-Problem: the host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended.
-Idea: whoever begins a pass is told whose tokens it makes, and says so again when the tokens are read. Mechanism: a ``Continuation``
-counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for another prompt at
-once, before they are read. One that ends at a stop token makes room when that token is read; what was begun for it since then is
-discarded when it is read::
-
-    admit(group)          a prompt for a free place of the group; the pass of its last chunk makes its first token
-    decode(group)         whose next tokens a pass of the group makes
-    read(rows, tokens)    what came of a pass: a ``Token`` for each sequence that had not ended
+The host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended. So a
+``Continuation`` counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for
+another prompt at once; one that ends at a stop token makes room when that token is read, and what was begun since then is
+discarded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -25,13 +20,11 @@ from jaxpp.types import Tree
 
 __all__ = ["Continuation", "Places", "Prompts", "Rows", "Token", "chunk_lengths", "chunk_sizes"]
 
-_LARGEST = 2**31 - 1
-"""Tokens are int32 on the devices."""
+_LARGEST = 2**31 - 1  # tokens are int32 on the devices
 _UNKNOWN = ", for which there are logits"
 _NUM_TOKENS = "num_tokens is a whole number of at least 1, or a sequence with such a number for each prompt"
 
-Prompts = Iterable[Tree] | np.ndarray | jax.Array
-"""Sequences of token numbers, of any lengths."""
+Prompts = Iterable[Tree] | np.ndarray | jax.Array  # sequences of token numbers, of any lengths
 
 
 class Token(NamedTuple):
@@ -70,8 +63,7 @@ class Continuation:
         return self.num_begun < self.num_tokens and not self.ended
 
 
-Rows = tuple[tuple[int, Continuation], ...]
-"""Whose tokens a pass makes, and in which rows of what it returns."""
+Rows = tuple[tuple[int, Continuation], ...]  # whose tokens a pass makes, and in which rows of what it returns
 
 
 class Places:
@@ -147,10 +139,7 @@ class Places:
         return rows
 
     def read(self, rows: Rows, tokens: Any, logprobs: Any) -> tuple[Token, ...]:
-        """The tokens that have come of a pass; those of sequences that had ended before are left out.
-
-        Passes are read in the order in which they were begun; ``tokens`` and ``logprobs`` are one number for each row.
-        """
+        """The tokens that have come of a pass, one for each row that had not ended; passes are read in the order of their begin."""
         tokens, logprobs = np.ravel(tokens).tolist(), np.ravel(logprobs).tolist()
         made: list[Token] = []
         for row, held in rows:
@@ -207,10 +196,7 @@ class Places:
 
 
 def chunk_sizes(longest: int) -> tuple[int, ...]:
-    """The lengths of chunks in which prompts are prefilled: each an eighth of the one before, down to 1; 100, 12, 1.
-
-    With few lengths few programs are compiled; with 1 among them no prompt needs padding.
-    """
+    """The lengths of chunks, each an eighth of the one before, down to 1 so that no prompt needs padding: 100, 12, 1."""
     return (longest,) if longest == 1 else (longest, *chunk_sizes(max(longest // 8, 1)))
 
 
