@@ -195,8 +195,7 @@ class Pipeline(Forward):
         """A pipeline from explicit stage functions, for teaching and debugging.
 
         ``stages`` has one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ. ``loss(output, targets)``
-        runs on the last stage. The other arguments are as for ``Pipeline``; ``shared``
-        calls the inputs ``"0"`` and the targets ``"1"``.
+        runs on the last stage. All else is as for ``Pipeline``; ``shared`` calls the inputs ``"0"`` and the targets ``"1"``.
 
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.
@@ -259,13 +258,11 @@ class Pipeline(Forward):
         """Cut the loss, place the stages, compile the step, and make the first state.
 
         ``init(init_fn, key, batch)`` makes the parameters: every leaf is made on its owner, with the bits of
-        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies existing parameters (a
-        checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``. The
-        number of arguments decides which form is meant, so parameters may be callable (the arrays of an Equinox module).
+        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies existing parameters to
+        their owners. The number of arguments decides which is meant, so parameters may be callable (arrays of an Equinox module).
 
-        Programs are compiled side by side, under a progress bar if that takes long. They are for this batch's shapes and, if the
-        loss takes a key, for keys of the kind given or of ``jax.random.key``'s; a step with another kind of key is compiled at its
-        first call. The pipeline keeps the newest state as ``pipe.state``.
+        Programs are compiled for this batch's shapes and, if the loss takes a key, for keys of the kind given or of
+        ``jax.random.key``'s, other kinds at their first step. The pipeline keeps the newest state as ``pipe.state``.
 
         Args:
             init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
@@ -372,9 +369,8 @@ class Pipeline(Forward):
             batch: as for ``step``, but of any number of examples: if there are fewer examples than microbatches, each microbatch
                 holds one example, and examples that cannot be divided evenly among replicas count evenly.
             key: as for ``step``.
-            loss_fn: another loss over the same parameters (one without dropout, say); it may return ``(loss, aux)`` or a loss
-                alone, whatever the pipeline's loss does. Keep one function and pass it again: each new function object is traced
-                and compiled.
+            loss_fn: another loss over the same parameters (one without dropout, say), which returns ``(loss, aux)`` or a loss
+                alone. Keep one function and pass it again: each new function object is traced and compiled.
             task: as for ``step``; the set is left as it is.
 
         Raises:
@@ -412,9 +408,8 @@ class Pipeline(Forward):
     def collectives(self, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Collectives:
         """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.
 
-        What stages send to one another is not included. The step is compiled, if it is not yet, and not run.
-
-        ``batch``, ``key`` and ``task`` are as for ``step``; shapes will do.
+        What stages send to one another is not included. The step is compiled, if it is not yet, and not run; so shapes will do for
+        ``batch`` and ``key``.
 
         Returns:
             the collectives, their axes and bytes; and which share of all parameters, including the sets of all tasks, was reduced
@@ -461,8 +456,6 @@ class Pipeline(Forward):
             StateError: before ``init``, which decides where the sets go.
         """
         self._opened("prefetch").runner.prefetch(task)
-
-    # What it does in another way than a function that is only run forward.
 
     def _opened(self, where: str) -> TrainingSetup:
         setup = super()._opened(where)
