@@ -285,9 +285,8 @@ class Pipeline(Forward):
     def abstract_state(self, init_or_shapes: Tree, *args: Tree) -> State:
         """The shapes of the state, each with the sharding of its owner: what a checkpoint is restored to. No array is made.
 
-        It does what ``init`` does up to the first array: the loss is cut, the stages are placed, the step is compiled. A state that
-        the pipeline keeps stays ``pipe.state``; ``del pipe.state`` makes room for the checkpoint. Then Orbax restores every leaf
-        straight to its owner, at any number of stages and with any schedule, and training goes on::
+        It does what ``init`` does up to the first array. ``pipe.state`` stays; ``del pipe.state`` makes room for the checkpoint.
+        Then Orbax restores every leaf straight to its owner, at any number of stages and with any schedule::
 
             target = pipe.abstract_state(init_fn, key, batch)
             state = orbax.checkpoint.StandardCheckpointer().restore(path, target)

@@ -120,7 +120,6 @@ class Tuning:
         return f"{len(self.rows)} candidates of {families} families, {len(self.measured)} of them run"
 
     def _shown(self) -> list[Row]:
-        """The rows of the table: all, or the chosen, those that ran, and the best of each schedule."""
         if len(self.rows) <= _MOST_ROWS:
             return list(self.rows)
         firsts = {row.candidate.schedule.name: row for row in reversed(self.rows)}

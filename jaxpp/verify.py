@@ -205,7 +205,6 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     frozen = set(traced.frozen)
 
     def whole(grads: Grads) -> Grads:
-        """The oracle's gradients as the pipeline has them: zero where they are not computed."""
         leaves, tree = jax.tree.flatten(_together(grads) if groups else grads)
         kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in range(len(leaves))]
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
@@ -236,7 +235,6 @@ def _check_numbers(found: Mapping[str, Tree]) -> None:
 
 
 def _parts(pair: Tree) -> tuple[list[Tree], Any]:
-    """The two parts of a ``Joint`` or of another pair, and its structure."""
     return jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
 
 
@@ -283,7 +281,6 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
 
 
 def _shaken(leaf: Array) -> Array:
-    """A parameter with its last digits changed, alternately up and down."""
     turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
     return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
 

@@ -164,7 +164,6 @@ def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
 
 
 def _content(value: _Value) -> _Content | None:
-    """A value as a leaf of the carry: a leaf of whole numbers may be a counter, or a buffer."""
     if isinstance(value, _Whole) and value.counter is not None and value.low == value.high == 0:
         return _Content(value.counter)
     return value if isinstance(value, _Content) else None
@@ -216,7 +215,6 @@ def _equal(values: Sequence[_Value]) -> _Value:
 
 
 def _select(values: Sequence[_Value]) -> _Value:
-    """A choice that is known, or new values where an axis is at the counter."""
     which, *cases = values
     if isinstance(which, _Whole):
         return cases[which.low] if which.single and which.counter is None else None

@@ -434,8 +434,6 @@ class Forward:
     def _described(self) -> list[str]:
         return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
-    # Opening: the function is cut, placed and compiled when shapes are first seen.
-
     def _opened(self, where: str) -> Setup:
         if self._setup is None:
             rule, fix = self._uncut
@@ -456,10 +454,7 @@ class Forward:
             raise
 
     def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:
-        """Cut, place and compile for parameters (with ``has_state`` the pair) and a batch, arrays or shapes.
-
-        With ``agree``, all processes first compare what is compiled. If a step does not fit into ``options.hbm``, stages keep less.
-        """
+        """Cut, place and compile; ``agree`` compares processes first. What does not fit into ``options.hbm`` keeps less."""
         self._setup = setup = despite_ctrl_c(self._make_setup, made, batch, key, agree)
         return setup
 
@@ -498,7 +493,6 @@ class Forward:
         return Setup(engine, states_of(engine), stages)
 
     def _joined(self, variables: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        """The user's parameters (and model state) as the engine takes them."""
         return variables
 
     def _waiting(self, engine: Engine) -> Sequence[Name]:

@@ -84,7 +84,6 @@ class Functions:
 def _derived(
     base: Engine, fn: ForwardFn, batch: Batch, key: Key | None, carry: Tree, reducers: Mapping[str, Tree], like: Engine | None
 ) -> Engine:
-    """An engine for a function, whose parameters live where those of ``base`` do."""
     known, layout = base.options, base.layout
     changed: dict[str, Tree] = {"reduce_aux": reducers, **_NOT_OF_A_FUNCTION}
     variables, owners = layout.variables, layout.state_owner

@@ -222,10 +222,7 @@ class Generation(Iterator[Token]):
                     return
 
     def _begin(self, ring: Ring, places: Places, group: Group, number: int) -> list[_Outcome]:
-        """Give the free places of a group to the next prompts; if none has taken one, begin the next pass of the group.
-
-        A pass right after a prompt would hold up the first stage, and with it all groups, until the prompt has left the last stage.
-        """
+        """Give free places of a group to the next prompts, or begin its next pass: right after a prompt, it would hold up all."""
         outcomes: list[_Outcome] = []
         entered = False
         for _ in range(ring.group_size):
@@ -335,11 +332,7 @@ def one_key(key: Key | None) -> Key:
 
 
 def _forecast(request: Request, hbm: float | str | None) -> Forecast:
-    """The memory of a generation from the shapes of its carry; its passes are compiled, and not run.
-
-    Counted once: parameters, what is computed from them alone, the groups' carries, the empty carry and one being prefilled. On top
-    comes one pass at a time, of a chunk or of a group.
-    """
+    """The memory of a generation from shapes alone: what stays is counted once, and one pass at a time comes on top of it."""
     base, num_groups, group_size = request.engine, request.num_groups, request.group_size
     room = room_of(base, base.options.hbm if hbm is None else parse_bytes(hbm))
     read = Leaves(base.placed.shapes.params, base.placed.shapes.own_params)
@@ -368,8 +361,6 @@ def _forecast(request: Request, hbm: float | str | None) -> Forecast:
 
 
 class _RingRuns(Work):
-    """Generations of the same prompts, run again and again up to a number of passes, as what is profiled."""
-
     def __init__(self, ring: Ring, generate: Callable[[Observer | None], Sequence[RingPass]]):
         self.engine, self._ring, self._generate = ring.alone.engine, ring, generate
         self.passes = generate(None)
@@ -471,7 +462,6 @@ def _carries(passes: Passes, count: int) -> Iterator[Life]:
 
 
 def _tokens(passes: Passes, compiled: CompiledPass, count: int) -> Iterator[Life]:
-    """What so many passes have made and nobody has read yet."""
     results: Mapping[Name, tuple[Device, int]] = {
         name: (line.device, passes.engine.placement[name.stage].num_bytes(name.ref, aval))
         for line in compiled.bound.lines

@@ -105,10 +105,7 @@ class Places:
         return None if self.num_prompts is None else self.num_prompts * self._num_tokens - self._num_spared
 
     def admit(self, group: int) -> tuple[int, Continuation] | None:
-        """The next prompt, in the first free place of the group; None if there is no free place, or no further prompt.
-
-        Of a prompt that is refused, or an exception of the iterable, the next call goes on with the next prompt.
-        """
+        """The next prompt (after a refused one, the one behind it) in a free place of the group; None without prompt or place."""
         places = self._groups[group]
         row = next((row for row, held in enumerate(places) if held is None or not held.goes_on), None)
         if row is None or self._source_ended:
@@ -210,7 +207,6 @@ def chunk_lengths(length: int, sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _iterable_of(prompts: Any, where: str) -> Iterable[Tree]:
-    """The prompts: a tuple if they are all there, else whatever can be iterated."""
     where = f"{where}(..., prompts, ...)"
     rule = "prompts is an iterable of prompts, each a sequence of token numbers; or an array with one prompt in each row"
     fix = "pass [prompt] for a single prompt"

@@ -53,9 +53,6 @@ def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
         raise StateError(where, rule, got, fix)
 
 
-# A function with a carry, as passes through all stages.
-
-
 @dataclass(frozen=True)
 class CompiledPass:
     """What runs for inputs of one shape."""
@@ -76,10 +73,7 @@ class Lasting:
         self._values: dict[Hashable, Leaf] = {}
 
     def values(self, engine: Engine, builder: Builder, wanted: Sequence[Name]) -> list[Leaf]:
-        """The values of these names; those that are not there yet are made by the lines of the builder.
-
-        Passes of other shapes have other names for the same value, so a value is known by the programs and parameters it comes of.
-        """
+        """The values of these names; the builder's lines make those that no pass has made yet, under this name or another."""
         params = engine.placed.names.all_params
         keys: dict[Name, Hashable] = {name: name for name in params}
         for line in builder.lines:
@@ -172,9 +166,6 @@ def _in_place(lines: Sequence[Line], carry: set[Name], results: set[Name]) -> It
         read = [k for k, name in enumerate(line.inputs) if name in carry and last[name] == number and name not in results]
         changes = line.program is not None and any(name.ref.role == Role.STATE for name in line.outputs)
         yield dataclasses.replace(line, donated=(*line.donated, *read)) if read and changes else line
-
-
-# The passes of one sequence and of a group.
 
 
 class Request(NamedTuple):

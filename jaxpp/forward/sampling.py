@@ -245,7 +245,6 @@ def _check_carry(old: Tree, new: Tree) -> None:
 
 
 def _last(logits: Tree, length: int) -> Float[Array, " vocab"]:
-    """The logits of the last position; refuses what are not the logits of one sequence."""
     if isinstance(logits, jax.Array | np.ndarray) and logits.shape[:1] == (1,) and jnp.issubdtype(logits.dtype, jnp.floating):
         if logits.ndim == 2:
             return jnp.asarray(logits[0])

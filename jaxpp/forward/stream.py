@@ -77,10 +77,7 @@ class Stream(Iterator[Tree]):
         return value
 
     def _fill(self) -> None:
-        """Dispatch batches until enough are in flight, there are no more, or a failure waits for its turn.
-
-        Ctrl-C may come after any call here, so a batch that was not dispatched for certain is dispatched again.
-        """
+        """Dispatch until enough are in flight or one failed. After Ctrl-C, what was not dispatched for certain comes again."""
         flight = self._flight
         while self._work is not None and not (flight and flight[-1][2] == _FAILED):
             source, run = self._work
@@ -115,7 +112,6 @@ class Stream(Iterator[Tree]):
                 self._flight.append((BatchError(where, rule, "an iterator that ended before its first batch", fix), 0, _FAILED))
 
     def _failure_of(self, outputs: Tree, number: int) -> Exception | None:
-        """Wait for outputs; returns what a device raised."""
         try:
             jax.block_until_ready(outputs)
         except Exception as error:  # noqa: BLE001  (raised by who asked)
@@ -168,7 +164,6 @@ def _length_of(batches: Any) -> int | None:
 
 
 def _iterator_of(batches: Any, where: str) -> Iterator[Batch]:
-    """The iterator of an iterable of batches, unless it is one batch by mistake."""
     single = isinstance(batches, (Mapping, str, bytes)) or hasattr(batches, "dtype") or hasattr(batches, "_fields")
     if single or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
         rule = "batches is an iterable of batches: a list, a generator, a data loader"

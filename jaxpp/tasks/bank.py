@@ -301,15 +301,10 @@ class Bank:
             items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
             manager.save(step, args=ocp.args.Composite(**items))
 
-        In several processes, every process calls it with the same directory, and writes the leaves that it holds. It waits for
-        write-backs; a set in use has the values that ``bank.params`` reads. Nothing that was saved earlier is overwritten. Each
-        folder is a checkpoint of ``{"params": ..., "opt_state": ...}`` that Orbax opens without jaxpp.
-
-        Args:
-            directory: where the folders of the sets are; made if it does not exist. Give the steps of the manager another one.
-
-        Returns:
-            dicts, lists, texts and numbers, which JSON keeps as they are; not the directory, which may be moved.
+        In several processes, all call it with the same directory, and each writes the leaves that it holds. The directory is made
+        if it does not exist; give the steps of the manager another one. A set in use has the values that ``bank.params`` reads.
+        Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ..., "opt_state": ...}`` that
+        Orbax opens without jaxpp. JSON keeps the manifest as it is; the directory is not in it, and may be moved.
 
         Raises:
             BankError: Orbax is not installed; a name is not a text, a number, a boolean, None or a tuple of these; the directory
@@ -342,15 +337,9 @@ class Bank:
     def prune(self, directory: str | os.PathLike[str], manifests: Iterable[Json]) -> tuple[str, ...]:
         """Delete the folders of sets that none of these manifests names; what else is in the directory stays.
 
-        Also kept are the folders that this bank saved last or restored, because later manifests will name them. What an interrupted
-        save has left behind is deleted. It can be interrupted at any time, and called again.
-
-        Args:
-            directory: where the folders of the sets are. If several runs save there, pass the manifests of all of them.
-            manifests: of the checkpoints that still count.
-
-        Returns:
-            the names of the folders that are gone.
+        The manifests are of the checkpoints that still count; if several runs save there, of all of them. The folders that this
+        bank saved last or restored stay too, because later manifests will name them. What an interrupted save has left behind is
+        deleted. It can be interrupted at any time, and called again. Returns the names of the folders that are gone.
 
         Raises:
             BankError: Orbax is not installed; one of these is not a manifest; a folder cannot be deleted.
@@ -389,7 +378,6 @@ class Bank:
         return [sets, hits, *self._files.remarks()]
 
     def _slots(self) -> str:
-        """How many slots there are, and on which devices: those of a pipeline once it has used a set, else the bank's own."""
         slots, devices = self.host_store.slots, self.host_store.devices or [self.device]
         return f"{slots} slot{'s' if slots > 1 else ''} on {'each of ' if len(devices) > 1 else ''}{few_names(devices)}"
 
@@ -469,7 +457,6 @@ def _way(params: Params, path: str, *, there: bool) -> list[tuple[Any, Hashable]
 
 
 def _rebuilt(way: Sequence[tuple[Any, Hashable]], node: Tree) -> Tree:
-    """The tree with this node at the end of the way; the mappings on the way are made anew, all else stays."""
     for above, key in reversed(way):
         node = type(above)({**above, key: node})
     return node
@@ -481,7 +468,6 @@ def _strong(leaf: Array) -> Array:
 
 
 def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf is a ``jax.Array`` of this shape and dtype; a quick test that other arrays fail."""
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 

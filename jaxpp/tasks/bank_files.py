@@ -183,7 +183,6 @@ class BankFiles:
         return {name: layouts[name] for name in sets}
 
     def _layout_of(self, where: str, form: Json) -> SetLayout | None:
-        """The layout of a set that the bank does not have; None if the nodes of its tree are not known."""
         for layout in dict.fromkeys(self._sets.layouts.values()):
             if _form(layout) == form:
                 return layout
@@ -327,7 +326,6 @@ def _leaves(form: Json) -> list[_Saved]:
 
 
 def _differences(form: Json, layout: SetLayout) -> list[str]:
-    """How the leaves of a set in a bank differ from those that were saved: a line for each difference."""
     saved, here = ({leaf.path: describe(leaf) for leaf in _leaves(one)} for one in (form, _form(layout)))
     return [
         f"{path} is {saved.get(path, 'missing')} in the manifest, {here.get(path, 'missing')} in the bank"
@@ -337,7 +335,6 @@ def _differences(form: Json, layout: SetLayout) -> list[str]:
 
 
 def _nodes(node: Tree) -> Json:
-    """The dicts, lists and tuples of a tree of shapes; raises a TypeError if there are nodes of another kind."""
     if node is None or isinstance(node, jax.ShapeDtypeStruct):
         return "none" if node is None else "leaf"
     if type(node) is dict:
@@ -357,7 +354,6 @@ def _tree(nodes: Json) -> Tree:
 
 
 def _encoded(name: Hashable) -> Json:
-    """A name as JSON: a tuple is a list; raises a TypeError for what JSON does not have."""
     if isinstance(name, np.generic):
         name = name.item()  # which is equal to it, and has its hash
     if type(name) is tuple:

@@ -171,8 +171,6 @@ class _Row:
 
 
 class _WriteBack(NamedTuple):
-    """A write-back under way, with the host copy that it replaces."""
-
     name: Hashable
     old: HostCopy
     new: HostCopy
@@ -415,7 +413,6 @@ class HostStore:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the oldest write-back; undo it if it failed."""
         write = self._writes[0]
         try:
             jax.block_until_ready(write.new.arrays)
@@ -469,6 +466,5 @@ def _word(dtype: DType) -> DType:
 
 
 def _as_bits(array: Array, dtype: DType) -> Array:
-    """The bits of an array as another dtype of the same width; a boolean is a byte."""
     convert = jax.lax.convert_element_type if np.dtype(bool) in (array.dtype, dtype) else jax.lax.bitcast_convert_type
     return convert(array, dtype)

@@ -44,8 +44,6 @@ def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ())
 
 
 class _Reasons(NamedTuple):
-    """Sentences about what a search found; the attributes are the arguments of ``reasons``."""
-
     found: SearchResult
     hbm: int | None
     processes: Sequence[int]
@@ -235,7 +233,6 @@ def _listing(title: str, points: Sequence[_Point], best: Row, first: int) -> Ite
 
 
 def _scale(axis: Axes, values: Sequence[float]) -> None:
-    """The limits of a logarithmic axis, with some room beside the values, and plain numbers at few ticks."""
     ticker, low, high = matplotlib_module("ticker"), min(values), max(values)
     pad = max(1.02, (high / low) ** 0.05)
     axis.axes.set(**{f"{axis.axis_name}lim": (low / pad, high * pad)})

@@ -254,7 +254,6 @@ class _Steps:
         return taken if self.engine.alone else float(rows_of_all(np.array([taken], np.float32)).max())
 
     def told(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
-        """Steps as all processes saw them: each tells the others, and all return the same."""
         if self.engine.alone or not steps:
             return list(steps)
         return list(self._company.seen(Seen(tuple(steps), "", 0.0)).steps)
@@ -410,10 +409,9 @@ def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bo
 
 
 class _Results:
-    """What was measured, by kind and name, in a file if there is one, so that a second search measures nothing.
+    """What was measured, by kind and name, in a file whose name is a digest of all that decides the results, so they hold.
 
-    The name of the file is a digest of all that decides the results, so what is in it holds. A file that cannot be read is ignored,
-    and written anew. Of several processes the first reads and writes, and tells the others what it has read.
+    A file that cannot be read is written anew. The first of several processes reads and writes, and tells the others what it read.
     """
 
     def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):

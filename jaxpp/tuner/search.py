@@ -317,7 +317,6 @@ class _Search:
         return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
     def result(self) -> SearchResult:
-        """Run the best candidates that fit, and choose."""
         fitting, measured = list[Candidate](), dict[Candidate, float]()
         self.bar.total += self.limits.num_measured
         ordered = self.ordered()
