@@ -63,8 +63,7 @@ _Value = _Whole | _AtCounter | _Content | tuple["_Value", ...] | None  # a tuple
 def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int) -> int | None:
     """How many tokens can still go into a carry (counters that are 0 may be shapes) before it is full; None if it is not proven.
 
-    The graph is of ``fn(params, carry, tokens) -> (carry, outputs)`` at ``num_tokens`` tokens, with ``first`` inputs before the
-    carry.
+    The graph is of ``fn(params, carry, tokens)``, traced at ``num_tokens`` tokens, with ``first`` inputs before the carry.
     """
     known: dict[Var, _Value] = {var: _constant(value) for var, value in graph.constants.items()}
     for leaf, var in enumerate(graph.inputs[first : first + len(carry)]):

@@ -344,8 +344,7 @@ class Forward:
             key: as for ``step`` or ``apply``, or its shape; may be left out even if the function takes a key.
             fn: a function for ``apply``, whose batch and key the others are then; the optimizer's state counts beside its forwards.
                 The loss must have been cut before: by ``init``, ``abstract_state``, or the forecast of a step.
-            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
-                report (CPUs report nothing).
+            hbm: bytes that each device has, as for ``Pipeline``. Default: the pipeline's, or what devices report (CPUs nothing).
 
         Returns:
             the forecast: what each stage holds at its device's peak, by kind; whether that fits, and if not the changes that would
@@ -384,8 +383,7 @@ class Forward:
         """What really ran, when, and why ranks idled: steps, or forwards, at full speed under JAX's profiler.
 
         A ``Pipeline`` profiles training steps; a ``Forward``, or with ``fn``, calls of ``apply``, or a stream of them. The trace
-        knows when each program ran, so nothing waits; some further steps run one program at a time. Steps train a copy of the
-        state, for which there must be room.
+        knows when each program ran, so nothing waits; some further steps run one program at a time. They train a copy.
 
         Args:
             state_or_params: as for ``step``; of forwards, as for ``apply``.

@@ -1,8 +1,7 @@
 """Generation: tokens of many sequences, while the stages are kept busy.
 
 One sequence alone keeps one stage busy at a time, as its next token needs the whole model. So groups of sequences follow one
-another in a ring. Each pass of a group is a plan of its own; the host hands passes over ahead of the devices, and reads the tokens
-later.
+another in a ring. Each pass of a group is a plan of its own; the host hands passes over ahead of the devices, and reads later.
 
 Ctrl-C waits while a token is made. A made token stands in a queue: from the bytecode that takes it out to the one that returns it
 nothing is called, and Python handles signals after calls and at jumps only.

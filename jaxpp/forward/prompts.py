@@ -2,8 +2,7 @@
 
 The host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended. So a
 ``Continuation`` counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for
-another prompt at once; one that ends at a stop token makes room when that token is read, and what was begun since then is
-discarded.
+another prompt at once; one that ends at a stop token makes room when it is read, and what was begun since is discarded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Sized

@@ -1,7 +1,6 @@
 """What a generation runs: a ring of groups of sequences that go through the stages again and again, on the same parameters.
 
-One token is little work, so whatever depends on parameters alone (a cast of all weights, a tied embedding that is sent) outlives
-the
+One token is little work, so what depends on parameters alone (a cast of all weights, a tied embedding that is sent) outlives the
 pass: its lines are run once for all passes of all shapes, and the values are arguments of the others. A cache changes in place.
 
 A prompt is prefilled in passes of one sequence; then its carry enters a place of its group, whose passes take a token of each.
