@@ -48,9 +48,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
         are where the caller's parameters are. Microbatch i uses ``jax.random.fold_in(key, i)``.
 
-        If the devices belong to several processes, all of them call ``grad_fn`` with the same arguments. Each can read the loss and
-        aux. A gradient stays on the device of its stage, and is an array without local shards in the other processes;
-        ``jaxpp.gather(grads)`` brings all of them to every process.
+        If the devices belong to several processes, all of them call ``grad_fn`` with the same arguments and can read the loss and
+        aux. A gradient stays on the device of its stage; ``jaxpp.gather(grads)`` brings all of them to every process.
 
     Raises:
         JaxppError: a ``ValueError``, for every option or input that cannot be run.

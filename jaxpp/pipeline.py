@@ -82,8 +82,7 @@ class Pipeline(Forward):
             product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed. ``"keep"``: everything.
             ``"recompute"``: only the stage's inputs; the forward runs twice. A policy of ``jax.checkpoint_policies``: what the
             policy says. ``"offload"``: as ``"least"``, and what is kept waits in host memory until its backward is near; see
-            ``jaxpp.Offload``, which may be passed too. One value for all stages, or a list with one for each stage. The same rule
-            decides what I keeps for W.
+            ``jaxpp.Offload``, which may be passed too. One value, or a list of one for each stage. I keeps for W by this rule too.
         cut_gradient: boundaries that carry no gradient, for teaching; boundary s lies between stages s and s + 1. The stages before
             such a boundary learn nothing, except parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
@@ -101,8 +100,7 @@ class Pipeline(Forward):
             "*/attn": "heads", "embed": "embedding"}`` or with ``PartitionSpec``s; a tree of these; or Flax's logical axis rules,
             for parameters that carry axis names.
         bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
-            its ``task`` (or one task for each replica), and the state holds Theta alone. ``optimizer`` updates Theta, the bank's
-            optimizer updates each theta[t].
+            its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
         shared: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:
             ``("graph/*", "positions")``. Leaves without an axis (numbers) are never split.
         max_shapes: for how many batch shapes the compiled steps are kept; the least recently used shape is dropped, and compiled
@@ -195,8 +193,7 @@ class Pipeline(Forward):
         """A pipeline from explicit stage functions, for teaching and debugging.
 
         ``stages`` has one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ. ``loss(output, targets)``
-        runs on the last stage. The other arguments are as for ``Pipeline``; ``shared``
-        calls the inputs ``"0"`` and the targets ``"1"``.
+        runs on the last stage. All else is as for ``Pipeline``; ``shared`` calls the inputs ``"0"`` and the targets ``"1"``.
 
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.
@@ -235,8 +232,7 @@ class Pipeline(Forward):
         pipe.state`` drops it at once, to make room for a checkpoint.
 
         Raises:
-            StateError: there is none; or it is gone, consumed by an update that failed in part (because the device had no room for
-                it, say) or by another pipeline's step.
+            StateError: there is none; or it is gone, consumed by an update that failed in part or by another pipeline's step.
         """
         self._opened("state")
         state, where = self._kept, "pipe.state"
@@ -259,13 +255,11 @@ class Pipeline(Forward):
         """Cut the loss, place the stages, compile the step, and make the first state.
 
         ``init(init_fn, key, batch)`` makes the parameters: every leaf is made on its owner, with the bits of
-        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies existing parameters (a
-        checkpoint, a pretrained model) to their owners. With ``has_state`` both stand for a pair ``(params, model_state)``. The
-        number of arguments decides which form is meant, so parameters may be callable (the arrays of an Equinox module).
+        ``jax.jit(init_fn)(key)``, and the whole model is never in one place. ``init(params, batch)`` copies existing parameters to
+        their owners. The number of arguments decides which is meant, so parameters may be callable (arrays of an Equinox module).
 
-        Programs are compiled side by side, under a progress bar if that takes long. They are for this batch's shapes and, if the
-        loss takes a key, for keys of the kind given or of ``jax.random.key``'s; a step with another kind of key is compiled at its
-        first call. The pipeline keeps the newest state as ``pipe.state``.
+        Programs are compiled for this batch's shapes and, if the loss takes a key, for keys of the kind given or of
+        ``jax.random.key``'s, other kinds at their first step. The pipeline keeps the newest state as ``pipe.state``.
 
         Args:
             init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
@@ -288,9 +282,8 @@ class Pipeline(Forward):
     def abstract_state(self, init_or_shapes: Tree, *args: Tree) -> State:
         """The shapes of the state, each with the sharding of its owner: what a checkpoint is restored to. No array is made.
 
-        It does what ``init`` does up to the first array: the loss is cut, the stages are placed, the step is compiled. A state that
-        the pipeline keeps stays ``pipe.state``; ``del pipe.state`` makes room for the checkpoint. Then Orbax restores every leaf
-        straight to its owner, at any number of stages and with any schedule, and training goes on::
+        It does what ``init`` does up to the first array. ``pipe.state`` stays; ``del pipe.state`` makes room for the checkpoint.
+        Then Orbax restores every leaf straight to its owner, at any number of stages and with any schedule::
 
             target = pipe.abstract_state(init_fn, key, batch)
             state = orbax.checkpoint.StandardCheckpointer().restore(path, target)
@@ -322,10 +315,8 @@ class Pipeline(Forward):
                 elsewhere than this pipeline's do, all are copied and none is consumed.
             batch: a tree of arrays with one leading axis, the examples, of any size that gives each microbatch one example. Leaves
                 without an axis (``{"x": ..., "beta": 0.5}``) go to every microbatch; changing their values compiles nothing.
-            key: for the loss; required if the loss takes a key, unless it says ``key=None``. Microbatch i gets
-                ``jax.random.fold_in(key, i)``.
-            task: with a bank, the set that the step uses and changes, or a list with one for each replica. The bank holds the
-                changed set afterwards, whatever ``donate`` is.
+            key: required if the loss takes one without ``key=None``. Microbatch i gets ``jax.random.fold_in(key, i)``.
+            task: with a bank, the set that the step uses and changes (whatever ``donate`` is), or a list with one for each replica.
             donate: False keeps the old state alive, at the price of a second copy.
 
         Returns:
@@ -372,9 +363,8 @@ class Pipeline(Forward):
             batch: as for ``step``, but of any number of examples: if there are fewer examples than microbatches, each microbatch
                 holds one example, and examples that cannot be divided evenly among replicas count evenly.
             key: as for ``step``.
-            loss_fn: another loss over the same parameters (one without dropout, say); it may return ``(loss, aux)`` or a loss
-                alone, whatever the pipeline's loss does. Keep one function and pass it again: each new function object is traced
-                and compiled.
+            loss_fn: another loss over the same parameters (one without dropout, say), which returns ``(loss, aux)`` or a loss
+                alone. Keep one function and pass it again: each new function object is traced and compiled.
             task: as for ``step``; the set is left as it is.
 
         Raises:
@@ -397,8 +387,7 @@ class Pipeline(Forward):
         float32, 6% in bfloat16. A gradient that moves further when the parameters' last digits change (a bias before a batch
         normalisation) may differ by as much.
 
-        Of several processes all call it, each with the whole batch. Each is sent the whole model, computes the plain step on its
-        own first device, and raises what any of them finds.
+        Of several processes all call it with the whole batch. Each is sent the whole model, and raises what any of them finds.
 
         Raises:
             VerifyError: naming the first leaf that differs, with both values; or what is NaN in both.
@@ -412,13 +401,10 @@ class Pipeline(Forward):
     def collectives(self, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Collectives:
         """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.
 
-        What stages send to one another is not included. The step is compiled, if it is not yet, and not run.
-
-        ``batch``, ``key`` and ``task`` are as for ``step``; shapes will do.
+        What stages send to one another is not included. The step is compiled and not run, so shapes of the batch will do.
 
         Returns:
-            the collectives, their axes and bytes; and which share of all parameters, including the sets of all tasks, was reduced
-            over ``data``.
+            the collectives, their axes and bytes; and the share of all parameters, with all tasks' sets, reduced over ``data``.
 
         Raises:
             StateError: before ``init``.
@@ -461,8 +447,6 @@ class Pipeline(Forward):
             StateError: before ``init``, which decides where the sets go.
         """
         self._opened("prefetch").runner.prefetch(task)
-
-    # What it does in another way than a function that is only run forward.
 
     def _opened(self, where: str) -> TrainingSetup:
         setup = super()._opened(where)

@@ -1,9 +1,4 @@
-"""``jaxpp.tune``: the pipeline that trains a loss fastest on the devices there are, found by measuring.
-
-What limits a pipeline differs from one model and machine to the next: the bubble, memory, the transfers, or the one process that
-hands the programs over. So the programs of a few cuts are measured on the devices, all candidates are simulated with these costs,
-and the best few are run.
-"""
+"""``jaxpp.tune``: the pipeline that trains a loss fastest on the devices there are, found by measuring."""
 
 import math
 import numbers
@@ -53,14 +48,10 @@ class Tuning:
     """What ``jaxpp.tune`` found. ``print`` it for a table and the reasons; in a notebook it draws itself.
 
     Attributes:
-        found: what the search found.
         given: options of ``Pipeline`` that all candidates share.
         hbm: bytes that each device has; None if that is not known.
         processes: the process of each rank's device; one process if there are none.
-        ask: the peaks of a candidate, for the figure.
         remark: what should be known of how it was measured; empty if nothing.
-        loss_fn: what was tuned.
-        optimizer: with which it trains.
     """
 
     found: SearchResult
@@ -129,7 +120,6 @@ class Tuning:
         return f"{len(self.rows)} candidates of {families} families, {len(self.measured)} of them run"
 
     def _shown(self) -> list[Row]:
-        """The rows of the table: all, or the chosen, those that ran, and the best of each schedule."""
         if len(self.rows) <= _MOST_ROWS:
             return list(self.rows)
         firsts = {row.candidate.schedule.name: row for row in reversed(self.rows)}
@@ -210,12 +200,9 @@ def tune(  # noqa: PLR0913  (the options of the front door)
 ) -> Tuning:
     """Find the schedule, number of microbatches, stages a rank and remat with which a training step takes the least time.
 
-    Candidates that run the same programs (equal cuts, equal microbatches) are measured together: what their forwards, backwards,
-    transfers, update and dispatch take on the devices. All candidates are then simulated with these costs. Of those that fit into
-    ``hbm``, the best few are run, and the fastest is the choice. Progress is shown if it takes long; Ctrl-C stops it and leaves
-    nothing behind.
-
-    Results do not depend on the choice: every candidate trains like single-device gradient accumulation.
+    Candidates that run the same programs (equal cuts, equal microbatches) are measured together, and all are simulated with these
+    costs. Of those that fit into ``hbm``, the best few are run, and the fastest is the choice. Every candidate trains like
+    single-device gradient accumulation. Ctrl-C stops the search and leaves nothing behind.
 
     Args:
         loss_fn: as for ``Pipeline``.
@@ -225,9 +212,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         key: for the loss, if it takes one, and for ``init_fn``; ``jax.random.key(0)`` unless given.
         devices: what the pipeline may use, one device for each rank. Default: ``jax.devices()``.
         hbm: bytes that each device has: ``"24GiB"``, or a number. Default: what the devices report (CPUs report nothing).
-        seconds: a budget. No more families of candidates are measured once so much time has passed, those that promise most come
-            first, and ``print(tuning)`` tells what was not looked at. The best few are run after that, in any case. Default: no
-            budget.
+        seconds: a budget for measuring: those that promise most come first, and ``print(tuning)`` tells what was not looked at. The
+            best few are run after that, in any case. Default: no budget.
         schedules: a name, or several. Default: all of ``jaxpp.schedule.SCHEDULES``.
         num_microbatches: a number, or several. Default: about half, one, two, four and eight times the ranks, or what near these
             divides the batch; and 1 for ``naive``.
@@ -237,21 +223,17 @@ def tune(  # noqa: PLR0913  (the options of the front door)
             fastest candidate does not fit into ``hbm``, ``"offload"`` and ``"recompute"`` as well.
         balance: what stages have equal amounts of, as for ``Pipeline``; or several of these.
         num_measured: how many candidates are run. With 0, the best by prediction is chosen.
-        keep: whether what was measured is kept, so that a later call for the same model and devices need not measure it again: in
-            the user's cache folder, or in a folder of this name.
+        keep: whether measurements are kept for later calls, in the user's cache folder or in a folder of this name.
         **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``loss_scale``, ...
 
     Returns:
-        a ``Tuning``: ``tuning.best`` holds the options, ``tuning.pipeline()`` makes the pipeline, ``tuning.rows`` has all
-        candidates, ``tuning.why`` says why, and ``tuning.figure()`` draws time against memory.
+        a ``Tuning``: its options (``best``), ``pipeline()``, all candidates (``rows``), the reasons (``why``) and ``figure()``.
 
     Raises:
-        ArgumentError: options that cannot be what they stand for; no candidate fits into ``hbm``; or ``seconds`` are too few to
-            measure one candidate.
+        ArgumentError: options that cannot be what they stand for; nothing fits into ``hbm``; too few ``seconds`` to measure.
         ScheduleError: an unknown schedule.
         BatchError: a batch that cannot be split.
-        JaxppError: for a loss, parameters or optimizer that cannot be run; candidates for which the model has too few layers are
-            only left out.
+        JaxppError: for a loss, parameters or optimizer that cannot be run; candidates with too many stages are only left out.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp, optax
@@ -352,7 +334,6 @@ def _ranks_of(value: object, devices: Sequence[Device]) -> tuple[int, ...]:
 
 
 def _schedules_of(value: object) -> tuple[str, ...]:
-    """The names; ``make`` raises ScheduleError for one that does not exist."""
     fix = 'pass schedules="1f1b", or leave it out to look at all'
     return _several("schedules", value, partial(make, num_ranks=1, num_microbatches=2), "there is at least one name", fix)
 

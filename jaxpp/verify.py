@@ -55,10 +55,9 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
 ) -> tuple[Tree, ...]:
     """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
-    The arguments are those of ``jaxpp.value_and_grad``, besides three. ``reducers`` reduce the aux leaves that are not averaged, by
-    number. The batch is split into ``num_replicas`` parts first; the microbatches of replica r are numbered from
-    ``r * num_microbatches``. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params`` and the
-    gradients are lists with a tree for each replica.
+    As for ``jaxpp.value_and_grad``. ``reducers`` reduce aux leaves that are not averaged, by number. Microbatches of replica r are
+    numbered from ``r * num_microbatches``. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params``
+    and the gradients are lists with a tree for each replica.
     """
     has_state = model_state is not None
     loss_fn = positional_key(loss_fn, 2 + has_state)
@@ -128,11 +127,10 @@ def tolerance(dtype: DType) -> float:
 def compare(what: str, got: Tree, want: Tree, *, floor: float = 0.0, coarsest: DType = None, noise: Tree = None) -> None:
     """Raise a VerifyError that names the first leaf of the pipeline's tree ``got`` that differs from the oracle's tree ``want``.
 
-    Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``. For gradients the floor is ``GRAD_FLOOR``: a
-    gradient that is pure rounding noise (of an attention key's bias) has no size of its own to be relative to. ``coarsest`` is the
-    floating type with the fewest digits that the leaves were computed with, if it is not their own: a float32 gradient of a
-    bfloat16 model has bfloat16's digits, for XLA rounds where it does not fuse. ``noise``, if known, is how far rounding moves each
-    leaf; several times as much is allowed.
+    Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``: a gradient that is pure rounding noise (of an
+    attention key's bias) has no size of its own to be relative to. ``coarsest`` is the floating type with the fewest digits that
+    the leaves were computed with: a float32 gradient of a bfloat16 model has bfloat16's digits. ``noise`` is how far rounding moves
+    each leaf; several times as much is allowed.
     """
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
@@ -154,11 +152,7 @@ def compare(what: str, got: Tree, want: Tree, *, floor: float = 0.0, coarsest: D
 
 
 def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> None:
-    """Compare a step that leaves the state as it is with the plain step.
-
-    Each of several processes gets the whole of what the step gave and computes the plain step on its own first device; what one of
-    them finds, all raise.
-    """
+    """Compare a step with the plain step on each process's first device, and leave the state as it is; all raise what one finds."""
     where, rule = "pipe.verify", "every process computes the plain step, and needs the whole batch for it"
     if engine.alone:
         found = engine.run("grads", leaves, batch, key)
@@ -211,7 +205,6 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     frozen = set(traced.frozen)
 
     def whole(grads: Grads) -> Grads:
-        """The oracle's gradients as the pipeline has them: zero where they are not computed."""
         leaves, tree = jax.tree.flatten(_together(grads) if groups else grads)
         kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in range(len(leaves))]
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
@@ -242,7 +235,6 @@ def _check_numbers(found: Mapping[str, Tree]) -> None:
 
 
 def _parts(pair: Tree) -> tuple[list[Tree], Any]:
-    """The two parts of a ``Joint`` or of another pair, and its structure."""
     return jax.tree.flatten(pair, is_leaf=lambda node: node is not pair)
 
 
@@ -289,7 +281,6 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
 
 
 def _shaken(leaf: Array) -> Array:
-    """A parameter with its last digits changed, alternately up and down."""
     turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
     return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
 
@@ -299,7 +290,6 @@ def _inexact(dtype: DType) -> bool:
 
 
 def _size(array: np.ndarray) -> float:
-    """The largest finite magnitude."""
     return float(np.max(np.abs(array), initial=0.0, where=np.isfinite(array)))
 
 

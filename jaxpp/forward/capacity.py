@@ -1,14 +1,9 @@
 """How many tokens a carry has room for, read off the traced model.
 
-Problem: a cache of 1024 places takes the 1025th token without a word, and overwrites or drops something. Idea: the model itself
-says where it writes: at a counter in its carry, to which it adds the number of tokens at every call. Mechanism: the equations are
-followed with what is known of each value: that it is the counter plus a number, that it is a leaf of the carry into which was
-written up to some place. A limit is only believed if all of it is proven::
-
-    leaf 0   int32[]            returned as leaf 0 + num_tokens                  a counter of tokens
-    leaf 1   float32[1,1024,8]  returned with rows written from leaf 0 on        room for 1024 tokens
-
-Whatever is written elsewhere sets no limit: a recurrent state as a whole, or a window at ``counter % 128``.
+A cache of 1024 places takes the 1025th token without a word, and overwrites or drops something. But the model itself says where it
+writes: at a counter in its carry, to which it adds the number of tokens at every call. So the equations are followed, and a limit
+is believed if it is proven that a leaf grows by ``num_tokens`` (a counter), and that another is returned with rows written from
+this counter on. Whatever is written elsewhere sets no limit: a recurrent state as a whole, or a window at ``counter % 128``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +20,8 @@ from jaxpp.types import Leaf
 
 __all__ = ["capacity"]
 
-_SAME = (jaxpr.LAYOUT - {"iota"}) | {"transpose", "convert_element_type"}
-"""Kinds whose result has the elements of its operand, in another order or type, or several times."""
-_PARTS = frozenset({"slice", "dynamic_slice", "gather"})
-"""Kinds whose result has some of the elements of its first operand."""
+_SAME = (jaxpr.LAYOUT - {"iota"}) | {"transpose", "convert_element_type"}  # results have the operand's elements, rearranged
+_PARTS = frozenset({"slice", "dynamic_slice", "gather"})  # results have some of the first operand's elements
 
 
 @dataclass(frozen=True)
@@ -64,18 +57,13 @@ class _Content:
         return replace(self, limits=self.limits | {(counter, most)})
 
 
-_Value = _Whole | _AtCounter | _Content | tuple["_Value", ...] | None
-"""What is known of a value; a tuple is the indices of a scatter, a column for each axis."""
+_Value = _Whole | _AtCounter | _Content | tuple["_Value", ...] | None  # a tuple: indices of a scatter, a column for each axis
 
 
 def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int) -> int | None:
-    """How many tokens can still go into a carry before it is full; None if no limit can be proven.
+    """How many tokens can still go into a carry (counters that are 0 may be shapes) before it is full; None if it is not proven.
 
-    Args:
-        graph: of ``fn(params, carry, tokens) -> (carry, outputs)``, traced at ``num_tokens`` tokens.
-        carry: its leaves; counters that are 0 may be shapes.
-        first: the number of inputs of the graph before those of the carry.
-        num_tokens: how many tokens the function was traced with.
+    The graph is of ``fn(params, carry, tokens)``, traced at ``num_tokens`` tokens, with ``first`` inputs before the carry.
     """
     known: dict[Var, _Value] = {var: _constant(value) for var, value in graph.constants.items()}
     for leaf, var in enumerate(graph.inputs[first : first + len(carry)]):
@@ -175,7 +163,6 @@ def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
 
 
 def _content(value: _Value) -> _Content | None:
-    """A value as a leaf of the carry: a leaf of whole numbers may be a counter, or a buffer."""
     if isinstance(value, _Whole) and value.counter is not None and value.low == value.high == 0:
         return _Content(value.counter)
     return value if isinstance(value, _Content) else None
@@ -227,7 +214,6 @@ def _equal(values: Sequence[_Value]) -> _Value:
 
 
 def _select(values: Sequence[_Value]) -> _Value:
-    """A choice that is known, or new values where an axis is at the counter."""
     which, *cases = values
     if isinstance(which, _Whole):
         return cases[which.low] if which.single and which.counter is None else None

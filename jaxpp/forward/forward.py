@@ -1,8 +1,4 @@
-"""``Forward``: functions over several devices. ``Pipeline`` is a ``Forward`` with an optimizer.
-
-What both do stands here: the function is cut, placed and compiled when shapes are first seen; parameters are brought to their
-owners; and functions of the parameters are applied, streamed, generated with, forecast and profiled. Whoever trains adds a state.
-"""
+"""``Forward``: functions over several devices. ``Pipeline`` is a ``Forward`` with an optimizer and a state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,8 +40,7 @@ from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux,
 
 __all__ = ["Forward", "Lend", "Setup"]
 
-Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]
-"""Gives an engine and the leaves that its forwards read, for as long as they are used."""
+Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]  # gives what forwards read, as long as they use it
 
 _RULE = "fn is a function of (params, batch[, key]) that returns outputs"
 
@@ -64,22 +59,16 @@ class Forward:
     """Runs a function forward over several devices, without changes to the model and without an optimizer.
 
     The function is cut into stages of equal forward cost. Parameters may have any type, as they have no gradient: quantised
-    weights, counters and running statistics stand beside the weights in one tree.
+    weights, counters and running statistics stand beside the weights in one tree. ``cuts``, ``devices``, ``mesh``,
+    ``data_parallel``, ``shardings``, ``shared`` and ``max_shapes`` are as for ``Pipeline``.
 
     Args:
         fn: ``fn(params, batch[, key]) -> outputs``, any tree of arrays.
         num_stages: how many stages to cut it into, one on each device.
         num_microbatches: how many parts a batch is split into along axis 0. Default: ``num_stages``.
-        cuts: as for ``Pipeline``: names at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
-        devices: as for ``Pipeline``.
         reduce_aux: how the outputs of the microbatches become one, as for ``Pipeline``'s aux. Default: outputs with one row for
             each example are put together in order, all others averaged.
         balance: ``"flops"``, ``"time"`` or ``"memory"`` (parameters alone), as for ``Pipeline``.
-        mesh: as for ``Pipeline``.
-        data_parallel: as for ``Pipeline``; each replica takes its part of the batch.
-        shardings: as for ``Pipeline``.
-        shared: as for ``Pipeline``.
-        max_shapes: as for ``Pipeline``.
 
     Raises:
         JaxppError: a ``ValueError``, for every option that cannot be run.
@@ -277,18 +266,15 @@ class Forward:
     ) -> Generation:
         """Tokens of a language model for many prompts, as they are made.
 
-        ``num_groups`` groups of sequences go round through the stages, so that the stages compute while tokens travel. Each stage
-        keeps the parts of the carry that it reads and writes; they change in place and are never sent. When a sequence ends, the
-        next prompt takes its place.
+        ``num_groups`` groups of sequences go round through the stages, so that the stages compute while tokens travel. The carry
+        stays on its stages and changes in place. When a sequence ends, the next prompt takes its place.
 
         Args:
             state_or_params: as for ``apply``; it is read until the generation ends, so no step may consume it meanwhile. For a
                 forecast, shapes will do: ``pipe.generate(pipe.abstract_state(...), fn, shapes, [], 100).forecast()``.
-            fn: ``fn(params, carry, tokens) -> (new_carry, logits)``; tokens are int32 ``[1, length]``, logits
-                ``[1, length, vocab]``, or ``[1, vocab]`` of the last position. With a bank
-                ``fn(params, task_params, carry, tokens)``.
-            carry: of one sequence that has had no token, such as the empty cache that a Flax model makes for a batch of one; beside
-                parameters that are shapes, its shapes will do.
+            fn: ``fn(params, carry, tokens) -> (new_carry, logits)``, with a bank ``fn(params, task_params, carry, tokens)``; tokens
+                are int32 ``[1, length]``, logits ``[1, length, vocab]``, or ``[1, vocab]`` of the last position.
+            carry: of one sequence that has had no token, such as a Flax model's empty cache for a batch of one; or its shapes.
             prompts: any iterable of token sequences, of any lengths of at least 1; read no further ahead than there are places.
             num_tokens: how many tokens to make for each prompt; or a sequence with a number for each.
             sample: None or ``"greedy"`` for the most likely token; ``jaxpp.Sampling(temperature, top_k, top_p)``; or a function
@@ -331,11 +317,7 @@ class Forward:
             return generation(request, leaves, prompts, num_tokens, stop, shown=progress)
 
     def forecast_generate(self, *args: object, **options: object) -> Forecast:
-        """Gone: ``generate(...).forecast()`` says what a generation will hold.
-
-        Raises:
-            ArgumentError: always.
-        """
+        """Gone, raises an ArgumentError: ``generate(...).forecast()`` says what a generation will hold."""
         del args, options
         new = f"{self._name}.generate(shapes, fn, carry, prompts, num_tokens, ...).forecast(hbm=...)"
         shapes = f"{self._name}.abstract_{'state' if self._options.is_loss else 'params'}(...)"
@@ -360,16 +342,13 @@ class Forward:
             params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
             batch: as for ``step`` or ``apply``, or its shapes.
             key: as for ``step`` or ``apply``, or its shape; may be left out even if the function takes a key.
-            fn: a function that ``apply`` is to run, whose batch and key the others are then; the forecast is of its forwards, with
-                the optimizer's state beside them. The loss must have been cut before: by ``init``, ``abstract_state``, or the
-                forecast of a step.
-            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
-                report (CPUs report nothing).
+            fn: a function for ``apply``, whose batch and key the others are then; the optimizer's state counts beside its forwards.
+                The loss must have been cut before: by ``init``, ``abstract_state``, or the forecast of a step.
+            hbm: bytes that each device has, as for ``Pipeline``. Default: the pipeline's, or what devices report (CPUs nothing).
 
         Returns:
-            the forecast: what each stage holds when its device holds most, in parameters, optimizer, gradients, residuals, values
-            in flight, batch, outputs, and temporaries of the compiled programs; whether that fits, and if not the changes that
-            would make it fit. ``step(donate=False)`` needs room for a second state; the caller's own arrays are not counted.
+            the forecast: what each stage holds at its device's peak, by kind; whether that fits, and if not the changes that would
+            make it fit. ``step(donate=False)`` needs room for a second state; the caller's own arrays are not counted.
 
         Raises:
             JaxppError: as ``init``, with ``fn`` as ``apply``; and for an ``hbm`` that is no size.
@@ -403,22 +382,18 @@ class Forward:
     ) -> Profile:
         """What really ran, when, and why ranks idled: steps, or forwards, at full speed under JAX's profiler.
 
-        What a ``Pipeline`` profiles are training steps; of a ``Forward``, or with ``fn``, they are calls of ``apply``, or a stream
-        of them. Nothing waits, unlike with a timer around each action: the trace knows when each program ran. Some further steps
-        run one program at a time. Steps are trained on a copy of the state, which is left as it is; so there must be room for a
-        second state.
+        A ``Pipeline`` profiles training steps; a ``Forward``, or with ``fn``, calls of ``apply``, or a stream of them. The trace
+        knows when each program ran, so nothing waits; some further steps run one program at a time. They train a copy.
 
         Args:
             state_or_params: as for ``step``; of forwards, as for ``apply``.
             batch: as for ``step`` or ``apply``.
             key: as for ``step`` or ``apply``.
-            fn: a function that ``apply`` is to run, whose batch and key the others are then; its forwards are profiled, not a step.
-                (``generate(...).profile()`` is the profile of a generation.)
+            fn: a function for ``apply``, whose batch and key the others are then. (For a generation: ``generate(...).profile()``.)
             num_batches: of forwards, how many times the batch is handed over without waiting, as in a ``stream``.
             num_steps: how many steps to trace, at least 1, after as many that are not traced and three to warm up.
-            clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: each program takes
-                as long as it takes alone, laid out on the virtual clock as if every rank had a device of its own; this is the
-                default on CPU, where devices share cores, and where there are fewer devices than ranks.
+            clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: the virtual clock,
+                with the time that each program takes alone; the default on CPU, and where there are fewer devices than ranks.
             task: as for ``step``.
 
         Returns:
@@ -443,10 +418,7 @@ class Forward:
 
     @property
     def engine(self) -> Engine:
-        """What runs it, for tools: plans as lists of instructions, compiled programs, where every leaf lives; after ``init``.
-
-        Its methods take the leaves of a state instead of the state, and may change from one version of jaxpp to the next.
-        """
+        """What runs it, for tools, after ``init``: plans, compiled programs, where leaves live; it may change between versions."""
         return self._opened("engine").engine
 
     def __repr__(self) -> str:
@@ -460,8 +432,6 @@ class Forward:
     def _described(self) -> list[str]:
         return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
-    # Opening: the function is cut, placed and compiled when shapes are first seen.
-
     def _opened(self, where: str) -> Setup:
         if self._setup is None:
             rule, fix = self._uncut
@@ -469,7 +439,6 @@ class Forward:
         return self._setup
 
     def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:
-        """What the method ``where`` was given, and the function cut and compiled for it."""
         where = f"{self._name}.{where}"
         refuse_tracers(f"{where}(...)", init_or_params, args)
         given = read_given(where, init_or_params, args)
@@ -483,11 +452,7 @@ class Forward:
             raise
 
     def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:
-        """Cut, place and compile for parameters (with ``has_state`` the pair) and a batch, arrays or shapes.
-
-        What an earlier call has compiled may serve. With ``agree``, what is compiled is compared over all processes before. If a
-        step does not fit into ``options.hbm``, the stages keep less, and a line says so.
-        """
+        """Cut, place and compile; ``agree`` compares processes first. What does not fit into ``options.hbm`` keeps less."""
         self._setup = setup = despite_ctrl_c(self._make_setup, made, batch, key, agree)
         return setup
 
@@ -526,7 +491,6 @@ class Forward:
         return Setup(engine, states_of(engine), stages)
 
     def _joined(self, variables: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        """The user's parameters (and model state) as the engine takes them."""
         return variables
 
     def _waiting(self, engine: Engine) -> Sequence[Name]:
@@ -535,19 +499,16 @@ class Forward:
         return ()
 
     def _as_called(self, fn: ForwardFn, where: str, *, with_carry: bool = False) -> ForwardFn:
-        """A function of the user's parameters as the engine calls it."""
         self._opened(where)
         return fn if with_carry else positional_key(fn, 2, "fn")
 
     def _function(self, where: str, fn: ForwardFn | None) -> ForwardFn | None:
-        """The function that is to run, as the engine calls it; None for the one that was cut."""
         if fn is None:
             return None
         check_function(f"{self._name}.{where}(..., fn)", _RULE, fn)
         return self._as_called(fn, where)
 
     def _lend(self, where: str, state_or_params: Tree, task: TaskNames) -> Lend:
-        """The engine and the leaves of parameters; called by the method ``where``."""
         if task is not None:
             raise ArgumentError(f"task={task!r}", "a task is a set of the pipeline's bank", "no bank", "pass Pipeline(bank=...)")
         engine, leaves = self._opened(where).engine, self._bring(where, state_or_params)
@@ -561,8 +522,6 @@ class Forward:
         with self._lend("profile", state_or_params, task)() as (engine, leaves):
             yield Forwards(self._engine_of(engine, fn, batch, key), leaves, batch, key, num_batches)
 
-    # Running.
-
     def _asked(self, where: str, fn: ForwardFn | None, key: Key | None) -> tuple[ForwardFn | None, Key | None]:
         """The function that is to run, and its key, which may stand in the place of a ``Forward``'s own function."""
         if key is None and not (self._options.is_loss or callable(fn)):
@@ -570,7 +529,6 @@ class Forward:
         return self._function(where, fn), key
 
     def _bring(self, where: str, made: Tree) -> Leaves[Array]:
-        """Parameters that the method ``where`` was given, with ``has_state`` a pair, each leaf on its owner."""
         setup = self._opened(where)
         refuse_tracers(f"{self._name}.{where}(params, ...)", made)
         check_alive(f"{self._name}.{where}", made)
@@ -597,7 +555,6 @@ class Forward:
     def _engine_of(
         self, engine: Engine, fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux = None
     ) -> Engine:
-        """The engine that runs a function over the parameters of ``engine``."""
         if fn is None and reduce_aux is None:
             return engine
         fn = self._options.loss_fn if fn is None else fn

@@ -31,7 +31,7 @@ from jaxpp.types import Batch, ForwardFn, Key, ReduceAux, Tree
 
 __all__ = ["Functions", "Unchanged", "Wrapped"]
 
-_NOT_OF_A_FUNCTION: dict[str, Tree] = {
+_NOT_OF_A_FUNCTION: dict[str, Tree] = {  # options of a loss, as a function that is only run forward has them
     "is_loss": False,
     "has_aux": False,
     "weight": None,
@@ -42,12 +42,10 @@ _NOT_OF_A_FUNCTION: dict[str, Tree] = {
     "loss_scale": None,
     "balance": "flops",
 }
-"""Options of a loss, as a function that is only run forward has them."""
 
 _T = TypeVar("_T")
 
-_MOVED = 0.1
-"""The part of all parameters that may be copied away from their owners, in a function that was not cut where the loss was."""
+_MOVED = 0.1  # the part of all parameters that may be copied away from their owners, in a function cut elsewhere than the loss
 
 
 class Functions:
@@ -86,7 +84,6 @@ class Functions:
 def _derived(
     base: Engine, fn: ForwardFn, batch: Batch, key: Key | None, carry: Tree, reducers: Mapping[str, Tree], like: Engine | None
 ) -> Engine:
-    """An engine for a function, whose parameters live where those of ``base`` do."""
     known, layout = base.options, base.layout
     changed: dict[str, Tree] = {"reduce_aux": reducers, **_NOT_OF_A_FUNCTION}
     variables, owners = layout.variables, layout.state_owner
@@ -130,10 +127,7 @@ def _derived(
 def _carried(
     tracing: Tracing, layout: Layout, variables: tuple[Tree, Tree], microbatch: Batch, like: Engine | None
 ) -> tuple[TracedLoss, Cuts, tuple[Tree, Tree], tuple[StateCopy, ...]]:
-    """A function with a carry, traced and cut, and the carry as it is held: stacked leaves as slices, shared leaves once a stage.
-
-    Each slice of a stacked leaf has the layers of one slice of the parameters.
-    """
+    """A function with a carry, traced and cut, and the carry as held: sliced as the parameters are, shared leaves once a stage."""
     fn, count = tracing.options.loss_fn, tracing.options.schedule.num_stages
     params, (carry, _) = variables
     loss = tracing.trace(fn, variables, microbatch, None)
@@ -175,7 +169,6 @@ def _check_owners(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> None:
 
 
 def _one_microbatch(stage_to_rank: Sequence[int]) -> Schedule:
-    """The schedule of one microbatch through all stages."""
     order = [Action(stage, Kind.F, 0) for stage in range(len(stage_to_rank))]
     rows = [[action for action in order if stage_to_rank[action.stage] == rank] for rank in range(max(stage_to_rank) + 1)]
     return Schedule("forward", tuple(map(tuple, rows)), tuple(stage_to_rank))

@@ -1,13 +1,10 @@
 """Generation: tokens of many sequences, while the stages are kept busy.
 
-Problem: the next token of a sequence needs the whole model, so one sequence alone keeps one stage busy at a time. Idea: a ring.
-Groups of sequences follow one another through the stages; when the last group has left the first stage, the token of the first
-group has come back to it. Mechanism: each pass of a group is a plan of its own. The host hands passes over ahead of the devices,
-whose queues make the ring; a token goes from the last stage to the first without passing through the host, which reads it later to
-yield it, to look for stop tokens and to give the place of a finished sequence to the next prompt.
+One sequence alone keeps one stage busy at a time, as its next token needs the whole model. So groups of sequences follow one
+another in a ring. Each pass of a group is a plan of its own; the host hands passes over ahead of the devices, and reads later.
 
-Ctrl-C waits while a token is made. A token that is made stands in a queue until it is given: from the bytecode that takes it out to
-the one that returns it nothing is called, and Python handles signals after calls and at jumps only.
+Ctrl-C waits while a token is made. A made token stands in a queue: from the bytecode that takes it out to the one that returns it
+nothing is called, and Python handles signals after calls and at jumps only.
 """
 
 import collections
@@ -64,11 +61,9 @@ _Outcome = tuple[NextToken, Rows] | Exception
 class Generation(Iterator[Token]):
     """The tokens of many sequences, as they are made: an iterator of ``Token``.
 
-    Tokens of different prompts come mixed, those of one prompt in order. ``collect()`` waits for all that are left, and gives one
-    array for each prompt. ``close()``, the end of a ``with`` block, or letting go of it stops the generation and drops the carries.
-
-    After Ctrl-C it goes on with the next token. While a token is made, Ctrl-C takes effect when the token is finished; pressed
-    again a second later, it breaks off the generation, as other signals do whose handlers raise.
+    Tokens of different prompts come mixed, those of one prompt in order. ``close()``, the end of a ``with`` block, or letting go of
+    it stops the generation and drops the carries. After Ctrl-C it goes on with the next token: Ctrl-C takes effect when the token
+    is finished; pressed again a second later, it breaks off the generation, as other signals do whose handlers raise.
 
     Attributes:
         num_passes: how many passes through the stages were begun.
@@ -140,17 +135,14 @@ class Generation(Iterator[Token]):
     def forecast(self, *, hbm: float | str | None = None) -> Forecast:
         """Memory of the generation before it runs, from shapes alone.
 
-        The passes are compiled and not run. Parameters that are shapes (``pipe.abstract_state(...)``), the shapes of a carry and no
-        prompts will do: ``pipe.generate(shapes, fn, carry_shapes, [], num_tokens).forecast()``.
+        The passes are compiled and not run. With parameters that are shapes, the carry may be shapes and the prompts ``[]``.
 
         Args:
-            hbm: bytes that each device has: ``"80GiB"``, or a number. Default: the pipeline's ``hbm``, or else what the devices
-                report (CPUs report nothing).
+            hbm: as for ``Pipeline.forecast``.
 
         Returns:
-            the forecast: what each stage holds when its device holds most: parameters, what is computed from them alone, the
-            carries of all groups, that of the prompt being prefilled and the empty one, values in flight, tokens, temporaries of
-            the compiled programs, and the optimizer's state, which stays where it is.
+            the forecast: what each stage holds at its device's peak: parameters, what is computed from them alone, carries, values
+            in flight, tokens, temporaries of the compiled programs, and the optimizer's state, which stays where it is.
 
         Raises:
             JaxppError: as ``generate``; and for an ``hbm`` that is no size.
@@ -161,9 +153,8 @@ class Generation(Iterator[Token]):
     def profile(self, *, num_passes: int = 48, num_runs: int = 3, clock: Clock | None = None) -> Profile:
         """What really ran, when, and why ranks idled: the ring as it runs, under JAX's profiler.
 
-        The same prompts are generated from their beginning a few times: to warm up, as they are, under the profiler, and one
-        program at a time. No token of this generation is lost; it goes on where it was. Copies that put a prefilled carry into its
-        group are not among what is timed.
+        The same prompts are generated from their beginning a few times; no token of this generation is lost. Copies that put a
+        prefilled carry into its group are not among what is timed.
 
         Args:
             num_passes: after how many passes through the stages no further one is begun.
@@ -175,8 +166,7 @@ class Generation(Iterator[Token]):
             a token among them), memory from shapes. ``print`` it; ``profile.figure()`` draws it, a colour for each group.
 
         Raises:
-            ArgumentError: counts below 1, an unknown clock, prompts that are an iterator, which gives each of them once; or another
-                trace of JAX's profiler is running.
+            ArgumentError: counts below 1, an unknown clock, prompts that are an iterator; or another trace is running.
             StateError: the generation has ended.
             BatchError: a prompt is none, or too long.
         """
@@ -231,10 +221,7 @@ class Generation(Iterator[Token]):
                     return
 
     def _begin(self, ring: Ring, places: Places, group: Group, number: int) -> list[_Outcome]:
-        """Give the free places of a group to the next prompts; if none has taken one, begin the next pass of the group.
-
-        A pass right after a prompt would hold up the first stage, and with it all groups, until the prompt has left the last stage.
-        """
+        """Give free places of a group to the next prompts, or begin its next pass: right after a prompt, it would hold up all."""
         outcomes: list[_Outcome] = []
         entered = False
         for _ in range(ring.group_size):
@@ -284,17 +271,10 @@ def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tup
     return tokens
 
 
-# What a user asks for, checked before anything is traced.
-
-
 def generation(
     request: Request, leaves: Leaves[Array] | None, prompts: Prompts, num_tokens: int | Sequence[int], stop: Tree, *, shown: bool
 ) -> Generation:
-    """The tokens of prompts, as ``Forward.generate`` documents it.
-
-    Without ``leaves``, where the parameters are only shapes, nothing is made: the generation forecasts its memory, and
-    refuses to be run.
-    """
+    """The tokens of prompts, as ``Forward.generate`` says; without ``leaves`` (the parameters are shapes) only its forecast."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), request.carry)
     key = jax.ShapeDtypeStruct(request.key.shape, request.key.dtype)
     foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key))
@@ -350,16 +330,8 @@ def one_key(key: Key | None) -> Key:
     return found
 
 
-# A generation looked at: the memory that it will take, and how its passes ran.
-
-
 def _forecast(request: Request, hbm: float | str | None) -> Forecast:
-    """The memory of a generation from the shapes of its carry: its passes are compiled, and not run.
-
-    What stays is counted once: the parameters, what is computed from them alone, the carries of all groups, and the empty carry
-    from which new ones are copied. On top of that comes one pass at a time, of a chunk of a prompt or of a group: values on their
-    way, tokens, and the temporaries of the compiled programs. A prompt is prefilled in a carry of its own.
-    """
+    """The memory of a generation from shapes alone: what stays is counted once, and one pass at a time comes on top of it."""
     base, num_groups, group_size = request.engine, request.num_groups, request.group_size
     room = room_of(base, base.options.hbm if hbm is None else parse_bytes(hbm))
     read = Leaves(base.placed.shapes.params, base.placed.shapes.own_params)
@@ -388,8 +360,6 @@ def _forecast(request: Request, hbm: float | str | None) -> Forecast:
 
 
 class _RingRuns(Work):
-    """Generations of the same prompts, run again and again up to a number of passes, as what is profiled."""
-
     def __init__(self, ring: Ring, generate: Callable[[Observer | None], Sequence[RingPass]]):
         self.engine, self._ring, self._generate = ring.alone.engine, ring, generate
         self.passes = generate(None)
@@ -411,7 +381,6 @@ class _RingRuns(Work):
         return Ledger(_ring_liveness(self._kinds(), ring.alone, ring.together, AHEAD * ring.num_groups), (), {})
 
     def _kinds(self) -> list["_PassKind"]:
-        """Each pass, and how many carries wait meanwhile."""
         ring, kinds, holding = self._ring, list[_PassKind](), set[int]()
         for begun in self.passes:
             beside = begun.is_prompt and ring.group_size > 1  # it runs on a carry beside that of its group
@@ -492,7 +461,6 @@ def _carries(passes: Passes, count: int) -> Iterator[Life]:
 
 
 def _tokens(passes: Passes, compiled: CompiledPass, count: int) -> Iterator[Life]:
-    """What so many passes have made and nobody has read yet."""
     results: Mapping[Name, tuple[Device, int]] = {
         name: (line.device, passes.engine.placement[name.stage].num_bytes(name.ref, aval))
         for line in compiled.bound.lines

@@ -1,14 +1,8 @@
 """Prompts: which one is continued in which place of which group, and the tokens that come of it; on the host, without devices.
 
-Problem: the host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended.
-Idea: whoever begins a pass is told whose tokens it makes, and says so again when the tokens are read. Mechanism: a ``Continuation``
-counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for another prompt at
-once, before they are read. One that ends at a stop token makes room when that token is read; what was begun for it since then is
-discarded when it is read::
-
-    admit(group)          a prompt for a free place of the group; the pass of its last chunk makes its first token
-    decode(group)         whose next tokens a pass of the group makes
-    read(rows, tokens)    what came of a pass: a ``Token`` for each sequence that had not ended
+The host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended. So a
+``Continuation`` counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for
+another prompt at once; one that ends at a stop token makes room when it is read, and what was begun since is discarded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -25,13 +19,11 @@ from jaxpp.types import Tree
 
 __all__ = ["Continuation", "Places", "Prompts", "Rows", "Token", "chunk_lengths", "chunk_sizes"]
 
-_LARGEST = 2**31 - 1
-"""Tokens are int32 on the devices."""
+_LARGEST = 2**31 - 1  # tokens are int32 on the devices
 _UNKNOWN = ", for which there are logits"
 _NUM_TOKENS = "num_tokens is a whole number of at least 1, or a sequence with such a number for each prompt"
 
-Prompts = Iterable[Tree] | np.ndarray | jax.Array
-"""Sequences of token numbers, of any lengths."""
+Prompts = Iterable[Tree] | np.ndarray | jax.Array  # sequences of token numbers, of any lengths
 
 
 class Token(NamedTuple):
@@ -70,8 +62,7 @@ class Continuation:
         return self.num_begun < self.num_tokens and not self.ended
 
 
-Rows = tuple[tuple[int, Continuation], ...]
-"""Whose tokens a pass makes, and in which rows of what it returns."""
+Rows = tuple[tuple[int, Continuation], ...]  # whose tokens a pass makes, and in which rows of what it returns
 
 
 class Places:
@@ -113,10 +104,7 @@ class Places:
         return None if self.num_prompts is None else self.num_prompts * self._num_tokens - self._num_spared
 
     def admit(self, group: int) -> tuple[int, Continuation] | None:
-        """The next prompt, in the first free place of the group; None if there is no free place, or no further prompt.
-
-        Of a prompt that is refused, or an exception of the iterable, the next call goes on with the next prompt.
-        """
+        """The next prompt (after a refused one, the one behind it) in a free place of the group; None without prompt or place."""
         places = self._groups[group]
         row = next((row for row, held in enumerate(places) if held is None or not held.goes_on), None)
         if row is None or self._source_ended:
@@ -147,10 +135,7 @@ class Places:
         return rows
 
     def read(self, rows: Rows, tokens: Any, logprobs: Any) -> tuple[Token, ...]:
-        """The tokens that have come of a pass; those of sequences that had ended before are left out.
-
-        Passes are read in the order in which they were begun; ``tokens`` and ``logprobs`` are one number for each row.
-        """
+        """The tokens that have come of a pass, one for each row that had not ended; passes are read in the order of their begin."""
         tokens, logprobs = np.ravel(tokens).tolist(), np.ravel(logprobs).tolist()
         made: list[Token] = []
         for row, held in rows:
@@ -207,10 +192,7 @@ class Places:
 
 
 def chunk_sizes(longest: int) -> tuple[int, ...]:
-    """The lengths of chunks in which prompts are prefilled: each an eighth of the one before, down to 1; 100, 12, 1.
-
-    With few lengths few programs are compiled; with 1 among them no prompt needs padding.
-    """
+    """The lengths of chunks, each an eighth of the one before, down to 1 so that no prompt needs padding: 100, 12, 1."""
     return (longest,) if longest == 1 else (longest, *chunk_sizes(max(longest // 8, 1)))
 
 
@@ -224,7 +206,6 @@ def chunk_lengths(length: int, sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _iterable_of(prompts: Any, where: str) -> Iterable[Tree]:
-    """The prompts: a tuple if they are all there, else whatever can be iterated."""
     where = f"{where}(..., prompts, ...)"
     rule = "prompts is an iterable of prompts, each a sequence of token numbers; or an array with one prompt in each row"
     fix = "pass [prompt] for a single prompt"

@@ -1,9 +1,7 @@
 """What a generation runs: a ring of groups of sequences that go through the stages again and again, on the same parameters.
 
-Problem: to make one token takes little work, so whatever a step does beside it costs more than it does in training: a cast of all
-weights to bfloat16, a tied embedding that is sent to the last stage, a cache that is copied. Idea: what depends on parameters alone
-outlives the pass. Mechanism: the lines of a pass are written in two parts; the lasting part is run once for all passes of all
-shapes, and the values that it makes are arguments of the other. The carry's buffers are taken over, so a cache changes in place.
+One token is little work, so what depends on parameters alone (a cast of all weights, a tied embedding that is sent) outlives the
+pass: its lines are run once for all passes of all shapes, and the values are arguments of the others. A cache changes in place.
 
 A prompt is prefilled in passes of one sequence; then its carry enters a place of its group, whose passes take a token of each.
 """
@@ -41,8 +39,7 @@ from jaxpp.types import Array, Aval, Batch, ForwardFn, Key, Leaf, Tree
 
 __all__ = ["AHEAD", "CompiledPass", "Group", "Lasting", "Passes", "Request", "Ring", "check_unstepped", "passes_of", "prompts_of"]
 
-AHEAD = 2
-"""Turns that are begun before the tokens of the first of them are read."""
+AHEAD = 2  # turns that are begun before the tokens of the first of them are read
 
 
 def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
@@ -53,9 +50,6 @@ def check_unstepped(where: str, what: str, leaves: Leaves[Array]) -> None:
         got = f"{gone} of {len(held)} arrays were consumed by a step while the {what} was open"
         fix = f"read the {what} to its end before the step, or call step(..., donate=False)"
         raise StateError(where, rule, got, fix)
-
-
-# A function with a carry, as passes through all stages.
 
 
 @dataclass(frozen=True)
@@ -71,20 +65,14 @@ class CompiledPass:
 
 
 class Lasting:
-    """The values that depend on parameters alone, computed and sent once, and shared by the passes of all shapes.
-
-    For passes that are only compiled nothing is computed: of shapes of parameters, the values are shapes.
-    """
+    """Values that depend on parameters alone, made once for the passes of all shapes; if nothing ``computes``, they are shapes."""
 
     def __init__(self, leaves: Leaves[Leaf], *, computes: bool = True):
         self.leaves, self._computes = leaves, computes
         self._values: dict[Hashable, Leaf] = {}
 
     def values(self, engine: Engine, builder: Builder, wanted: Sequence[Name]) -> list[Leaf]:
-        """The values of these names; those that are not there yet are made by the lines of the builder.
-
-        Passes of other shapes have other names for the same value, so a value is known by the programs and parameters it comes of.
-        """
+        """The values of these names; the builder's lines make those that no pass has made yet, under this name or another."""
         params = engine.placed.names.all_params
         keys: dict[Name, Hashable] = {name: name for name in params}
         for line in builder.lines:
@@ -179,14 +167,8 @@ def _in_place(lines: Sequence[Line], carry: set[Name], results: set[Name]) -> It
         yield dataclasses.replace(line, donated=(*line.donated, *read)) if read and changes else line
 
 
-# The passes of one sequence and of a group.
-
-
 class Request(NamedTuple):
-    """What a generation is asked for by the method ``where``; the carry is of one sequence that has had no token.
-
-    Shapes of the carry and of the key will do for what only compiles.
-    """
+    """What ``where`` asks for; the carry is of a sequence without tokens. To compile, shapes of the carry and the key will do."""
 
     where: str
     engine: Engine
@@ -222,10 +204,7 @@ def passes_of(request: Request, lasting: Lasting) -> tuple[Passes, Passes]:
 
 
 def _group_axes(carry: Tree) -> list[tuple[int, int]]:
-    """For each leaf of a carry the axis along which a group stacks it, and in how many slices it is held.
-
-    A leaf that is stacked over layers keeps these as its first axis, because a loop runs over them.
-    """
+    """The axis along which a group stacks each leaf, behind the layers that a loop runs over, and in how many slices it is held."""
     nodes = jax.tree.leaves(carry, is_leaf=is_slices)
     return [(1, len(node.sizes)) if isinstance(node, Slices) else (0, 1) for node in nodes]
 
@@ -324,15 +303,11 @@ def _replaced(row: Array, tokens: Array, token: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(tokens, token, row, 0)
 
 
-# What prompts the function takes.
-
-
 def prompts_of(request: Request) -> tuple[tuple[int, ...], int | None, int | None]:
-    """The sizes of chunks of a prompt that the function takes, the largest first, the room in the carry, and the vocabulary.
+    """The sizes of chunks that the function takes, the largest first, the room in the carry, and the vocabulary; None if unknown.
 
-    Of a carry whose counters are 0, shapes will do. What is not known is None.
-    A model that takes one token a call (Flax's attention with ``decode=True``) is known by that it cannot be traced at more. Nor
-    can a model whose cache is shorter than a chunk, so it gets smaller chunks.
+    A model that takes one token a call (Flax's attention with ``decode=True``) cannot be traced at more. Nor can a model whose
+    cache is shorter than a chunk, so it gets smaller chunks. Of a carry whose counters are 0, shapes will do.
     """
     engine, fn, chunk = request.engine, request.sequence.function, request.chunk
     shapes = avals_of(request.carry)

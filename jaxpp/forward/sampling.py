@@ -1,10 +1,8 @@
 """How the next token is made: the user's function with the choice of the token behind it, so that only a token leaves a stage.
 
-A sampling rule is any function ``(logits, key) -> token`` of the logits of one position; ``Sampling`` is the usual one.
-``NextTokenFn`` makes of ``fn(params, carry, tokens) -> (carry, logits)`` a function of one sequence that returns the next token
-instead of the logits. Its carry holds, beside the user's, the key of the sequence and how many tokens the sequence has had. So each
-token has a key made of the number of its sequence and of its place in it, and what is drawn does not depend on how many sequences
-are generated side by side, in which order, or on how many devices.
+The carry of ``NextTokenFn`` holds, beside the user's, the key of the sequence and how many tokens it has had. So each token has a
+key made of the number of its sequence and of its place in it, and what is drawn does not depend on how many sequences are generated
+side by side, in which order, or on how many devices.
 """
 
 import math
@@ -27,14 +25,11 @@ from jaxpp.types import Array, Aval, Key, Tree
 
 __all__ = ["NextToken", "NextTokenFn", "NextTokensFn", "SampleRule", "Sampler", "Sampling", "SequenceCarry", "draw", "sampler_of"]
 
-Sampler = Callable[[Float[Array, " vocab"], Key], Int[Array, ""]]
-"""The token drawn from the logits of one position; it is traced."""
+Sampler = Callable[[Float[Array, " vocab"], Key], Int[Array, ""]]  # the token drawn from the logits of one position; traced
 
-_SMALL, _SMALLEST = 1e-6, 1e-30
-"""Below the first temperature, the maximum is subtracted before the division; below the second, the second is used."""
+_SMALL, _SMALLEST = 1e-6, 1e-30  # below the first temperature the maximum is subtracted first; below the second it is used instead
 
-_FN = "fn(params, carry, tokens)"
-"""What messages call the user's function."""
+_FN = "fn(params, carry, tokens)"  # what messages call the user's function
 
 
 @entries
@@ -93,9 +88,7 @@ class Sampling:
         return jnp.argmax(_wide(logits)) if self.temperature == 0 else jax.random.categorical(key, self.adjusted(logits))
 
     def adjusted(self, logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
-        """The logits whose softmax is the distribution of the drawn token: minus infinity for tokens that are never drawn.
-
-        Computed in float32, or in float64 if the logits are.
+        """The logits whose softmax is the distribution of the drawn token, in float32 or float64: -inf for tokens never drawn.
 
         Raises:
             ArgumentError: ``top_k`` is above the size of the vocabulary, or the logits are those of several positions.
@@ -137,8 +130,7 @@ def _nucleus(logits: Float[Array, " k"], top_p: float) -> Bool[Array, " k"]:
     return jnp.concatenate([jnp.ones(1, bool), reached[:-1] < top_p])
 
 
-SampleRule = str | Sampling | Sampler | None
-"""What a user may pass as ``sample``."""
+SampleRule = str | Sampling | Sampler | None  # what a user may pass as ``sample``
 
 
 def sampler_of(sample: SampleRule) -> Sampler:
@@ -253,7 +245,6 @@ def _check_carry(old: Tree, new: Tree) -> None:
 
 
 def _last(logits: Tree, length: int) -> Float[Array, " vocab"]:
-    """The logits of the last position; refuses what are not the logits of one sequence."""
     if isinstance(logits, jax.Array | np.ndarray) and logits.shape[:1] == (1,) and jnp.issubdtype(logits.dtype, jnp.floating):
         if logits.ndim == 2:
             return jnp.asarray(logits[0])

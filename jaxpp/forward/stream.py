@@ -1,14 +1,8 @@
 """The outputs of many batches, one after another, with the devices kept busy and the host kept near them.
 
-A loop that waits for each output before it hands over the next batch lets the pipeline run empty between batches. A loop that
-never waits runs ahead of the devices, and their memory fills. So when the consumer asks for an output, ``Stream`` first dispatches
-batches until as many are in flight as the user allows, then waits for the oldest::
-
-    next()  dispatch 0, dispatch 1, wait for 0     (max_in_flight=2)
-    next()  dispatch 2, wait for 1
-    next()  dispatch 3, wait for 2                 stage 0 begins 3 as soon as it has done 2
-
-An output that the consumer holds counts as in flight until the consumer asks for the next output.
+Waiting for each output before the next batch lets the pipeline run empty; never waiting fills the devices' memory. So when the
+consumer asks for an output, ``Stream`` dispatches until as many batches are in flight as allowed, then waits for the oldest. An
+output that the consumer holds counts as in flight until the consumer asks for the next one.
 """
 
 from collections import deque
@@ -25,8 +19,7 @@ from jaxpp.types import Batch, Tree
 
 __all__ = ["Stream"]
 
-_PULLED, _DISPATCHED, _FAILED = "pulled", "dispatched", "failed"
-"""What a batch in flight is: a batch that is not dispatched yet, its outputs, or the exception in their place."""
+_PULLED, _DISPATCHED, _FAILED = "pulled", "dispatched", "failed"  # in flight: a batch, its outputs, the exception in their place
 
 
 @entries
@@ -34,19 +27,14 @@ class Stream(Iterator[Tree]):
     """The outputs of batches, in their order, as an iterator that looks ahead by a bounded number of batches.
 
     ``next`` returns the outputs of the next batch when the devices have computed them, while later batches are under way. An
-    exception comes out in the place of the outputs of its batch, with a note that says which batch it was: an exception of the
-    iterator of batches, of the model (at a batch of another shape, say), or of a device. The ``next`` after it goes on with the
-    batch after it, unless the iterator of batches has ended (a generator that has raised has ended). After Ctrl-C, ``next`` goes on
-    where it was; no outputs are lost.
-
-    A stream can be run through once. ``close``, or the end of a ``with`` block, drops all batches and outputs that the stream
-    holds; so does dropping the stream.
+    exception of the iterator, the model or a device comes out in the place of its batch's outputs, with a note that says which
+    batch it was; the ``next`` after it goes on with the batch after it, unless the iterator has ended (a generator that has raised
+    has ended). After Ctrl-C, ``next`` goes on where it was. A stream can be run through once. ``close``, the end of a ``with``
+    block, or letting go of it drops the batches and outputs that it holds.
 
     Args:
-        batches: any iterable of batches, which may differ in size. A batch is taken from it when the batch is about to be
-            dispatched, so a batch that depends on earlier outputs needs ``max_in_flight=1``.
-        run: ``run(k, batch)`` dispatches batch k and returns its outputs, a tree of arrays, without waiting for them. After Ctrl-C
-            it may be called again for the same batch.
+        batches: any iterable; each batch is taken just before it is dispatched (``max_in_flight=1`` if it depends on outputs).
+        run: ``run(k, batch)`` dispatches batch k and returns its outputs without waiting; after Ctrl-C it may be called again.
         max_in_flight: batches whose outputs may exist at a time, those that the consumer was last given among them. At least 2,
             if the devices are to have work while the consumer looks at outputs.
         where: what messages call the stream.
@@ -89,11 +77,7 @@ class Stream(Iterator[Tree]):
         return value
 
     def _fill(self) -> None:
-        """Dispatch batches until enough are in flight, there are no more, or a failure waits for its turn.
-
-        Ctrl-C may come after any call here. What is in flight changes in single steps: a batch that was not dispatched for certain
-        is dispatched again.
-        """
+        """Dispatch until enough are in flight or one failed. After Ctrl-C, what was not dispatched for certain comes again."""
         flight = self._flight
         while self._work is not None and not (flight and flight[-1][2] == _FAILED):
             source, run = self._work
@@ -112,7 +96,6 @@ class Stream(Iterator[Tree]):
                 return
 
     def _pull(self, source: Iterator[Batch]) -> None:
-        """Take one batch from the source, or what the source raises, or its end."""
         before = len(self._flight)
         try:
             self._flight.extend(zip(islice(source, 1), self._numbers, repeat(_PULLED)))  # in C: no Ctrl-C between batch and flight
@@ -129,7 +112,6 @@ class Stream(Iterator[Tree]):
                 self._flight.append((BatchError(where, rule, "an iterator that ended before its first batch", fix), 0, _FAILED))
 
     def _failure_of(self, outputs: Tree, number: int) -> Exception | None:
-        """Wait for outputs; returns what a device raised."""
         try:
             jax.block_until_ready(outputs)
         except Exception as error:  # noqa: BLE001  (raised by who asked)
@@ -182,7 +164,6 @@ def _length_of(batches: Any) -> int | None:
 
 
 def _iterator_of(batches: Any, where: str) -> Iterator[Batch]:
-    """The iterator of an iterable of batches, unless it is one batch by mistake."""
     single = isinstance(batches, (Mapping, str, bytes)) or hasattr(batches, "dtype") or hasattr(batches, "_fields")
     if single or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
         rule = "batches is an iterable of batches: a list, a generator, a data loader"

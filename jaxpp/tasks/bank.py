@@ -1,14 +1,8 @@
 """theta[t]: parameter sets that live on the host, one of them on the device at a time.
 
-A model has parameters Theta, and theta[t] for each of T tasks (heads, adapters, experts of a user); a step uses one theta[t]. The
-sets with their optimizer moments need not all fit on the device. The bank keeps them in pinned host memory, brings one set in for
-a step and the next set while that step computes, and writes the result back behind it. ::
-
-    host     theta[0] theta[1] theta[2] ... theta[T-1]   each with its moments
-                | bring        ^ write back
-    device   [ in use ]  [ prefetched ]                  ``slots`` of them
-
-Sets that are not used are not touched: no zero gradient, no weight decay, no momentum, no step count, not a byte.
+A step uses Theta and the theta[t] of one of T tasks (heads, adapters, experts of a user). The sets with their optimizer moments
+need not all fit on the device: the bank keeps them in pinned host memory, brings one in for a step and the next while that step
+computes, and writes the result back behind it. Sets that are not used are not touched: no weight decay, not a byte.
 """
 
 import difflib
@@ -40,8 +34,7 @@ from jaxpp.types import Array, Device, Key, Leaf, LossFn, Params, Tree
 
 __all__ = ["ActiveTask", "Bank", "insert", "sets_of"]
 
-Path = str | Sequence[str]
-"""The keys down to a subtree, such as ``"head"`` or ``"block_1/adapter"``; or several such paths."""
+Path = str | Sequence[str]  # the keys down to a subtree, such as "head" or "block_1/adapter"; or several such paths
 
 
 class ActiveTask:
@@ -61,25 +54,20 @@ class ActiveTask:
 class Bank:
     """Parameter sets with their optimizer states, on the host; ``use`` brings one to the device.
 
-    All steps with sets of equal shapes are one compiled program: what ``use`` gives has the same shapes and the same placement
-    whether it was there, prefetched or brought in. Put what all tasks share on the device too, its optimizer state included
-    (``jaxpp.gather(tree, device)``): if some of it is on no device yet, JAX compiles the first call separately.
+    All steps with sets of equal shapes are one compiled program. Put what all tasks share on the device too, its optimizer state
+    included (``jaxpp.gather(tree, device)``): otherwise JAX compiles the first call separately.
 
     Args:
         sets: the parameters of each task by its name, which is any hashable value; the bank takes copies.
         optimizer: what makes the optimizer state of each set (``optimizer.init``).
         device: where sets are used; by default the first device of this process.
-        slots: how many sets the device may hold (the devices of each pipeline hold as many of their own); with 1 there is no room
-            to prefetch while a set is in use.
+        slots: how many sets the device may hold (the devices of a pipeline as many of their own); 1 leaves no room to prefetch.
 
     Attributes:
-        optimizer: as given.
-        device: as given.
         host_store: the flat leaves of the sets: of the parameters, then of the optimizer state.
 
     Raises:
-        BankError: a set has no leaves, or leaves that are not floating arrays; there is less than one slot; there is no optimizer;
-            the device has no pinned host memory.
+        BankError: a set without leaves, or with others than floating arrays; no slot; no optimizer; no pinned host memory.
 
     Example:
         >>> import numpy as np, optax
@@ -128,10 +116,7 @@ class Bank:
         device: Device | None = None,
         slots: int = 2,
     ) -> "Bank":
-        """A bank whose sets are initialised on the device, one at a time.
-
-        ``init(key)``, which is jitted, makes the parameters of a set of each task's key; all else is as for the class.
-        """
+        """A bank whose sets are made on the device, one at a time, by ``init(key)``, which is jitted; else as for the class."""
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
         with _with_bar("keys", keys) as bar:
@@ -141,14 +126,9 @@ class Bank:
 
     @staticmethod
     def take(params: Params, path: Path) -> tuple[Params, Params]:
-        """Cut the subtree at ``path`` out of a parameter tree.
+        """Cut the subtree at ``path`` out of a parameter tree: the rest, and the subtree (for several paths a dictionary).
 
-        Args:
-            params: the whole tree; all nodes on the way to the subtree are mappings.
-            path: the keys on the way; or several paths, if a task has parameters in several places.
-
-        Returns:
-            the rest, and the subtree (for several paths a dictionary of subtrees).
+        All nodes on the way to the subtree are mappings.
 
         Raises:
             BankError: there is nothing at that path.
@@ -170,12 +150,8 @@ class Bank:
     def bind(loss_fn: LossFn, path: Path) -> LossFn:
         """Turn a loss over a module's whole parameters into a loss over the shared parameters and a task's own.
 
-        Args:
-            loss_fn: ``loss_fn(params, batch[, key])``, over the whole tree.
-            path: where the task's parameters belong in ``params``; several paths, if they belong in several places.
-
-        Returns:
-            ``loss_fn(params, task_params, batch[, key])``; what ``params`` has at the path is not read.
+        ``loss_fn(params, batch[, key])`` becomes ``loss_fn(params, task_params, batch[, key])``. The task's parameters belong at
+        ``path`` of ``params`` (or at several paths), and what ``params`` has there is not read.
 
         Raises:
             BankError: ``path`` is not a path. When the loss is called: the parameters have no such place.
@@ -230,8 +206,7 @@ class Bank:
     def params(self, name: Hashable) -> Params:
         """The parameters of a set as NumPy arrays that cannot be written to; waits for the set's write-back.
 
-        Once a pipeline of several processes uses the bank, they are ``jax.Array``s in host memory, those that live in other
-        processes without local shards; ``jaxpp.gather`` brings them to every process.
+        Once a pipeline of several processes uses the bank, they are ``jax.Array``s in host memory that ``jaxpp.gather`` completes.
         """
         return self._read(name, f"bank.params({name!r})")[0]
 
@@ -240,12 +215,7 @@ class Bank:
         return self._read(name, f"bank.opt_state({name!r})")[1]
 
     def add(self, name: Hashable, params: Params, opt_state: Tree = None) -> None:
-        """Take a set in; waits until it is on the host.
-
-        Args:
-            name: what to call the set; no other set has this name.
-            params: its parameters, which are copied.
-            opt_state: its optimizer state, read from a file for example; if not given, the optimizer makes it.
+        """Take a copy of a set in, and wait until it is on the host; unless ``opt_state`` is given, the optimizer makes it.
 
         Raises:
             BankError: the name is taken, or the trees are not what a set is made of.
@@ -292,8 +262,7 @@ class Bank:
     def use(self, name: Hashable) -> Iterator[ActiveTask]:
         """Bring a set to the device; where the block ends, write it back without waiting.
 
-        What the block assigns to ``task.params`` and ``task.opt_state`` is written; if it assigns nothing, nothing is written.
-        After an exception nothing is written either, and the copy on the device is dropped.
+        What the block assigns to ``task.params`` and ``task.opt_state`` is written; after an exception, nothing is.
 
         Raises:
             BankError: there is no such set, a set is in use, or the device has no room. Where the block ends: what was assigned
@@ -332,21 +301,14 @@ class Bank:
             items = {"state": ocp.args.StandardSave(state), "bank": ocp.args.JsonSave(bank.save(directory))}
             manager.save(step, args=ocp.args.Composite(**items))
 
-        In several processes, every process calls it with the same directory, and writes the leaves that it holds; any number of
-        processes can restore them. It waits for the write-backs of earlier steps; a set in use has the values that ``bank.params``
-        reads. Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ..., "opt_state": ...}``
-        that Orbax opens without jaxpp.
-
-        Args:
-            directory: where the folders of the sets are; made if it does not exist. Give the steps of the manager another one.
-
-        Returns:
-            dicts, lists, texts and numbers, which JSON keeps as they are; not the directory, which may be moved.
+        In several processes, all call it with the same directory, and each writes the leaves that it holds. The directory is made
+        if it does not exist; give the steps of the manager another one. A set in use has the values that ``bank.params`` reads.
+        Nothing that was saved earlier is overwritten. Each folder is a checkpoint of ``{"params": ..., "opt_state": ...}`` that
+        Orbax opens without jaxpp. JSON keeps the manifest as it is; the directory is not in it, and may be moved.
 
         Raises:
             BankError: Orbax is not installed; a name is not a text, a number, a boolean, None or a tuple of these; the directory
-                cannot be written to; a write-back failed. The bank is as before, and so are all earlier manifests and their
-                folders; the next call writes what is missing.
+                cannot be written to; a write-back failed. The bank and earlier manifests are as before.
 
         Example:
             >>> import numpy as np, tempfile
@@ -363,31 +325,21 @@ class Bank:
         """Give every set the parameters and the optimizer state that a manifest names, bit for bit: all sets, or none.
 
         Sets that the bank does not have are added if their parameters are dicts, lists and tuples of arrays, or if a set of the
-        bank has the same tree. A bank made without sets, ``Bank({}, optimizer)``, therefore gets all of them, and holds each only
-        once: everything is read before the first set changes, so sets that the bank has are in memory twice meanwhile.
-
-        The directory is that of ``save``, and the manifest what it returned. Restored sets count as saved in this directory.
-        Pipelines with this bank go on with the restored sets.
+        bank has the same tree. Everything is read before the first set changes, so sets that the bank has are in memory twice
+        meanwhile; ``Bank({}, optimizer)`` holds each only once. Pipelines with this bank go on with the restored sets.
 
         Raises:
-            BankError: Orbax is not installed; a folder is missing or cannot be read; leaves differ from those of the bank's set, or
-                from what its optimizer makes; the bank has a set that the manifest does not name; a set is in use; a write-back
-                failed. The bank is as before.
+            BankError: Orbax is not installed; a folder cannot be read; leaves differ from those of the bank's set, or from what its
+                optimizer makes; the manifest misses a set; a set is in use; a write-back failed. The bank is as before.
         """
         self._files.restore(directory, manifest)
 
     def prune(self, directory: str | os.PathLike[str], manifests: Iterable[Json]) -> tuple[str, ...]:
         """Delete the folders of sets that none of these manifests names; what else is in the directory stays.
 
-        Also kept are the folders that this bank saved last or restored, because later manifests will name them. What an interrupted
-        save has left behind is deleted. It can be interrupted at any time, and called again.
-
-        Args:
-            directory: where the folders of the sets are. If several runs save there, pass the manifests of all of them.
-            manifests: of the checkpoints that still count.
-
-        Returns:
-            the names of the folders that are gone.
+        The manifests are of the checkpoints that still count; if several runs save there, of all of them. The folders that this
+        bank saved last or restored stay too, because later manifests will name them. What an interrupted save has left behind is
+        deleted. It can be interrupted at any time, and called again. Returns the names of the folders that are gone.
 
         Raises:
             BankError: Orbax is not installed; one of these is not a manifest; a folder cannot be deleted.
@@ -407,7 +359,6 @@ class Bank:
         return html_table(self._cells()) + html_remarks(self._remarks())
 
     def _cells(self) -> list[list[str]]:
-        """The table: a line for all sets of one size, below the headings."""
         store = self.host_store
         here = {name for row in store.rows for name in (*store.resident(row), *store.in_use(row))}  # a row for each replica
         groups: dict[int, list[Hashable]] = {}
@@ -420,7 +371,6 @@ class Bank:
         return rows
 
     def _remarks(self) -> list[str]:
-        """What stands below the table: the sizes, what was moved, and what changed since the last save."""
         traffic = self.host_store.traffic
         moved = f"{bytes_in_words(traffic.bytes_to_device)} to the device, {bytes_in_words(traffic.bytes_to_host)} to the host"
         hits = f"{traffic.loads} loads, {traffic.hits} hits ({traffic.prefetch_hits} prefetched), {moved}"
@@ -428,7 +378,6 @@ class Bank:
         return [sets, hits, *self._files.remarks()]
 
     def _slots(self) -> str:
-        """How many slots there are, and on which devices: those of a pipeline once it has used a set, else the bank's own."""
         slots, devices = self.host_store.slots, self.host_store.devices or [self.device]
         return f"{slots} slot{'s' if slots > 1 else ''} on {'each of ' if len(devices) > 1 else ''}{few_names(devices)}"
 
@@ -437,7 +386,6 @@ class Bank:
         return layout.fill(self._sets.everywhere(layout, self.host_store.held(name).leaves))
 
     def _give_back(self, task: ActiveTask, layout: SetLayout, lent: Sequence[weakref.ref[Array]]) -> None:
-        """Write a task back, if it was changed."""
         where = f"with bank.use({task.name!r})"
         (leaves, tree), (moments, opt_tree) = jax.tree.flatten(task.params), jax.tree.flatten(task.opt_state)
         leaves += moments
@@ -509,7 +457,6 @@ def _way(params: Params, path: str, *, there: bool) -> list[tuple[Any, Hashable]
 
 
 def _rebuilt(way: Sequence[tuple[Any, Hashable]], node: Tree) -> Tree:
-    """The tree with this node at the end of the way; the mappings on the way are made anew, all else stays."""
     for above, key in reversed(way):
         node = type(above)({**above, key: node})
     return node
@@ -521,12 +468,10 @@ def _strong(leaf: Array) -> Array:
 
 
 def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf is a ``jax.Array`` of this shape and dtype; a quick test that other arrays fail."""
     return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
 def _with_bar(what: str, by_name: Mapping[Any, Tree]) -> tqdm:
-    """The items of a mapping of tasks, with a progress bar if they take longer than two seconds."""
     if not isinstance(by_name, Mapping):
         fix = f"pass {what}={{name: ...}}, such as dict(enumerate(...))"
         raise BankError(f"{what}=...", "tasks have names", type(by_name).__name__, fix)

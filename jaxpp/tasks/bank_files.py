@@ -1,11 +1,9 @@
 """The sets of a bank as files: each version of a set is a checkpoint of Orbax's, in a folder of its own that nothing overwrites.
 
-A *manifest* says which folder holds each set. A save writes the sets that changed, and its manifest names the earlier folders of
-all others; ``prune`` deletes the folders that nobody names. The manifest also keeps what Orbax does not: names that are not texts,
-tuples, and the dtypes and shapes of leaves, also of those without elements. It is made of what JSON gives back unchanged::
+A *manifest* says which folder holds each set, also those that earlier saves wrote, and what Orbax does not keep: names that are not
+texts, tuples, and the dtypes and shapes of leaves. It is made of what JSON gives back unchanged::
 
-    {"jaxpp_bank": 1,
-     "sets": [[name, folder, number of its form], ...],
+    {"jaxpp_bank": 1, "sets": [[name, folder, number of its form], ...],
      "forms": [{"params": the nodes, or null, "leaves": [[path, dtype, shape], ...]}, ...]}
 """
 
@@ -36,18 +34,14 @@ from jaxpp.types import Params, Tree
 
 __all__ = ["BankFiles", "Json"]
 
-Json = Any
-"""What JSON gives back unchanged: dicts with texts as keys, lists, texts, numbers, booleans, None."""
+Json = Any  # what JSON gives back unchanged: dicts with texts as keys, lists, texts, numbers, booleans, None
 
 _FORMAT = 1
-_FOLDER = re.compile(r"(set-[\w-]*-[0-9a-f]{16,})(\.orbax-checkpoint-tmp.*)?", re.ASCII)
-"""A set's folder, and what Orbax calls it while it is being written."""
+_FOLDER = re.compile(r"(set-[\w-]*-[0-9a-f]{16,})(\.orbax-checkpoint-tmp.*)?", re.ASCII)  # a set's folder, or unfinished one
 _Directory = str | os.PathLike[str]
 
 
 class _Saved(NamedTuple):
-    """A leaf as a manifest has it."""
-
     path: str
     dtype: str
     shape: tuple[int, ...]
@@ -55,10 +49,7 @@ class _Saved(NamedTuple):
 
 @dataclass
 class _Account:
-    """What a bank has in a directory: the newest folder of each set, with ``HostCopy.version``, and those of the last manifest.
-
-    The two differ after a save that failed.
-    """
+    """The newest folder of each set in a directory, with ``HostCopy.version``, and those that the last manifest names."""
 
     sets: dict[Hashable, tuple[str, object]] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
@@ -192,7 +183,6 @@ class BankFiles:
         return {name: layouts[name] for name in sets}
 
     def _layout_of(self, where: str, form: Json) -> SetLayout | None:
-        """The layout of a set that the bank does not have; None if the nodes of its tree are not known."""
         for layout in dict.fromkeys(self._sets.layouts.values()):
             if _form(layout) == form:
                 return layout
@@ -208,7 +198,6 @@ class BankFiles:
         return SetLayout(tree, opt_tree, (*avals, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in moments)))
 
     def _read(self, where: str, ocp: Any, reader: Any, name: Hashable, path: Any, layout: SetLayout) -> HostCopy:
-        """A set as its folder has it, in host memory."""
         here = set(self._sets.here(layout, range(len(layout.shapes))))  # a leaf that lives in another process is not read
         stored = [aval if aval.size else None for aval in layout.shapes]
         as_key, as_numpy = ocp.ArrayRestoreArgs(sharding=self._home), ocp.RestoreArgs(restore_type=np.ndarray)
@@ -302,7 +291,6 @@ def _write_manifest(folders: Mapping[Hashable, str], layouts: Mapping[Hashable, 
 
 
 def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str, int]], list[Json]]:
-    """The folder of each set with the number of its form, and the forms."""
     version = manifest.get("jaxpp_bank") if isinstance(manifest, Mapping) else None
     if version not in (None, _FORMAT):
         got, fix = f"version {version!r}; this jaxpp reads version {_FORMAT}", "use a later jaxpp, such as the one that saved it"
@@ -338,7 +326,6 @@ def _leaves(form: Json) -> list[_Saved]:
 
 
 def _differences(form: Json, layout: SetLayout) -> list[str]:
-    """How the leaves of a set in a bank differ from those that were saved: a line for each difference."""
     saved, here = ({leaf.path: describe(leaf) for leaf in _leaves(one)} for one in (form, _form(layout)))
     return [
         f"{path} is {saved.get(path, 'missing')} in the manifest, {here.get(path, 'missing')} in the bank"
@@ -348,7 +335,6 @@ def _differences(form: Json, layout: SetLayout) -> list[str]:
 
 
 def _nodes(node: Tree) -> Json:
-    """The dicts, lists and tuples of a tree of shapes; raises a TypeError if there are nodes of another kind."""
     if node is None or isinstance(node, jax.ShapeDtypeStruct):
         return "none" if node is None else "leaf"
     if type(node) is dict:
@@ -359,7 +345,6 @@ def _nodes(node: Tree) -> Json:
 
 
 def _tree(nodes: Json) -> Tree:
-    """A tree with these nodes; its leaves are placeholders."""
     if nodes in (None, "leaf", "none"):
         return None if nodes == "none" else 0
     kind, children = nodes
@@ -369,7 +354,6 @@ def _tree(nodes: Json) -> Tree:
 
 
 def _encoded(name: Hashable) -> Json:
-    """A name as JSON: a tuple is a list; raises a TypeError for what JSON does not have."""
     if isinstance(name, np.generic):
         name = name.item()  # which is equal to it, and has its hash
     if type(name) is tuple:

@@ -1,14 +1,11 @@
 """Sets of arrays on the host, few of them at a time on the device: what is behind ``theta[t]``.
 
-The host copy of a set is an immutable tuple of arrays in pinned memory. A device copy is *lent* by ``fetch`` until ``write_back``,
-``keep`` or ``release`` gives it back; meanwhile the store holds no reference to it, so that a step may give its buffers up. A copy
-that was given back stays on the device until its slot is needed. A row is a replica under data parallelism, with its own slots.
+``fetch`` *lends* a device copy of a set until ``write_back``, ``keep`` or ``release`` gives it back; meanwhile the store holds no
+reference to it, so that a step may give its buffers up. A row is a replica under data parallelism, with its own slots.
 
-Nothing here waits for the device, except reading the host copies and the bound on write-backs: of those each row has at most two
-under way, so the host holds at most so many sets twice. To begin a transfer costs host time, some 0.03 ms for each array and
-direction, which for adapters is more than the step computes. So the small leaves that share a home travel and wait in vectors
-(``SetPacking``). They are taken apart where the set is fetched: at the prefetch, the program would stand before the step that the
-transfer should hide behind.
+To begin a transfer costs the host some 0.03 ms for each array, which for adapters is more than the step computes. So the small
+leaves that share a home travel in vectors (``SetPacking``). They are taken apart where the set is fetched: at the prefetch, the
+program would stand before the step that the transfer should hide behind.
 """
 
 import math
@@ -35,11 +32,9 @@ from jaxpp.types import Array, Device, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
 
-LARGEST_PACKED = 1 << 16
-"""Bytes up to which an array is packed: arrays of 64 KiB travel as fast either way, arrays of 4 KiB three times as fast packed."""
+LARGEST_PACKED = 1 << 16  # bytes: arrays of 4 KiB travel three times as fast packed, arrays of 64 KiB as fast either way
 
-_WRITES = 2
-"""How many write-backs a row may have under way."""
+_WRITES = 2  # how many write-backs a row may have under way
 _Leaves = Sequence[Array]
 
 
@@ -104,7 +99,6 @@ class SetPacking:
         return tuple(leaves[k] for k in range(len(self.shapes)))
 
     def _cuts(self, group: Sequence[int]) -> list[int]:
-        """Where in a vector each leaf but the first begins."""
         return list(accumulate(math.prod(self.shapes[k].shape) for k in group[:-1]))
 
     def _compiled(self, home: Sharding, groups: Sequence[Sequence[int]]) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -177,8 +171,6 @@ class _Row:
 
 
 class _WriteBack(NamedTuple):
-    """A write-back under way, with the host copy that it replaces."""
-
     name: Hashable
     old: HostCopy
     new: HostCopy
@@ -189,10 +181,7 @@ class _WriteBack(NamedTuple):
 
 
 class HostStore:
-    """Sets of arrays by name, on the host, with copies on the device: at most ``slots`` for each row.
-
-    The homes of a set on a row are the same at every fetch; to bring sets to other homes, use other rows.
-    """
+    """Sets of arrays by name, on the host, with at most ``slots`` copies on the device for each row, always with the same homes."""
 
     def __init__(self, slots: int = 2):
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
@@ -310,9 +299,8 @@ class HostStore:
     ) -> None:
         """Give a set back, changed: begin its write-back, and keep on each row its copy of ``resident``, or else ``leaves``.
 
-        The host copy changes in one assignment, once all arrays are under way, and is put back if they do not arrive. Copies on
-        other rows are out of date, and dropped. The leaves may be donated at once. If this write-back cannot begin, nothing was
-        changed; if an earlier one failed, the next call says so.
+        The host copy changes in one assignment, and is put back if the arrays do not arrive. Copies on other rows are dropped. The
+        leaves may be donated at once. If an earlier write-back failed, the next call says so.
         """
         old = self._known(name)
         assert len(leaves) == len(old.packing.shapes)
@@ -379,7 +367,6 @@ class HostStore:
             cache.release(name)
 
     def _load(self, name: Hashable, homes: Sequence[Sharding], row: Hashable) -> tuple[SetPacking, tuple[Array, ...]]:
-        """The arrays of a set on their way to a row's device, and how they are packed there."""
         cache = self._rows[row]
         if not cache.make_room(self.slots):
             got = f"slots={self.slots}, in use: {', '.join(map(repr, cache.lent))}"
@@ -395,7 +382,6 @@ class HostStore:
         return packing, arrays
 
     def _with_room(self, name: Hashable, work: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
-        """Arrays on the device, if it has room for them."""
         try:
             return self._again(work)
         except JaxRuntimeError as error:
@@ -427,7 +413,6 @@ class HostStore:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the oldest write-back; undo it if it failed."""
         write = self._writes[0]
         try:
             jax.block_until_ready(write.new.arrays)
@@ -481,6 +466,5 @@ def _word(dtype: DType) -> DType:
 
 
 def _as_bits(array: Array, dtype: DType) -> Array:
-    """The bits of an array as another dtype of the same width; a boolean is a byte."""
     convert = jax.lax.convert_element_type if np.dtype(bool) in (array.dtype, dtype) else jax.lax.bitcast_convert_type
     return convert(array, dtype)

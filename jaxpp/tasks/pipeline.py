@@ -1,11 +1,8 @@
 """theta[t] inside a pipeline: a step's sets are brought to the stages that read them, and are written back after the step.
 
-The state of a pipeline with a ``Bank`` holds Theta alone. Before a step the leaves of one set for each replica join the leaves of
-the state, each on the device of the stage that uses it, and afterwards they go back to the bank. Sets of other shapes are cut at
-the same places and compiled once for each shape. In several processes each process has the leaves of its own stages (``SetHomes``)
-for the replicas on its devices; where processes share a stage, what a step has changed in one of them is sent to the others.
-
-The rest of jaxpp runs steps by way of a ``Runner`` and does not know whether there is a bank.
+The state of a pipeline with a ``Bank`` holds Theta alone. For a step the leaves of one set for each replica join it, each on the
+device of the stage that uses it. Sets of other shapes are cut at the same places and compiled once for each shape. Each of several
+processes has the leaves of its own stages (``SetHomes``); processes that share a stage send one another what a step has changed.
 """
 
 import weakref
@@ -125,10 +122,9 @@ class Runner:
 
 
 class ReplicaSets:
-    """Brings sets of one layout into the form that the engine for this layout takes, and out of it.
+    """Brings sets of one layout into the form that their engine takes, and out of it.
 
-    ``whole`` says where the leaves of a set live, ``rows`` which replicas run on devices of this process, and ``homes`` has for
-    each replica the sharding of each leaf of its set that this process holds.
+    ``rows`` are the replicas on devices of this process; ``homes`` has for each the shardings of the leaves that are held here.
     """
 
     def __init__(self, engine: Engine, sets: BankSets, layout: SetLayout):
@@ -285,7 +281,6 @@ class BankRunner(Runner):
         return names
 
     def _sets(self, name: Hashable) -> ReplicaSets:
-        """The engine for sets of the shape of this one."""
         layout = sets_of(self.bank).layout(name, f"task={name!r}")
         if layout not in self._replica_sets:
             variables, batch, key = self._opened
@@ -303,7 +298,6 @@ class BankRunner(Runner):
         return self._token, replica
 
     def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
-        """Write the sets back that a step has changed: each from the first replica that ran it."""
         sets = self._sets(names[0])
         rows = sets.of_rows(leaves)
         for name, changed in sets.exchanged(names, rows).items():
@@ -360,7 +354,6 @@ def _over_replicas(home: Sharding, devices: Sequence[Device]) -> Sharding:
 
 
 def _process(home: Home) -> int:
-    """The process of a home in one process."""
     return next(iter(devices_in(home))).process_index
 
 

@@ -67,10 +67,7 @@ class SetHomes:
 
 
 class BankSets:
-    """The layout of each set, in the order in which the sets came, and the store of the leaves that this process holds.
-
-    In several processes ``homes`` says where the sets of a layout live, once a pipeline has said so.
-    """
+    """The layouts of the sets, in order, and the store of the leaves here; ``homes`` says where those of several processes live."""
 
     def __init__(self, store: HostStore):
         self.store = store

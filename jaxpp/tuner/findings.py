@@ -1,11 +1,8 @@
 """What a search found: why a candidate was chosen, in sentences, and the time of a step against memory, as a figure.
 
-Each sentence tells of one choice, from its neighbours that differ in this choice alone. Why a neighbour takes longer is told by the
-part of the step that grows most. A neighbour that would be faster does not fit, or was slower when it ran.
-
-The figure has a mark for each candidate; down and to the left is better. The frontier is the line through the candidates to which
-no other is superior in both; these and the candidates that ran are numbered, and listed to the right. A candidate that ran has a
-cross at the time it took, joined to its mark by a line: the length of the line is what the prediction missed.
+Each sentence tells of one choice, from its neighbours that differ in this choice alone. In the figure, the frontier is the line
+through the candidates to which no other is superior in both. A candidate that ran has a cross at the time it took; the line from
+its mark to the cross is what the prediction missed.
 """
 
 import math
@@ -47,8 +44,6 @@ def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ())
 
 
 class _Reasons(NamedTuple):
-    """Sentences about what a search found; the attributes are the arguments of ``reasons``."""
-
     found: SearchResult
     hbm: int | None
     processes: Sequence[int]
@@ -100,7 +95,6 @@ class _Reasons(NamedTuple):
         return [*faster[:1], *slower[: 1 if knob.name != "remat" else None]]
 
     def _compared(self, row: Row) -> str:
-        """What a step would take, beside that of the best: longer, and why; or shorter, and why it was not chosen."""
         best = self.found.best
         ratio = row.predicted / best.predicted
         too_much = self.hbm is not None and row.peak is not None and row.peak > self.hbm
@@ -239,7 +233,6 @@ def _listing(title: str, points: Sequence[_Point], best: Row, first: int) -> Ite
 
 
 def _scale(axis: Axes, values: Sequence[float]) -> None:
-    """The limits of a logarithmic axis, with some room beside the values, and plain numbers at few ticks."""
     ticker, low, high = matplotlib_module("ticker"), min(values), max(values)
     pad = max(1.02, (high / low) ** 0.05)
     axis.axes.set(**{f"{axis.axis_name}lim": (low / pad, high * pad)})

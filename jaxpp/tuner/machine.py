@@ -1,12 +1,9 @@
 """``Devices``: the devices themselves say what families cost, what candidates hold, and how long their steps take.
 
-A family is traced, cut and compiled once, with a plain schedule. Everything about its candidates follows from a few of its steps:
-their times by the virtual clock, their memory by counting. What was measured is remembered in a file.
-
-In some of these steps the host waits for each instruction before it hands over the next: there every program and every send takes
-what it takes alone. Other steps run at full speed, and say what the host takes to hand an instruction over; a very small program
-runs in the thread that does so, and counts as that. Then the costs are made to agree with a whole step (``fitted``), since what
-ranks that share cores take from one another shows only when they run together.
+A family is traced, cut and compiled once, with a plain schedule. In some of its steps the host waits for each instruction, so that
+every program and every send takes what it takes alone; others run at full speed, and say what the host takes to hand an instruction
+over. The costs are then made to agree with a whole step (``fitted``), since what ranks that share cores take from one another shows
+only when they run together. Memory is counted. What was measured is remembered in a file.
 """
 
 import dataclasses
@@ -64,11 +61,7 @@ _KIND = "jaxpp tune 2"  # what a file of results says of itself; another number 
 
 
 class Devices:
-    """A ``Machine`` that runs steps on copies of the parameters; nothing that belongs to the caller is changed.
-
-    ``options`` are those of ``Pipeline`` that all candidates share. Results are kept in the user's cache folder, or in that of
-    the name ``keep``.
-    """
+    """A ``Machine`` that runs steps on copies of the parameters; results are kept in the user's cache folder, or in ``keep``."""
 
     def __init__(
         self,
@@ -121,10 +114,7 @@ class Devices:
         return tuple(self._result("peaks", candidate, lambda: self._peaks_of(self._steps(candidate), candidate.family)))
 
     def step(self, candidate: Candidate) -> float:
-        """The median of the seconds of some steps, each from the call until all its results are there.
-
-        Where devices share the cores of the machine, seconds are those at the speed that it had at first (``_Pace``).
-        """
+        """The median seconds of some steps, from call to results; where devices share cores, at the first pace (``_Pace``)."""
 
         def run() -> float:
             self.num_measured += 1
@@ -143,7 +133,6 @@ class Devices:
         return Options.of(self._loss_fn, devices=self._devices, **given)
 
     def _open(self, candidate: Candidate) -> "_Steps":
-        """Trace, cut and place; nothing is compiled or made yet."""
         options = self._options_of(candidate)
         shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
         variables = variables_of(options, shapes)
@@ -151,7 +140,6 @@ class Devices:
         return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
 
     def _variables(self) -> Tree:
-        """The parameters in host memory, made once; those that were given stay where they are."""
         if not self._makes:
             return self._made
         try:
@@ -170,12 +158,10 @@ class Devices:
         return self._families[family]
 
     def _steps(self, candidate: Candidate) -> "_Steps":
-        """The cuts and programs of its family in the order of a candidate, and on its ranks."""
         steps, options = self._family(candidate.family)[0], self._options_of(candidate)
         return _Steps(steps.engine.with_schedule(options.schedule, options.offload), self._batch, steps.key, self._variables)
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
-        """Of each rank's device; nothing that the family runs is compiled again."""
         liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=self._family(family)[1])
         return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
 
@@ -238,7 +224,6 @@ class _Steps:
 
     @cached_property
     def plan(self) -> Plan:
-        """A step, compiled, as all processes together run it."""
         return self.engine.plan("update", self.batch, self.key)[0] if self.engine.alone else self._company.plan
 
     @cached_property
@@ -264,13 +249,11 @@ class _Steps:
         return SeenStep(begun, ended, () if observer is None else tuple(observer.stamps))
 
     def timed(self) -> float:
-        """Seconds of a step; of several processes the longest."""
         seen = self.step()
         taken = seen.ended - seen.begun
         return taken if self.engine.alone else float(rows_of_all(np.array([taken], np.float32)).max())
 
     def told(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
-        """Steps as all processes saw them: each tells the others, and all return the same."""
         if self.engine.alone or not steps:
             return list(steps)
         return list(self._company.seen(Seen(tuple(steps), "", 0.0)).steps)
@@ -289,10 +272,9 @@ class _Paced(NamedTuple):
 class _Pace:
     """How fast the machine is at the moment, told by one step that is run again and again: the reference.
 
-    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds. A
-    family that met a slow moment would look slow. So its steps run by turns with steps of the first family that was measured: if
-    these take longer than they did at first, so did the others, and seconds are divided by that factor, turn by turn. Devices that
-    compute for nobody else have no reference: there the factor is 1.
+    Forced CPU devices share their cores with whatever else the machine does, and its speed may change by half within seconds. So
+    the steps of a family run by turns with the reference, and their seconds are divided by the factor by which the reference takes
+    longer than at first. Devices that compute for nobody else have no reference: there the factor is 1.
     """
 
     reference: _Steps | None = None
@@ -405,9 +387,8 @@ def _before(lines: Sequence[Instruction], first: int, free: Sequence[SeenStep], 
 def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bool, processes: Sequence[int] = ()) -> StepCosts:
     """The costs with which a step of this candidate is predicted as it was measured, if there are any.
 
-    Each program was measured alone. Where ranks share what they compute with, as forced CPU devices do, the number of ranks that
-    compute at full speed at once is the one for which the prediction and the step agree; what is left over is how much longer, or
-    less long, actions take in a step.
+    Each program was measured alone. Where ranks share cores, the number of ranks that compute at full speed at once is the one for
+    which prediction and step agree; what is left over is how much longer actions take in a step.
     """
     schedule, most = candidate.schedule, float(candidate.schedule.num_ranks)
 
@@ -428,10 +409,9 @@ def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bo
 
 
 class _Results:
-    """What was measured, by kind and name, in a file if there is one, so that a second search measures nothing.
+    """What was measured, by kind and name, in a file whose name is a digest of all that decides the results, so they hold.
 
-    The name of the file is a digest of all that decides the results, so what is in it holds. A file that cannot be read is ignored,
-    and written anew. Of several processes the first reads and writes, and tells the others what it has read.
+    A file that cannot be read is written anew. The first of several processes reads and writes, and tells the others what it read.
     """
 
     def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):
@@ -469,7 +449,6 @@ class _Results:
                 partial.unlink()
 
     def _read(self) -> tuple[dict[str, dict[str, Any]], str]:
-        """The results in the file; and what is wrong with it, if something is."""
         if self._path is None or not self._path.exists():
             return {}, ""
         wrong = "it is no file of jaxpp.tune"

@@ -1,15 +1,9 @@
 """Which pipelines ``tune`` looks at, and the search among them.
 
-A candidate is the options of one pipeline. Candidates that run the same stage programs are a *family*: they have the same cuts, the
-same microbatch size, keep the same residuals, and split their backwards alike. To trace, cut, compile and measure a family costs
-seconds. Which schedule orders the programs, which rank runs them, and whether residuals wait in host memory makes no other program,
-so candidates are only simulated, which costs milliseconds. By default there are many candidates, of few numbers of microbatches:
-powers of two times the ranks, from half as many as there are ranks. Where a number near a power of two divides the batch evenly, it
-stands for the power, since microbatches of one size need one set of programs.
-
-Of the candidates that fit, the best few are run. Memory is asked for last, because that takes longer than to simulate: of the
-fastest by prediction, until as many fit as will be run. Without a budget nothing depends on how long the search takes, so every
-process finds the same. With a budget, the family that promises most is measured next (``estimate``).
+A candidate is the options of one pipeline. Candidates that run the same stage programs are a *family*, which costs seconds to
+trace, cut, compile and measure. Which schedule orders the programs, which rank runs them, and whether residuals wait in host memory
+makes no other program, so candidates are only simulated, which costs milliseconds. Of those that fit, the best few are run. Without
+a budget nothing depends on how long the search takes, so every process finds the same.
 """
 
 import contextlib
@@ -252,8 +246,6 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
 
 
 class _Search:
-    """A search under way: what was looked at so far."""
-
     def __init__(self, machine: Machine, limits: Limits, bar: tqdm):
         self.machine, self.limits, self.bar = machine, limits, bar
         self.evaluator = Evaluator(self._seconds, machine.peaks, limits.hbm)
@@ -285,7 +277,6 @@ class _Search:
                 self.evaluator.seconds(candidate)
 
     def _measure(self, families: Iterable[Family]) -> None:
-        """Ask for the costs of families, until the budget is spent; those that cannot be are left out."""
         waiting, budget = list(families), self.limits.seconds
         self.bar.total += len(waiting)
         while waiting:
@@ -315,7 +306,6 @@ class _Search:
         return min((candidate for candidate in self.candidates if candidate.family in waiting), key=self._promise).family
 
     def _promise(self, candidate: Candidate) -> float:
-        """The seconds of a step, by what the nearest family costs."""
         other = nearest(candidate.family, tuple(self.costs))
         if (candidate, other) not in self.promised:
             guess = estimate(candidate.family, other, self.costs[other], candidate.schedule.num_ranks)
@@ -327,7 +317,6 @@ class _Search:
         return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
     def result(self) -> SearchResult:
-        """Run the best candidates that fit, and choose."""
         fitting, measured = list[Candidate](), dict[Candidate, float]()
         self.bar.total += self.limits.num_measured
         ordered = self.ordered()
@@ -377,8 +366,7 @@ def nearest(family: Family, known: Sequence[Family]) -> Family:
 def estimate(family: Family, other: Family, costs: StepCosts, num_ranks: int) -> StepCosts:
     """What a family may cost, by what another one does; it decides which family is measured next, and nothing else.
 
-    Computing and sending are in proportion to the size of a stage and a microbatch; to hand over an action takes as long for any
-    size; to recompute costs one more forward.
+    Computing and sending grow with a stage and a microbatch, handing over does not; recomputing costs one more forward.
     """
     part, size = other.num_stages / family.num_stages, other.num_microbatches / family.num_microbatches
     count = family.num_stages
