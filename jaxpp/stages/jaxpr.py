@@ -1,8 +1,7 @@
 """What jaxpp knows of the insides of a jaxpr: the one file to edit when JAX changes them.
 
 JAX promises nothing about names of primitives, parameters of equations, kinds of effects, or the name stack; each fact is checked
-in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outvars``, ``effects`` and ``primitive``, stable for
-years.
+in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outvars``, ``effects`` and ``primitive``.
 """
 
 import math

@@ -3,8 +3,7 @@
 A stage holds its parameters, gradients and optimizer state once, and its residuals as often as there are microbatches between
 forward and backward. If every stage has a device of its own, a dynamic program finds the least for the fullest device, else cuts
 are moved one at a time. What a stage would keep is estimated from one trace of the whole loss: every equation carries its spine
-position into the pullback, which tells at which positions the backward reads each value. A stage that runs one of them holds the
-value.
+position into the pullback, which tells at which positions the backward reads each value. Stages that run one hold it.
 """
 
 import re

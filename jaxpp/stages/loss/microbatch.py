@@ -2,8 +2,7 @@
 
 The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, larger ones first. Every
 microbatch gets all of numbers and *shared* leaves. An evaluation takes any number of examples: fewer than microbatches make fewer
-microbatches, and a remainder that the replicas cannot share makes a last one of one example each; idle replicas repeat one that
-counts nothing.
+microbatches, and a remainder that the replicas cannot share makes a last one of one example each; idle replicas repeat one.
 """
 
 import difflib

@@ -192,8 +192,7 @@ class TracedLoss:
     def _due(self) -> list[float]:
         """The number at which each equation runs: its own, or its first reader's if it depends on data but on no parameter.
 
-        What only model state needs runs as soon as its operands are there, after the first other reader of the leaves that it
-        reads.
+        What only model state needs runs as soon as its operands are there, after the first other reader of its leaves.
         """
         graph, users, producers = self.graph, self.graph.users(), self.graph.producers()
         due = [math.inf] * len(graph.eqns)
@@ -349,8 +348,7 @@ _WORTH = 8
 def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barred: set[Var]) -> set[Var]:
     """The values made by cheap operations alone from ``leaves`` and ``free`` (inputs that are everywhere), of nothing ``barred``.
 
-    The leaves travel once a step, the value at every microbatch; so they may take ``_WORTH`` times its bytes (a mask takes an
-    eighth).
+    The leaves travel once a step, the value at every microbatch; so they may take ``_WORTH`` times its bytes (a mask: 1/8).
     """
     sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in leaves} | {var: frozenset() for var in free}
     made = set()
