@@ -274,7 +274,7 @@ def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
 def compile_lines(
     lines: Sequence[BoundLine], programs: Programs, what: str, known: Mapping[Name, Sharding] = MappingProxyType({})
 ) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
-    """The program of each line that has one, all compiled at once but for those that read shardings the compiler chose; and these."""
+    """The program of each line that has one, all compiled at once but where shardings are the compiler's; and the shardings."""
     chosen: dict[Name, Sharding] = dict(known)
     given: dict[int, tuple[Sharding, ...]] = {}
     waiting: dict[int, PlacedProgram] = {}
