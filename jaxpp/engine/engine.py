@@ -1,6 +1,6 @@
 """One pipeline at work: a placed loss and optimizer, and a plan for each batch shape that it has met.
 
-An engine, made once shapes are known (``open_engine``), speaks in ``Leaves``; its faces, ``Pipeline`` and ``value_and_grad``, in trees.
+An engine (``open_engine``, once shapes are known) speaks in ``Leaves``; its faces, ``Pipeline`` and ``value_and_grad``, in trees.
 """
 
 import dataclasses
@@ -284,7 +284,7 @@ class Engine:
     ) -> Outcome[Array]:
         """Run one step on the leaves of a state, which ``update`` takes over with ``donate``, and on a whole batch.
 
-        The observer sees every instruction, and if ``watched`` whether it is done; ``hold`` is called before a buffer is taken over.
+        The observer sees every instruction, if ``watched`` also whether it is done; ``hold`` is called before a buffer is taken.
         """
         if self._limit is not None:
             observer = self._limit.beside(observer)

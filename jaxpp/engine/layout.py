@@ -1,4 +1,4 @@
-"""What the first batch decides, and later ones keep: where the loss is cut, and which stage owns each leaf, and how and where."""
+"""What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
 from collections.abc import Collection, Hashable, Mapping, Sequence

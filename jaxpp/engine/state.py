@@ -129,7 +129,7 @@ def _make_serializable() -> None:
 class Metrics(Mapping[str, Tree]):
     """What a step reports, as device scalars; reading one waits for it, and so does ``print(metrics)``.
 
-    It is a mapping too: ``metrics["loss"]``, and ``dict(metrics)`` has what there is, maybe no ``aux``, ``grad_norm`` or ``finite``.
+    It is a mapping too: ``metrics["loss"]``, and ``dict(metrics)`` has what there is: maybe no ``aux``, ``grad_norm``, ``finite``.
 
     Attributes:
         loss: the weighted mean over microbatches.
