@@ -62,10 +62,7 @@ class Options:
         data_parallel: int = 1,
         **others: Any,
     ) -> "Options":
-        """The options from the arguments of ``Pipeline`` or ``value_and_grad``, where they are documented.
-
-        The schedule of a function that is only run forward (``is_loss=False``) has forwards alone, whatever ``schedule`` says.
-        """
+        """The options from the arguments of ``Pipeline`` or ``value_and_grad``; without ``is_loss``, of forwards alone."""
         num_microbatches = num_stages if num_microbatches is None else num_microbatches
         counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "max_shapes": others.get("max_shapes", 1)}
         if low := [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]:
@@ -149,7 +146,6 @@ def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
 
 
 def _check_memories(devices: Sequence[Device]) -> None:
-    """Refuse to offload where a device of this process has no host memory that it copies to without blocking."""
     mine = [device for device in dict.fromkeys(devices) if device.process_index == jax.process_index()]
     kinds = {device: [memory.kind for memory in device.addressable_memories()] for device in mine}
     if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
@@ -165,7 +161,6 @@ def _balance_of(balance: object) -> object:
 
 
 def _check_shardings(shardings: object, mesh: Mesh | None) -> object:
-    """Refuse shardings where there is no axis over which parameters could be sharded."""
     if shardings is None or (mesh is not None and MODEL in mesh.axis_names):
         return shardings
     got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"

@@ -1,7 +1,6 @@
 """All that decides a step, as text: what the processes of a run compare before they run it.
 
-The parts stand in the order of causes: where two processes have batches of different shapes, their losses differ too, and the error
-shows the batches first. The lines of the step come last; equal lines mean that each process sends what another waits for.
+Parts stand in the order of causes, batches before losses, so that an error shows the cause. The lines of the step come last.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """One pipeline at work: a placed loss and optimizer, and a plan for each batch shape that it has met.
 
-``Pipeline`` and ``value_and_grad`` are two faces of an engine. An engine speaks in ``Leaves``; the faces speak in the user's trees.
-An engine exists from the moment when shapes are known (``open_engine``), so nothing in it is missing at first.
+An engine (``open_engine``, once shapes are known) speaks in ``Leaves``; its faces, ``Pipeline`` and ``value_and_grad``, in trees.
 """
 
 import dataclasses
@@ -71,10 +70,7 @@ class Engine:
         self._agreed = LRU[dict[Hashable, Callable[[], None]]](self.options.max_shapes)
 
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
-        """The same cuts in another order, with the programs already compiled where a stage keeps its device.
-
-        ``offload`` is that of its options; unless given, what leaves for host memory is decided as here.
-        """
+        """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
         offload = self.options.offload if offload is None else offload
         options = dataclasses.replace(self.options, schedule=schedule, offload=offload)
         placed = dataclasses.replace(self.placed, base=options.placement)
@@ -184,7 +180,6 @@ class Engine:
     def _agreed_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
     ) -> tuple[Plan, LoweredStep, Callable[[], None]]:
-        """The plan, on which the processes that run it agree the first time; and what to call before it runs."""
         given = {"loss_fn": loss_fn, "donate": donate}
         what, shape = (purpose, donate, watched), (loss_fn, shapes_key(batch, key))
         calls = self._agreed.find(shape) or {}
@@ -260,7 +255,6 @@ class Engine:
     def _add_update(
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
     ) -> Outcome[Name]:
-        """Add the update to the lines of a step, after what its host callbacks may refuse."""
         update, names, packed = self.update, self.placed.names, step.packed_sums
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
@@ -290,8 +284,7 @@ class Engine:
     ) -> Outcome[Array]:
         """Run one step on the leaves of a state, which ``update`` takes over with ``donate``, and on a whole batch.
 
-        The observer sees every instruction; with ``watched`` it may ask them whether they are done. ``hold`` is called before the
-        first buffer of ``leaves`` is taken over.
+        The observer sees every instruction, if ``watched`` also whether it is done; ``hold`` is called before a buffer is taken.
         """
         if self._limit is not None:
             observer = self._limit.beside(observer)
@@ -331,11 +324,10 @@ def open_engine(
     known: Engine | None = None,
     like: Layout | None = None,
 ) -> Engine:
-    """The engine for parameters and a batch of these shapes: the loss cut, the optimizer placed.
+    """The engine for parameters (and the model state, if any) and a batch of these shapes: the loss cut, the optimizer placed.
 
-    ``variables`` are the parameters, and after them the model state if the loss has any; arrays or shapes, like the batch.
-    ``known`` is an engine of the same options: it is returned if it is for these shapes, and lends its programs otherwise; it stays
-    as it is, should anything be refused. The loss is cut at the same places as in the layout ``like``.
+    ``known``, an engine of the same options, is returned if it is for these shapes, and lends its programs otherwise, itself
+    unchanged whatever is refused. The loss is cut at the same places as in the layout ``like``.
     """
     shapes = shapes_key(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:

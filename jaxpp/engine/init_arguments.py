@@ -1,7 +1,4 @@
-"""What ``init`` is given: a function, a key and a batch, or parameters and a batch; told apart by their number.
-
-(Parameters may be callable: an Equinox module is. So whether something can be called does not tell.)
-"""
+"""What ``init`` is given: a function, a key and a batch, or parameters (maybe callable) and a batch, told apart by number."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -85,10 +82,7 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
 
 
 def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:
-    """Whether the loss takes the batch for the parameters and the parameters for the batch, where it fails as they were given.
-
-    ``joined`` makes of parameters (and model state) what the loss is called with.
-    """
+    """Whether the loss fails on the arguments as given and takes them swapped; ``joined`` makes its arguments."""
     try:
         variables = joined(variables_of(options, given.batch))
         if options.is_loss:
@@ -103,7 +97,6 @@ def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[
 
 
 def _called(options: Options, *args: Tree) -> Tree | None:
-    """The shapes of what the function returns, in a tuple, with a key if it must be; None if it cannot be called so."""
     for keys in ((), (jax.random.key(0),)):
         try:
             return (jax.eval_shape(options.loss_fn, *args, *keys),)

@@ -1,7 +1,4 @@
-"""What the first batch decides: where the loss is cut, which stage owns each leaf, how leaves are held, and where they live.
-
-Everything later (a smaller last batch, another evaluation loss) is cut so that the owners stay.
-"""
+"""What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -97,9 +94,8 @@ def lay_out(
 ) -> tuple[Layout, Batch, CutLoss]:
     """The layout at the shapes given, the shapes of the first microbatch, and the loss cut at these.
 
-    The optimizer decides which gradients are wanted, and which leaves may be held as slices; ``programs`` compiles what
-    ``balance="time"`` measures. With ``balance="memory"``, the cut for equal FLOPs is made too, and the better of both is taken.
-    Where a loop over layers is cut, there are more parameter leaves than were given.
+    The optimizer decides which gradients are wanted and which leaves may be slices. With ``balance="memory"``, the better of that
+    cut and of the cut for equal FLOPs is taken. Where a loop over layers is cut, there are more parameter leaves than were given.
     """
     check_key(key)
     if options.is_loss:
@@ -182,8 +178,8 @@ class _Layouts:
     def _slicing(self, loss: TracedLoss, cuts: Cuts, specs: Sequence[PartitionSpec]) -> Slicing:
         """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
 
-        A leaf that is read row by row stays whole if its rows are sharded already, or if each replica has a leaf of its own. Slices
-        that the optimizer cannot run on are taken back; the shared parameters of ``like`` are held as there.
+        These stay whole if their rows are sharded, or each replica has a leaf of its own. Slices that the optimizer cannot run on
+        are taken back; the shared parameters of ``like`` are held as there.
         """
         params = self.given[0]
         shared = num_shared(params)
@@ -202,7 +198,6 @@ class _Layouts:
         return self._held(layout.params, layout.specs, layout.frozen).fullest(first.stages, layout.owner)
 
     def _held(self, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> StageBytes:
-        """What stages hold of these parameters, and of how many microbatches they keep residuals."""
         options = self.options
         schedule, placement, num_stages = options.schedule, options.placement, options.schedule.num_stages
         numbers = {place.devices: k for k, place in enumerate(placement.by_rank)}
@@ -221,7 +216,6 @@ class _Layouts:
         )
 
     def _choose(self, loss: TracedLoss, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> Cuts:
-        """Where to cut: where the user says, or for balance."""
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
             same = loss.primitives == like.spine
@@ -308,10 +302,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
 
 
 class Preparer:
-    """What is lowered for the shapes of a batch: the loss traced and cut at the shapes of each of its microbatches, each once.
-
-    The owners stay those of the layout; ``first`` is the loss cut at the shapes of the first microbatch.
-    """
+    """What is lowered for the shapes of a batch: the loss traced and cut once for each microbatch's shapes, owners unchanged."""
 
     def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
         self.options, self.layout, self.placement = options, layout, placement

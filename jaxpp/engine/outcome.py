@@ -1,7 +1,6 @@
 """A step as lines: what it takes of a batch, and what it returns, names while it is lowered and arrays once it has run.
 
-Every process passes a batch of the same shapes, and reads of it only what its own stages read. What it does not read may be a shape
-(``jax.ShapeDtypeStruct``); of a global array it has the rows that are here. Whether that is enough is known before anything runs.
+Every process passes a batch of the same shapes; of what its stages do not read a shape will do, and of a global array its rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Tensor parallelism by rule: which axis of which parameter is sharded over ``model``.
 
-The compiler divides the work as the parameters are sharded; two layers sharded by column and then by row need one all-reduce.
+The compiler divides the work accordingly; two layers sharded by column and then by row need one all-reduce.
 """
 
 import fnmatch
@@ -36,17 +36,15 @@ RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
 }
 """The rules that have a name, of a parameter's path and number of axes.
 
-``"column"`` divides a layer's outputs: each shard computes some of them. ``"row"`` divides its inputs: each shard adds its part,
-and the parts are summed. ``"embedding"`` divides ``[vocabulary, width]`` by words.
+``"column"`` divides a layer's outputs, ``"row"`` its inputs, whose parts are summed; ``"embedding"`` its words.
 """
 
 
 def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
     """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
 
-    ``shardings`` is a dictionary from paths or patterns of paths to rules or ``PartitionSpec``s; a tree of these like the
-    parameters; Flax's logical axis rules (pairs) for parameters that carry such names; or None, for parameters with axis names of
-    the mesh, or with none.
+    ``shardings``: rules or ``PartitionSpec``s by path or pattern; a tree of these; Flax's logical axis rules (pairs) for parameters
+    with such names; or None, for parameters with axis names of the mesh or none.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if shardings is None and num_shards == 1:

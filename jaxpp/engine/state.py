@@ -63,18 +63,17 @@ class State:
     It is a frozen dataclass and a pytree: ``state.replace(params=...)`` makes another with one part replaced.
 
     Where a loop over layers is cut, or stages read rows of one leaf, such leaves are arrays sharded over the stages' devices. If
-    that cannot be (the slices differ in size, or share a device), the pipeline holds the slices, and whoever looks at the state
-    finds the whole leaves, put together on the host: by name, in ``jax.tree.map`` and in Orbax. (If the slices live in several
-    processes, the leaf is an array without local shards, which ``gather`` and Orbax read.) So a state has the same trees whatever
-    the cuts. ``print(state)`` says what it holds, and where.
+    the slices differ in size or share a device, the pipeline holds the slices, and whoever looks at the state, also in
+    ``jax.tree.map`` and Orbax, finds whole leaves, put together on the host; if the slices live in several processes, arrays
+    without local shards, which ``gather`` and Orbax read. So a state has the same trees whatever the cuts. ``print(state)`` says
+    what it holds, and where.
 
     Attributes:
         params: the user's parameter tree.
         opt_state: the optax state for the whole of it.
         model_state: what the loss hands on from microbatch to microbatch (running statistics); ``()`` without ``has_state``.
         loss_scale: the object passed as ``loss_scale``, as the steps have changed it; ``()`` without one.
-        step: how many steps were taken, those included that ``loss_scale`` skipped: a number that the host counts, so reading it
-            waits for nothing.
+        step: how many steps were taken, those that ``loss_scale`` skipped included; counted on the host: reading it does not wait.
     """
 
     params: Params = _Part()
@@ -92,11 +91,7 @@ class State:
         return tuple(map(vars(self).__getitem__, _PARTS))
 
     def replace(self, **parts: Tree) -> "State":
-        """The state with other parts; those that are not named stay as they are held.
-
-        Raises:
-            TypeError: a state has no such part.
-        """
+        """The state with other parts, the rest as it is held; a part that a state does not have raises a ``TypeError``."""
         if unknown := [name for name in parts if name not in vars(self)]:
             raise TypeError(f"a State has the parts {', '.join(vars(self))}, not {', '.join(unknown)}")
         return State(**{**vars(self), **parts})
@@ -116,7 +111,6 @@ class State:
 
 @functools.cache
 def _make_serializable() -> None:
-    """Let ``flax.serialization`` write and read states, by the names of their parts."""
     from flax import serialization  # noqa: PLC0415  (takes a fifth of a second)
 
     def write(state: State) -> dict[str, Tree]:
@@ -135,14 +129,13 @@ def _make_serializable() -> None:
 class Metrics(Mapping[str, Tree]):
     """What a step reports, as device scalars; reading one waits for it, and so does ``print(metrics)``.
 
-    It is a mapping too: ``metrics.loss`` and ``metrics["loss"]`` are the same, and ``dict(metrics)`` has what there is: no ``aux``
-    without ``has_aux``, no ``grad_norm`` from ``evaluate``, no ``finite`` without ``loss_scale``.
+    It is a mapping too: ``metrics["loss"]``, and ``dict(metrics)`` has what there is: maybe no ``aux``, ``grad_norm``, ``finite``.
 
     Attributes:
         loss: the weighted mean over microbatches.
         aux: the loss's aux: scalars averaged like the loss, arrays with one row an example joined; ``()`` without ``has_aux``.
-        grad_norm: the global norm of the gradient before the optimizer, without parameters that the optimizer freezes (theirs is
-            not computed), and with a bank of Theta alone; None from ``evaluate``.
+        grad_norm: the global norm of the gradient before the optimizer, without frozen parameters, and with a bank of
+            Theta alone; None from ``evaluate``.
         finite: with ``loss_scale``, whether all gradients were finite; if not, the step changed nothing but the scale. Else None.
         step: which step this was, counted from 1: ``state.step`` of the new state; from ``evaluate`` that of the state.
     """
@@ -173,8 +166,6 @@ class Metrics(Mapping[str, Tree]):
 
 
 class _Shown:
-    """A leaf of metrics that prints its number, or its shape if it has several numbers or none yet."""
-
     def __init__(self, leaf: Leaf):
         self._leaf = leaf
 
@@ -187,7 +178,6 @@ class _Shown:
 
 
 def _number(leaf: Leaf) -> int | float | complex | None:
-    """The number that a leaf is; None for an array with axes, and for what has no value (here)."""
     if isinstance(leaf, jax.Array):
         known = not isinstance(leaf, Tracer) and leaf.is_fully_addressable and not leaf.is_deleted()
         known = known and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -234,7 +224,6 @@ def _cells(state: State) -> list[list[str]]:
 
 
 def _where(leaves: Sequence[Leaf]) -> str:
-    """The devices that hold these leaves, or the host; nothing for shapes without shardings, and for traced leaves."""
     found: set[tuple[int, str]] = set()
     for leaf in leaves:
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
@@ -260,7 +249,6 @@ class States:
         return tuple(tree.unflatten([next(supply) for _ in range(tree.num_leaves)]) for tree in self._trees)
 
     def _nodes(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves, those that are slices of one together."""
         return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
@@ -288,8 +276,7 @@ class States:
     def unwrap(self, state: State, where: str = "step", *, consumed: bool = False) -> Leaves[Array]:
         """The leaves of what the user passed to the method ``where`` as a state, each on its owner.
 
-        With ``consumed`` their buffers will be taken over. If some arrays of the state live elsewhere, all leaves are then copies:
-        a step consumes all of a state, or nothing.
+        If any live elsewhere and their buffers will be ``consumed``, all are copies: a step consumes all of a state, or nothing.
         """
         held = jax.tree.leaves(state.held) if isinstance(state, State) else []
         mine = len(held) == len(self._last) and all(ref() is leaf for ref, leaf in zip(self._last, held, strict=True))
@@ -370,13 +357,11 @@ def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
 
 
 def _parted(tree: Tree, nodes: Sequence[Leaf]) -> list[Leaf]:
-    """The leaves of a tree, those as slices that are slices among ``nodes``."""
     pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
     return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
 
 
 def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
-    """The slices of a leaf that was made by ``join_slices``, or is whole."""
     if isinstance(leaf, Slices):
         if leaf.sizes == node.sizes:
             return leaf.parts
@@ -398,7 +383,6 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
 
 
 def _check_state(state: object, expected: State) -> None:
-    """Refuse a state that a step cannot start from; ``expected`` has the shapes of a state whose stacked leaves are whole."""
     where, again = "state", "pass the state that init or step returned"
     if not isinstance(state, State):
         fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
@@ -430,7 +414,6 @@ def _check_state(state: object, expected: State) -> None:
 
 
 def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:
-    """The leaves of a tree that differ from those of another tree of this structure in shape or type."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
     wrong = []
     for (path, leaf), aval in pairs:
@@ -441,7 +424,6 @@ def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:
 
 
 def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
-    """How two trees differ, from the top down: other containers, and children that only one of them has."""
     (ours, mine), (theirs, yours) = map(_opened, (found, wanted))
     if mine == yours:
         pairs = zip(ours.items(), theirs.values(), strict=True)
@@ -453,7 +435,6 @@ def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
 
 
 def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
-    """The children of a node by their keys, and what is known of the node itself; a leaf is its own child."""
     children, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
     return {jax.tree_util.keystr(path): child for path, child in children}, node
 

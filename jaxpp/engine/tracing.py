@@ -113,11 +113,7 @@ class Tracing:
         train: bool | None = None,
         per_layer: bool = False,
     ) -> TracedLoss:
-        """The pipeline's loss, or another over the same parameters, traced at one microbatch's shapes.
-
-        With ``train``, the default for a loss, it will be differentiated; with ``per_layer`` every layer of a loop becomes an
-        equation of its own.
-        """
+        """A loss over the pipeline's parameters traced at a microbatch's shapes; ``train``: to be differentiated, the default."""
         params, *state = variables
         train = self.options.is_loss if train is None else train
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
@@ -142,7 +138,6 @@ class Tracing:
 
 
 def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> frozenset[int]:
-    """The aux leaves whose first axis follows the size of the microbatch."""
     size = num_examples(jax.tree.leaves(microbatch), loss.shared)
     shapes = [aval_of(atom).shape for atom in loss.aux]
     rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}

@@ -1,13 +1,12 @@
-"""What can go wrong, and the one template that every message follows.
+"""What can go wrong, and the one template of all messages.
 
-A message says where (as the user wrote it), the rule in one sentence, what was got, and what to do::
+It says where (as the user wrote it), the rule, what was got, and what to do::
 
     ScheduleError: make('1f1b', num_ranks=0): a schedule needs at least one rank.
       Got: num_ranks=0.
       Fix: pass num_ranks=1 or more.
 
-Every class is a ``ValueError``, so ``except ValueError`` catches all of them. An exception raised inside the user's own model is
-never wrapped: it comes out unchanged, with a note (``add_note``) that says what jaxpp was doing.
+Every class is a ``ValueError``. An exception raised inside the user's own model comes out unchanged, with a note (``add_note``).
 """
 
 import pathlib
@@ -48,7 +47,7 @@ class JaxppError(ValueError):
     Args:
         where: the place, as the user wrote it.
         rule: the rule that was broken, one sentence without its full stop.
-        got: names and numbers; several violations are several lines, of which at most ten are shown, and how many more there are.
+        got: names and numbers; several violations are several lines, at most ten of which are shown.
         fix: what to do, imperative.
         picture: a table or listing with the bad cell marked; shown last.
 

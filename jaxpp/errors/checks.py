@@ -55,7 +55,6 @@ def check_devices(devices: Tree) -> tuple[Device, ...]:
 
 
 def _those_devices(devices: object, found: Sequence[object]) -> str:
-    """How to write the devices that a number, or several, may have meant."""
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         return f"pass devices=jax.devices()[:{devices}]"
     if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):

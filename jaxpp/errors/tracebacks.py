@@ -1,17 +1,10 @@
 """Tracebacks that end at the user's own line.
 
-An error of jaxpp says what is wrong with what the user wrote; how jaxpp found out is of no interest to them, and forty frames of
-it push their own line off the screen. So the public functions and methods take the frames of jaxpp and JAX out of the traceback
-of an exception that leaves them, as JAX does with its own. Frames of the user's model stay, notes and causes too. Frames that are
-hidden lose their local variables: a notebook keeps the last traceback, which would keep arrays on the devices.
-
-JAX's option says how, for both: ``jax.config.update("jax_traceback_filtering", mode)``, or the environment variable
-``JAX_TRACEBACK_FILTERING``. ``"off"`` shows all frames. ``"tracebackhide"`` marks those that lead to a frame of the user's, which
-IPython and pytest understand, and takes out those behind the last such frame, for IPython shows the end of a traceback in any case.
-``"auto"``, the default, is that under IPython, and takes all of them out elsewhere.
-
-Ctrl-C at an unlucky moment of JAX's tracing leaves JAX believing that it still traces: all that is computed afterwards, by
-whomever, would fail. So what leaves a public function also gives JAX back the trace with which the function was called.
+Public functions take the frames of jaxpp and JAX out of the traceback of an exception that leaves them, as JAX does with its own.
+Frames of the user's model, notes and causes stay. Hidden frames lose their local variables, which would keep arrays on the devices.
+``jax_traceback_filtering`` says how: ``"off"`` shows all frames, ``"tracebackhide"`` marks those before the user's last frame, for
+IPython and pytest, and takes out those behind it; ``"auto"`` is that under IPython, and takes all of them out elsewhere.
+Ctrl-C may leave JAX believing that it still traces; so what leaves a public function also gives JAX back its trace.
 """
 
 import builtins

@@ -1,8 +1,7 @@
 """Dynamic loss scaling: small gradients of half-precision models are kept from vanishing, and overflows skip the step.
 
-The backward starts from ``scale`` instead of 1. Before the update the gradients are divided by it again; if any of any stage is not
-finite, nothing is updated anywhere and the scale is lowered, and after enough finite steps it is raised. The object that holds the
-scale is the user's: Flax's ``DynamicScale``, or any dataclass with its fields.
+The backward starts from ``scale``, and gradients are divided by it before the update. If any is not finite, nothing is updated and
+the scale is lowered; after enough finite steps it is raised. It is the user's: Flax's ``DynamicScale``, or a dataclass like it.
 """
 
 import dataclasses

@@ -1,18 +1,11 @@
 """Any optax optimizer, run where the parameters live, exactly as on one device.
 
-Problem: ``optimizer.update`` wants the whole tree; the tree is spread over devices. Idea: trace it on the whole tree, as shapes,
-and give every equation to the stage that owns its largest operand. Mechanism: what depends on no parameter (counts, schedules)
-belongs to nobody and is repeated where it is needed; scalars of several stages meet on stage 0 (a global norm); an equation's
-*level* counts the hops before it, and one program runs per stage and level. adamw, lion, adafactor and lamb need one level;
-clip_by_global_norm three, with only scalars between them, packed into one vector a pair of stages.
-
-An optimizer state leaf belongs to the stage whose gradients it is combined with; what is combined with none (a step count)
-belongs to stage 0. A condition over all leaves (``optax.MultiSteps``, ``optax.apply_if_finite``) becomes one choice a leaf.
-
-An optimizer may run on the slices of a stacked parameter if it treats every row by itself (``slicing_for``): an elementwise update
-does, and so does a norm over all parameters, to which the slices add up. One that takes a norm of each parameter (lamb), or factors
-it (adafactor), or tells parameters apart by the last key of their path, does not. To find out, the update is traced on the user's
-tree and on the sliced one, and what happens to a leaf and to its slices is compared.
+``optimizer.update`` is traced on the whole tree, as shapes, and every equation goes to the stage of its largest operand. What
+depends on no parameter is repeated where it is needed; scalars of several stages meet on stage 0; an equation's *level* counts the
+hops before it, and one program runs per stage and level: adamw, lion, adafactor and lamb need one level, clip_by_global_norm three.
+A state leaf lives with the gradients it is combined with, else on stage 0. A condition over all leaves becomes one choice a leaf.
+An optimizer that treats every row by itself may run on slices of a stacked parameter (``slicing_for``): what happens to a leaf in
+an update traced on the user's tree is compared with what happens to its slices.
 """
 
 import functools
@@ -68,8 +61,8 @@ def plan_update(
 ) -> Update:
     """Trace an optimizer on a spread tree of shapes and place its equations.
 
-    The gradients of ``frozen`` leaves are not read; ``counted`` leaves, all by default, count in the norm that is reported. With
-    ``scaling`` nothing changes where a gradient is not finite, nor does the model state (``states``: stages and shapes).
+    Gradients of ``frozen`` leaves are not read; ``counted`` leaves (default: all) count in the reported norm. With ``scaling`` a
+    gradient that is not finite changes nothing, nor the model state (``states``: stages and shapes).
     """
     leaves, tree = jax.tree.flatten(params)
     plain, opt_leaves, opt_tree = flat_update(optimizer, params)
@@ -129,7 +122,6 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
 
 
 def _traced(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
-    """The plain update as a graph, and the shapes of the optimizer's state."""
     update, opt_leaves, opt_tree = flat_update(optimizer, params)
     leaves = jax.tree.leaves(params)
     return _trace_update(update, leaves, opt_leaves, leaves, loss), opt_tree.unflatten(opt_leaves)
@@ -165,8 +157,6 @@ def _size(atom: Atom) -> int:
 
 
 class _Placer:
-    """Finds the owner of every optimizer leaf, then the level and stage of every equation."""
-
     def __init__(self, graph: Graph, inputs: UpdateInputs[Var], stages: UpdateInputs[int | None]):
         self.graph, self.opt = graph, inputs.opt
         pairs = zip(flat(inputs), flat(stages), strict=True)
@@ -289,8 +279,7 @@ def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) 
 def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, loops: _Sizes, single: _Sizes) -> Slicing:
     """The slices that a pipeline holds, where its optimizer treats the rows of the stacked parameters by themselves.
 
-    Where it does not, what is read row by row (``single``) is held whole, as in the user's tree; where a loop over layers was cut
-    (``loops``), which cannot run on a whole leaf, the optimizer is refused.
+    Where it does not, what is read row by row (``single``) is held whole, and a cut loop over layers (``loops``) refuses it.
     """
     slicing = slicing_of(loops, single)
     if optimizer is None or not slicing.any:
@@ -332,8 +321,6 @@ def _objections(optimizer: optax.GradientTransformation, plain: "_Treatments", w
 
 
 class _Treatments:
-    """Finds what an update does with a parameter, following its own equations alone."""
-
     def __init__(self, optimizer: optax.GradientTransformation, params: Params):
         graph, self.state = _traced(optimizer, params, jax.ShapeDtypeStruct((), scale_dtype()))
         self.graph, self.num_params = open_conditions(graph), len(jax.tree.leaves(params))

@@ -128,8 +128,6 @@ def add_update(
 
 
 class _Part(NamedTuple):
-    """A part of a vector."""
-
     start: int
     end: int
     shape: tuple[int, ...]
@@ -139,8 +137,6 @@ class _Part(NamedTuple):
 
 
 class _Writer:
-    """Writes one line a stage and level, and the sends between them."""
-
     def __init__(self, builder: Builder, update: Update, names: UpdateInputs[Name], packed: _Packed, own: _Own, donate: bool):
         self.builder, self.update, self.donate = builder, update, donate
         graph, inputs = update.graph, UpdateInputs(*refilled(names, update.graph.inputs))
@@ -198,7 +194,6 @@ class _Writer:
         return Name(stage, Ref(Role.VALUE, self.serial, shared=self.own.isdisjoint(variables(atoms))))
 
     def _new(self, stage: int, k: int) -> Name:
-        """The name of the k-th result where it is made: a new parameter, a new optimizer leaf, or a value."""
         if k < len(self.old):
             return Name(stage, replace(self.source[self.old[k]].ref, peer=_NEW))
         return self._fresh(stage, self.update.graph.outputs[k])
@@ -244,7 +239,6 @@ class _Writer:
         return {stage for _, stage in self.readers.get(var, ())}
 
     def _packs(self, part: UpdatePart) -> dict[tuple[int, DType], list[Var]]:
-        """The scalars that this program makes for each other stage, by stage and dtype."""
         packs: dict[tuple[int, DType], list[Var]] = {}
         for var in self.pieces[part].outputs:
             for peer in sorted(self._readers(var) - {part.stage}):
@@ -253,7 +247,6 @@ class _Writer:
         return packs
 
     def _deliver(self, peer: int, group: list[Var], vector: Name, aval: jax.ShapeDtypeStruct) -> None:
-        """Send scalars to a stage as one vector; its programs take them out."""
         arrived = self._fresh(peer, *group)
         self.builder.send(f"send {len(group)} scalars to stage {peer}", vector, arrived)
         self.vectors[arrived] = aval
@@ -274,10 +267,7 @@ class _Writer:
         return self.held[stage, var]
 
     def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
-        """The old versions of this program's results that nobody reads later, in the order of the results.
-
-        In that order each result takes over the buffer of its own old version; any other pairing costs copies.
-        """
+        """The old versions of this program's results that nobody reads later; any other order than the results' costs copies."""
         donated = []
         for var in [self.old[k] for k in mine if self.donate and k < len(self.old)]:
             readers = self.readers.get(var, ())

@@ -1,8 +1,7 @@
 """The lines of a step, over names and stages: what runs in what order, before any of it has a device.
 
-Problem: a loop that looks values up by name, flattens trees or checks shapes costs more than a small stage. Idea: do all of that
-once. Mechanism: a ``Builder`` collects lines over *names*; ``runtime.bind`` gives the stages their devices, compiles the programs,
-numbers the names, finds the last reader of each value, and frees the value there.
+Looking values up by name, flattening trees and checking shapes costs more than a small stage, so all of it is done once: a
+``Builder`` collects lines over *names*; ``runtime.bind`` compiles the programs, numbers the names, and frees values.
 """
 
 import enum
@@ -45,10 +44,7 @@ class Constant:
 
 
 class GroupMean(NamedTuple):
-    """What a line calls to average gradients over replicas with the same parameters of their own.
-
-    The weights of the microbatches are inputs too, unless all replicas weigh the same.
-    """
+    """Averages gradients over replicas with the same parameters of their own, by the weights unless all replicas weigh the same."""
 
     avals: tuple[Aval, ...]  # of the gradients, as one replica has them
 
@@ -134,10 +130,7 @@ def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:
 
 
 def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
-    """Lines without the copies that free nothing, because another stage on the device reads the same value later.
-
-    For the names of the copies left out there is the value itself, which stays where it is.
-    """
+    """Lines without copies that free nothing, as another stage there reads the value later; and the values for their names."""
     last = last_uses(lines)
     leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST]
     readers = Counter(name for _, line in leaving for name in line.inputs)
@@ -152,7 +145,6 @@ def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, 
 
 
 def _without(line: _Line, stays: dict[Name, Name]) -> _Line | None:
-    """A line where some values stay; None if it has nothing left to copy."""
     if not line.copies:
         return replace(line, inputs=tuple(stays.get(name, name) for name in line.inputs))
     pairs = [pair for pair in zip(line.inputs, line.outputs, strict=True) if stays.keys().isdisjoint(pair)]

@@ -1,18 +1,10 @@
-"""Lowering: a schedule and a cut loss become the lines of a plan, and so does ``init``.
+"""Lowering: a schedule and a cut loss become the lines of a plan, in five passes by one ``Builder``; and so does ``init``.
 
-A step is written in five passes by one ``Builder``:
-
-1. *feed*: batch leaves, the key, and tied parameters go to the stages that read them;
-2. *begin*: one program a stage for all that it does once: it splits batches, folds keys, computes what depends on parameters alone
-   and the weights of the microbatches, and zeroes the sums that no first backward makes;
-3. *actions*: each action of the schedule, in the order of the unit clock, right after it the sends that it feeds, and before it
-   those of model state that another stage keeps; around them the copies of residuals that wait in host memory;
-4. *sums*: small gradients become leaves where one is read (``Step.sums`` decides that), tied ones go home and are summed, and
-   gradients, loss and aux are summed over the replicas, once;
-5. *reduce*: aux values that were held for the end of the step are reduced. The optimizer's lines follow (``optim/update.py``).
-
-Parameters and optimizer state are made where they will live. ``init`` is traced once and divided by owner, so the whole model is
-never on one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(key)`` gives it.
+*feed* sends batch leaves, the key and tied parameters to the stages that read them. *begin* is one program a stage for all that is
+done once (statics, keys, weights, zeroed sums). *actions* follow the unit clock, each with the sends that it feeds after it, and
+model state and residuals from host memory before it. *sums* brings tied gradients home, and sums gradients, loss and aux over the
+replicas, once. *reduce* finishes the other aux values. ``init`` is traced once and divided by owner, so the whole model is never on
+one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(key)`` gives it.
 """
 
 import functools
@@ -53,8 +45,8 @@ def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...
 def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None, *, offloaded: Sequence[Offloaded] = ()) -> Builder:
     """Write the lines of one step up to its gradients, of actions in the order in which they are dispatched.
 
-    ``lasting`` takes the lines that depend on parameters alone, for steps that run again and again with the same parameters. The
-    model state after the step is on its owners, under the names that a further microbatch would read.
+    ``lasting`` takes the lines that depend on parameters alone, for many steps with the same parameters. The model state after the
+    step is on its owners, under the names that a further microbatch would read.
     """
     builder = Builder()
     _feed(builder, lasting or builder, step)
@@ -95,8 +87,6 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
 
 
 class _Part(NamedTuple):
-    """A part of the program that begins a step."""
-
     function: Callable[..., Sequence[Array]]
     inputs: Sequence[Name]
     avals: Sequence[Aval]
@@ -167,7 +157,6 @@ def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:
 
 
 def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
-    """The weight of each microbatch: constants, or shares of what ``Step.weigh`` computes on the loss's stage."""
     names = [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
     if step.weigh is None:
         builder.constants |= dict(zip(names, _shares(step), strict=True))
@@ -199,10 +188,8 @@ def _shares(step: Step) -> list[Constant]:
 class _Offloading:
     """Writes the copies of a step to host memory and back, while the lines of its actions are written.
 
-    Which stages and microbatches these are follows from the rows (``schedule.offload``). What moves of them is what the backward
-    reads and nothing else needs: residuals that the forward has made, and activations that have arrived. It goes out after the
-    forward, and comes back right before the action ahead of the backward, under names of its own, because a name that is written
-    twice is one value that changes.
+    What the backward reads and nothing else needs goes out after the forward, and comes back right before the action ahead of the
+    backward under another name, because a name that is written twice is one value that changes.
     """
 
     def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
@@ -215,7 +202,6 @@ class _Offloading:
         self._back: dict[Name, Name] = {}
 
     def take_out(self, action: Action) -> None:
-        """Write what leaves after an action, if residuals of it do."""
         if action in self._leave and (names := self._moving(action)):
             waiting = [name._replace(ref=Ref(Role.OFFLOADED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
             back = [name._replace(ref=replace(name.ref, role=Role.FETCHED)) for name in waiting]
@@ -223,7 +209,6 @@ class _Offloading:
             self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
 
     def bring_back(self, ahead: Action) -> None:
-        """Write what comes back right before an action, whether it has anything to do or not."""
         for action in self._return.get(ahead, ()):
             if action in self._names:
                 names, waiting, back = self._names[action]
@@ -231,11 +216,9 @@ class _Offloading:
                 self._back |= zip(names, back, strict=True)
 
     def current(self, names: Sequence[Name]) -> list[Name]:
-        """The names under which values can be read now: others for those that have been away."""
         return [self._back.get(name, name) for name in names]
 
     def _moving(self, action: Action) -> list[Name]:
-        """What a microbatch's backward reads that its forward has made, or was sent."""
         stage, _, i = action
         variant = self._step.variants[i]
         code = self._step.cuts[variant].stages[stage]
@@ -263,10 +246,9 @@ def _act(builder: Builder, step: Step, action: Action, program: Program, offload
 
 
 class _ModelState:
-    """Where each model state leaf is, as every microbatch finds it, while the lines of a step are written.
+    """Where each model state leaf is, as every microbatch finds it; the stage that makes its new value keeps it.
 
-    The stage that makes a leaf's new value keeps it. A stage further on that reads the old one is sent it once a microbatch; one
-    that nobody changes, once a step. (No stage before it reads it: no cut lies there.)
+    A stage further on that reads the old one is sent it once a microbatch, or once a step if nobody changes it.
     """
 
     def __init__(self, builder: Builder, step: Step):
@@ -287,7 +269,6 @@ class _ModelState:
         self._there |= set(made.values())
 
     def go_home(self) -> None:
-        """Bring the leaves to their owners, as the last microbatch left them."""
         for leaf, stage in enumerate(self._step.state_owner):
             self._bring(leaf, len(self._step.sizes), stage, "the step")
 
@@ -345,7 +326,6 @@ def _zeros(avals: Collection[Aval]) -> list[Array]:
 
 
 def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, shared: bool = False) -> None:
-    """Gradients that were summed as one vector become leaves; ``shared``: those of the whole step."""
     if not packs:
         return
     members, vectors = tuple(ref for pack in packs for ref in pack.members), tuple(pack.ref for pack in packs)
@@ -360,7 +340,6 @@ def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, 
 
 
 def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> None:
-    """Gradients of parameters used away from home go back, once, and are summed."""
     back: dict[int, list[Name]] = {}
     for stage, ref in sums.coming_home:
         target = Name(home, Ref(Role.GRAD, ref.index, stage))
@@ -408,7 +387,6 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
 
 
 def _sum_rows(*values: Array) -> list[Array]:
-    """Sums over the first axis, in the type of the values: an all-reduce where that is sharded."""
     return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
 

@@ -1,7 +1,6 @@
 """The weights of the microbatches, where the user says what they are: one program, run once a step.
 
-Weights that add up to nothing, or are no numbers, make a step of NaN. Constant ones are refused when they are traced; others are
-looked at once for each batch shape, before its first step: looking waits for them, and a step that trains does not.
+Weights without a mean make a step of NaN: constant ones are refused when traced, others looked at before a shape's first step.
 """
 
 import math
@@ -94,5 +93,4 @@ def _is_whole(leaf: Leaf) -> bool:
 
 
 def _on_host(leaf: Leaf) -> Leaf:
-    """A batch leaf where it can be computed with, whatever device it is on."""
     return leaf if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.extended) or np.isscalar(leaf) else np.asarray(leaf)

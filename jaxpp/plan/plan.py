@@ -1,7 +1,4 @@
-"""A plan: a step as a flat list of instructions over numbered slots, ready to run.
-
-A slot is used again once the last reader of its value has run, so the number of slots is the number of values alive at once.
-"""
+"""A plan: a step as a flat list of instructions over slots; a slot is used again after the last reader of its value."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""What is to be lowered, and the names of its values.
-
-A ``Step`` is a cut loss at every microbatch size of a batch, with the owners of all leaves. ``Leaves`` are the leaves of a state by
-what they are, instead of by their place in a flat list.
-"""
+"""A ``Step``, a cut loss at every microbatch size of a batch with the owners of all leaves; ``Leaves``; and the names of values."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
@@ -201,12 +197,10 @@ class Step:
         return {ref.index: (Name(stage, pack.ref), pack) for stage, pack in packs for ref in pack.members}
 
     def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Aval]]]:
-        """The program of each action, and for each stage the sums that must be zero before: those that no first backward makes.
+        """The program of each action with anything to do, and each stage's sums that must be zero before.
 
-        A stage with small gradients adds those of every microbatch to zeros, so that each of its backwards is compiled once. A
-        stage with large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
-
-        An action with nothing to do (I of a stage whose input wants no cotangent) is left out.
+        A stage with small gradients adds those of every microbatch to zeros, so that each backward is compiled once. A stage with
+        large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
         """
         sums = [self.accumulators(stage) for stage in range(self.num_stages)]
         small = [sum(map(count_bytes, own.values())) <= ZEROED for own in sums]

@@ -1,8 +1,7 @@
 """Stages get their devices: from the lines of a step to a plan that ``runtime.execute`` runs.
 
-``bind_lines`` gives each line the place of its stage and leaves out sends of values that are there already, whose targets become
-other names for them, and copies to host memory that would free nothing. Nothing is compiled yet: memory is forecast from these
-lines. ``compile_plan`` compiles the programs, numbers the names, and frees each value after its last reader.
+``bind_lines`` gives lines their places, without needless sends and copies to host memory; memory is forecast from the result.
+``compile_plan`` compiles the programs, numbers the names, and frees each value after its last reader.
 """
 
 import dataclasses
@@ -29,10 +28,8 @@ from jaxpp.types import Aval, Device, Home
 _SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
 _LEAVES = frozenset({Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE})
 
-Runnable = Callable[..., Sequence[jax.Array]]
-"""What the host calls for a line: one array for each input, one for each output."""
-Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]
-"""Makes of a line's compiled program what runs instead, to look at its results."""
+Runnable = Callable[..., Sequence[jax.Array]]  # one array for each input and output of a line
+Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]  # what runs instead of a program, and looks at its results
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,7 @@ class BoundLine(Line):
     """A line with the place where it runs, or where it sends to."""
 
     place: Place = field(kw_only=True)
-    crossing: Send | None = None
-    """Its send to another process: such a line has no input where the value is not here, and no output where it does not arrive."""
+    crossing: Send | None = None  # to another process: an input or output that is not here is left out
 
     @property
     def device(self) -> Device | Submesh:
@@ -76,11 +72,7 @@ class Bound:
         return last_uses(self.lines)
 
     def here(self, leaves: Mapping[tuple[Role, int], Aval], outputs: Sequence[Name]) -> tuple["Bound", dict[Name, jax.Array]]:
-        """The lines that this process runs, and what stands for those of the outputs that live in other processes.
-
-        Every process writes the lines of the whole step, and keeps the programs that run here and the sends that begin or end here.
-        ``leaves`` are the shapes of the leaves of a state, as one replica has them.
-        """
+        """What this process runs, sends and receives, and what stands for outputs of others; ``leaves`` are shapes of a replica."""
         if jax.process_count() == 1:
             return self, {}
         shapes = Shapes(self.lines, self.placement, leaves)
@@ -121,7 +113,6 @@ class Shapes:
 
 
 def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundLine | None:
-    """A line as this process runs it; None if it does not concern this process."""
     there = line.place.is_here
     if not line.is_send:
         if line.program is None and not line.copies and not isinstance(line.call, GroupMean):  # a wait, for values of any stage
@@ -205,8 +196,8 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
 ) -> tuple[Plan, Bound]:
     """Compile the programs, put the constants on their devices, and turn names into slots; the plan, and the lines run here.
 
-    ``leaves`` is needed in several processes, ``given`` where another plan made the compiler choose how an argument is sharded.
-    In a ``watched`` plan every instruction can be asked whether it is done; with ``check`` no program takes over a buffer.
+    ``leaves`` is needed in several processes, ``given`` where another plan made the compiler choose a sharding. The instructions of
+    a ``watched`` plan can be asked whether they are done; with ``check`` no program takes over a buffer.
     """
     bound, away = bound.here(leaves, outputs)
     lines = list(bound.lines)
@@ -283,10 +274,7 @@ def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
 def compile_lines(
     lines: Sequence[BoundLine], programs: Programs, what: str, known: Mapping[Name, Sharding] = MappingProxyType({})
 ) -> tuple[dict[int, Executable], dict[Name, Sharding]]:
-    """The compiled program of each line that has one, and the shardings that the compiler chose, or has chosen before.
-
-    Programs that read what the compiler sharded as it liked wait for those that make it; all others are compiled at once.
-    """
+    """The program of each line that has one, all compiled at once but where shardings are the compiler's; and the shardings."""
     chosen: dict[Name, Sharding] = dict(known)
     given: dict[int, tuple[Sharding, ...]] = {}
     waiting: dict[int, PlacedProgram] = {}

@@ -1,13 +1,9 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
-JAX keeps compiled programs by the Python function, and those of a pipeline are made anew with it. So programs are known here by
-what they do: by the text that they are lowered to, before that by their equations (``stages.fingerprint``), and by their names,
-which a trace shows. Equal stages, an update at another batch shape, and a notebook cell that is run twice share what is compiled.
-
-*Little memory.* XLA for CPU starts operations as early as it can. So it would make all weight gradients of a stage (W) first, each
-in a buffer of its own that the host gets anew at every call, and add them to the sums afterwards. A ``lean`` program is ordered for
-little memory instead: each gradient is added before the next is made. ``jax.lax.optimization_barrier`` does not help, since XLA for
-CPU drops barriers before it orders the operations (JAX 0.10). Other platforms are left as they are.
+Programs are known by what they do, not by the Python function: by their equations (``stages.fingerprint``) or lowered text, and by
+their names. Equal stages, an update at another batch shape, and a notebook cell that is run twice share what is compiled. XLA for
+CPU would make all weight gradients of a stage first and add them afterwards; a ``lean`` program is ordered for little memory, each
+gradient added before the next. XLA for CPU drops ``optimization_barrier`` before it orders (JAX 0.10).
 """
 
 import contextlib
@@ -43,7 +39,7 @@ _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
 
 _PATIENCE = 2.0  # seconds of compiling after which a progress bar is shown
 _LEAN: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
-"""By platform, the options of XLA that order the operations of a program for little memory."""
+"""By platform, XLA's options that order a program's operations for little memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +86,7 @@ class ExecutableCache:
             self._known.clear()
 
 
-EXECUTABLES = ExecutableCache(1024)
-"""What was compiled in this process."""
+EXECUTABLES = ExecutableCache(1024)  # what was compiled in this process
 
 
 def settings() -> Hashable:
@@ -177,7 +172,6 @@ class Programs:
                 pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for what nobody will use
 
     def _is_compiled(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
-        """Whether the same was compiled before in this process, as far as can be seen without lowering it."""
         name = _does(job, given, settled)
         known = None if name is None else EXECUTABLES.get(name)
         if known is not None:
@@ -234,8 +228,8 @@ def _does(job: PlacedProgram, given: Shardings, settled: Hashable) -> Hashable:
 def _text(job: PlacedProgram, given: Shardings, lowered: Lowered, settled: Hashable) -> tuple[Hashable, ...]:
     """What programs that are the same have in common: all they do, and where; their names may differ.
 
-    A text knows a function on the host by a number alone, so a program that calls one is like no other; an object stands for it, as
-    its executable would keep the program alive. To a text a key is an array of integers, so types are compared too.
+    A text knows a host function by a number alone, so a program that calls one is like no other: an object stands for it, not the
+    executable, which would keep it alive. To a text a key is an array of integers, so types are compared too.
     """
     text = lowered.as_text()
     unnamed = _MODULE.sub("module", text, count=1)

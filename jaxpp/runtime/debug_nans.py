@@ -1,10 +1,8 @@
 """``jax_debug_nans`` for a pipeline: every program's results are looked at, and the first NaN is traced to its line in the model.
 
-Problem: JAX's own check runs a program again, one operation after the other, which it cannot where the buffers of the arguments
-were given up; and it knows a program, not a model. Idea: while the flag is on, no program takes over a buffer (so the state stays
-whole), each result is looked at before anything reads it, and the equations of the program that made a NaN are run one by one on
-the same arguments. A residual may be NaN and come to nothing (``jnp.where`` around a root), so it is only remembered where that was
-made.
+JAX's own check runs a program again, which it cannot where buffers were given up. While the flag is on, no program takes over a
+buffer, each result is looked at before anything reads it, and the equations of a program that made a NaN are run one by one. A NaN
+residual may come to nothing (``jnp.where`` around a root), so it is only remembered where it was made.
 """
 
 import re
@@ -68,7 +66,6 @@ class NanCheck:
         return checked
 
     def _count(self, value: Array | np.ndarray) -> int:
-        """How many elements are not what they should be."""
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return 0
         array = np.asarray(value)
@@ -104,7 +101,6 @@ class NanCheck:
         return f"{_WORDS.get(ref.role, ref.role)} {path}"
 
     def _find(self, job: PlacedProgram, args: Sequence[Array]) -> tuple[str, tuple[Ref, ...]]:
-        """Which equation of a program, run one by one, makes the first NaN, if one does; and which arguments have some."""
         program = job.program
         given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
         avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
@@ -138,7 +134,6 @@ class NanCheck:
 
 
 def _lines(eqn: JaxprEqn) -> str:
-    """The innermost line of the traced function that is in no installed package."""
     for frame in source_frames(eqn):
         if "-packages" not in frame.file_name and not frame.file_name.startswith((_OWN, "<frozen", sys.prefix)):
             return f"{frame.file_name}:{frame.line_num}"

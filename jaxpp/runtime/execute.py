@@ -1,7 +1,6 @@
-"""The only loop: run a plan.
+"""The only loop: run a plan, without look-up by name, tree flattening, shape checks or waiting for a device.
 
-It does no look-up by name, no tree flattening and no shape check, and it never waits for a device. Arrays are handed over by slot
-and dropped where the plan frees them, so nothing outlives its last reader.
+Arrays are handed over by slot and dropped where the plan frees them, so nothing outlives its last reader.
 """
 
 from collections import deque
@@ -28,10 +27,9 @@ class Observer(Protocol):
 def execute(
     plan: Plan, arguments: Sequence[Any], observer: Observer | None = None, hold: Callable[[], None] | None = None
 ) -> list[Any]:
-    """Run ``plan`` on ``arguments`` and return its results.
+    """Run ``plan`` on ``arguments`` and return its results; what a program raises has a note that names the action.
 
-    ``hold`` is called before the first instruction that takes over the buffer of an argument. What a program raises comes out
-    unchanged, with a note that names the action.
+    ``hold`` is called before the first instruction that takes over the buffer of an argument.
     """
     slots: list[Any] = [None] * plan.num_slots
     for slot, value in plan.constants:
@@ -62,8 +60,8 @@ def execute(
 class InFlight:
     """Lets few programs of a watched plan wait, where XLA's runtime for CPU would wait for itself.
 
-    That runtime holds back the thread that dispatches as soon as 32 programs wait on a device. With several processes, and
-    programs on several devices at once, it then never goes on (seen with JAX 0.10 and forced devices).
+    It holds back the dispatching thread as soon as 32 programs wait on a device. With several processes, and programs on several
+    devices at once, it then never goes on (seen with JAX 0.10 and forced devices).
     """
 
     def __init__(self):

@@ -1,9 +1,8 @@
 """Signals held back while an update takes over the buffers of the state, so that Ctrl-C never leaves half of one behind.
 
-Problem: a ``KeyboardInterrupt`` may come between any two bytecodes of the main thread, so also after a program has taken over old
-parameters and before its results have a name. Idea: from the first such program until the new state can be found again, a signal
-only leaves a note; then its handler is called. A device that never answers would hold signals back for ever: so Ctrl-C gets through
-if it is pressed again after a second. Signals wait too while a token is generated or a program is lowered.
+A ``KeyboardInterrupt`` may come between any two bytecodes, so also after a program has taken over old parameters and before its
+results have a name. Until the new state can be found a signal only leaves a note; then its handler is called. A second Ctrl-C after
+a second gets through, as a device may never answer. Signals wait too while a token is generated or a program is lowered.
 """
 
 import importlib
@@ -38,8 +37,7 @@ _T = TypeVar("_T")
 class Hold:
     """Holds signals back from ``begin`` to the end of the ``with`` block; in other threads than the main one there are none.
 
-    What a signal raises has the note ``waited`` if it was held back and the block did not raise, and ``broke_off`` if it is a
-    second Ctrl-C, more than a second after the first.
+    What a signal raises has the note ``waited`` if it was held back, or ``broke_off`` if it is a second Ctrl-C.
     """
 
     __slots__ = ("_broke_off", "_came", "_handlers", "_signals", "_waited", "begun")
@@ -109,10 +107,7 @@ def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) ->
 
 
 def despite_ctrl_c(trace: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """What ``trace`` returns, which traces, lowers and changes nothing, also if Ctrl-C has broken off such work before.
-
-    About one Ctrl-C in a thousand leaves a cache of JAX's that believes to be computing an entry, and refuses to be asked for it.
-    """
+    """What ``trace`` returns, tried again if an earlier Ctrl-C has left a cache of JAX's that believes to be computing an entry."""
     try:
         return trace(*args, **kwargs)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""How long stages, sends and copies of residuals really take: for cuts by time instead of FLOPs, and to choose remat.
+"""How long stages, sends and copies of residuals really take: for cuts by time, and to choose remat.
 
 In several processes, each measures its own stages, and tells the others: all of them cut by the same times.
 """
@@ -28,10 +28,8 @@ from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Aval, Device
 
 _RUNS = 5
-_LARGE = 1 << 20
-"""Elements of the array whose send tells what a byte costs."""
-_Times = tuple[float, float]
-"""Of one run: seconds until its results are there, and until the process goes on."""
+_LARGE = 1 << 20  # elements of the array whose send tells what a byte costs
+_Times = tuple[float, float]  # of one run: seconds until its results are there, and until the process goes on
 
 
 def stage_times(cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs) -> list[float]:
@@ -103,7 +101,6 @@ def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float,
 
 
 def _send_seconds(source: Device, target: Device, size: int) -> float:
-    """What a send takes, where it arrives; 0 in the other processes."""
     aval = jax.ShapeDtypeStruct((size,), jnp.float32)
     crosses = source.process_index != target.process_index
     if not crosses and not is_here(source):
@@ -128,13 +125,11 @@ def _timed(call: Callable[..., Sequence[jax.Array]], arguments: Sequence[jax.Arr
 
 
 def _median(runs: Sequence[_Times]) -> _Times:
-    """The medians of both, without the first run."""
     seconds, handed = map(statistics.median, zip(*runs[1:], strict=True))
     return seconds, handed
 
 
 def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
-    """What each process has measured of its own stages, put together."""
     return rows_of_all(mine).sum(axis=0) if len(processes_of(devices)) > 1 else mine
 
 

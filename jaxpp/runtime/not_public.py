@@ -1,9 +1,8 @@
-"""The only file that uses what is not part of JAX's public interface; each use is looked up with care and has a public fall-back.
+"""The only file that uses what is not part of JAX's public interface, with care and with a public fall-back each.
 
-- The *key-value store* of ``jax.distributed`` (``jax._src.distributed``): texts that all processes of a run read and write. Without
-  it ``processes.channel`` exchanges texts by sends.
-- The *runtime's own copy* (``jaxlib.xla_client``) that ``jax.device_put`` calls too: it takes a fifth of the host time. Each way is
-  tried once, and must give what ``jax.device_put`` gives. Without it ``send`` calls ``jax.device_put``.
+The *key-value store* of ``jax.distributed`` has texts for all processes of a run; else ``processes.channel`` exchanges them by
+sends. The *runtime's own copy* (``jaxlib.xla_client``), which takes a fifth of the host time, is tried once and must give what
+``jax.device_put`` gives; else ``send`` calls ``jax.device_put``.
 """
 
 import contextlib
@@ -125,7 +124,6 @@ def copies_memory(home: SingleDeviceSharding, there: SingleDeviceSharding) -> bo
 
 
 def _is_same(arrays: Sequence[Array], wanted: Array, source: Array) -> bool:
-    """Whether one array came, as the wanted one in all that a program sees of it, and the source is still there."""
     (array,) = arrays
     kinds = [(one.aval, one.sharding, one.committed, one.devices(), type(one)) for one in (array, wanted)]
     return kinds[0] == kinds[1] and not source.is_deleted() and bool(np.array_equal(array, source))

@@ -1,12 +1,9 @@
 """Places: the device, or the devices, on which a stage lives, and the placement: which rank and stage lives where.
 
-A stage lives on one device (``OneDevice``), or on a sub-mesh of several (``Submesh``): replicas along ``data``, shards of the
-parameters along ``model``. Both are a ``Place``, so that nothing else asks which it is.
-
-The rest of jaxpp speaks of one replica, whose program becomes that of all replicas here. What each has of its own (activations,
-residuals, gradients not yet summed) is one array with the replicas as its first axis, sharded over ``data``; a program on such
-arrays runs under ``jax.shard_map``, which adds no communication. Along ``model`` the compiler divides the work as parameters are
-sharded.
+A stage lives on one device (``OneDevice``), or on a sub-mesh (``Submesh``): replicas along ``data``, shards of the parameters along
+``model``. The rest of jaxpp speaks of one replica. What each has of its own (activations, residuals, gradients not yet summed) is
+one array with the replicas as its first axis, sharded over ``data``; programs on such arrays run under ``jax.shard_map``. Along
+``model`` the compiler divides the work as parameters are sharded.
 """
 
 import abc
@@ -27,11 +24,9 @@ from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home, Leaf
 
 PIPE, DATA, MODEL = "pipe", "data", "model"
-_FREE = frozenset({Role.RESIDUAL, Role.STATIC})
-"""Values that only their own stage reads: the compiler shards them over ``model`` as it likes."""
+_FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
 
-Own = frozenset[tuple[Role, int]]
-"""The parameters, gradients and optimizer leaves of which each replica has its own, by role and number."""
+Own = frozenset[tuple[Role, int]]  # role and number of the leaves of which each replica has its own
 
 
 class Place(abc.ABC):
@@ -292,7 +287,6 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
 
 
 def _grid(mesh: object, num_ranks: int) -> np.ndarray:
-    """The devices of a mesh along pipe, data and model."""
     axes = (PIPE, DATA, MODEL)
     if not isinstance(mesh, Mesh) or not set(mesh.axis_names) <= set(axes):
         rule = 'a mesh has axes called "pipe", "data" and "model", those that are wanted, in any order'

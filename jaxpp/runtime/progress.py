@@ -1,8 +1,7 @@
 """The progress bar of what takes long: for people who watch, never in a pipe, a log, or a notebook that a program runs.
 
-In a terminal it is drawn on the standard error stream. In a notebook it is a bar of HTML in the output of the cell, which needs no
-widgets (``tqdm.auto`` does, warns where they are missing, and leaves a broken widget in the saved notebook). Either is taken away
-when the work is done or has raised, so that what is printed next begins on a clean line, and the saved notebook shows no trace.
+In a terminal it goes to standard error; in a notebook it is HTML, which needs no widgets as ``tqdm.auto`` does. It is taken away
+when the work is done or has raised, so that the next line begins clean and the saved notebook shows no trace.
 """
 
 import html
@@ -28,12 +27,9 @@ def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **optio
 
 
 class _NotebookBar(tqdm):
-    """A bar in the output of a notebook's cell."""
-
     _shown: Any = None
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        """Show or update the bar, or take it away if there is nothing to say."""
         del pos  # bars of nested loops are outputs of their own
         if msg == "":
             if self._shown is not None:

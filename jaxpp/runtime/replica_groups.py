@@ -1,7 +1,6 @@
 """Parameters of which each replica has its own: their gradient is the mean over the replicas that have the same.
 
-The host knows which replicas have the same before it dispatches anything, so nothing is discovered and nothing is sent that nobody
-needs: a group of replicas reduces by itself, on a mesh of its own devices, and a replica alone not at all.
+The host knows beforehand which these are: a group reduces on a mesh of its own devices, and a replica alone not at all.
 """
 
 from collections.abc import Hashable, Sequence
@@ -65,7 +64,6 @@ class Mean:
 
     @property
     def _devices(self) -> np.ndarray:
-        """A row of devices for each replica."""
         return np.asarray(self.homes[0].mesh.devices)
 
     def program(self, group: tuple[int, ...]) -> Compiled:
@@ -73,7 +71,6 @@ class Mean:
         return self._of(group)[0]
 
     def _of(self, group: tuple[int, ...]) -> tuple[Compiled, list[NamedSharding], tuple[Device, ...]]:
-        """The program of a group, compiled when it is first met, how its arguments are sharded, and its devices."""
         if group not in self._groups:
             mesh = Mesh(self._devices[list(group)], self.homes[0].mesh.axis_names)
             homes = [NamedSharding(mesh, home.spec) for home in self.homes]

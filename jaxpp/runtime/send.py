@@ -1,13 +1,9 @@
 """Sends: everything that moves values inside a step.
 
-``Send.bind`` decides once, when a plan is made, how a value goes from where it is to where it is wanted, and returns the quickest
-function that does it: ``jax.device_put``, or, where it is known to do the same, the runtime's own copy, which takes a fifth of the
-host time (``not_public``). ``memory_copies`` moves residuals to host memory and back.
-
-*Between processes* both sides call the send, in the same order, for all processes have the same lines. The one that has the value
-drops what it gets back, an array without local shards; all others pass a stand-in for it. JAX numbers the transfers of each process
-as they are called, and sender and receiver find each other by this number. Where a place spans processes, each shard goes by
-itself.
+``Send.bind`` chooses, when a plan is made, the quickest function: ``jax.device_put``, or, where it does the same, the runtime's own
+copy (``not_public``). ``memory_copies`` moves residuals to host memory and back. Between processes both sides call the send, in the
+same order, because JAX numbers transfers as they are called: whoever lacks the value passes a stand-in, and whoever has it drops
+what it gets back. Where a place spans processes, each shard goes by itself.
 """
 
 import functools
@@ -25,11 +21,9 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, Home, Leaf
 
-HOST_MEMORY = "pinned_host"
-"""The kind of host memory that devices copy from and to at full speed, without blocking."""
+HOST_MEMORY = "pinned_host"  # devices copy from and to it at full speed, without blocking
 
-Move = Callable[..., Sequence[Array]]
-"""Called with the value where it is here, and with nothing where it is not; returns it where it is to be, and else nothing."""
+Move = Callable[..., Sequence[Array]]  # called with, and returns, the value where it is here, else nothing
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,7 @@ class Send:
     target: Home
     source: Home | None = None  # of every value that will be sent, if that is known; values of a caller are looked at one by one
     aval: Aval | None = None  # with all axes; needed between processes, as is the source
-    taken: bool = False
-    """Whether a later program may take over the buffer. What is on its way to another process is read when that process asks for
-    it, and the buffer is marked as gone at once: so a copy is sent."""
+    taken: bool = False  # whether a later program may take over the buffer: then a copy is sent, for another process reads it later
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +67,6 @@ class Send:
         return give
 
     def _within_process(self) -> Move:
-        """The runtime's copy where it was tried, and ``jax.device_put`` for every value that it is not made for."""
         home, source = self.target, self.source
         put, copy, sources, plain = jax.device_put, *direct_copy(home), _array_type()
         if source is not None and as_sharding(source) in sources:
@@ -130,7 +121,6 @@ def _array_type() -> type:
 
 
 def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device, Device]]:
-    """From which device to which each shard goes."""
     has, wants = (_indices(sharding, aval.shape) for sharding in (source, target))
     pairs = []
     for device, index in wants.items():
@@ -146,7 +136,6 @@ def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device,
 
 
 def _indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[tuple[int, ...], ...]]:
-    """What each device has, in the order of the devices."""
     indices = sharding.devices_indices_map(shape)
     devices = sorted(indices, key=lambda device: device.id)
     return {one: tuple(part.indices(size) for part, size in zip(indices[one], shape, strict=True)) for one in devices}
@@ -155,8 +144,7 @@ def _indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[t
 def memory_copies(homes: Sequence[Sharding], *, to_host: bool) -> Move:
     """What copies values to the pinned host memory beside their devices, or back; it waits for nothing and shares no buffer.
 
-    It means ``jax.device_put``. On one device the runtime's own copy is called where it does the same, in a tenth of the host time.
-    Where a value spans processes, each copies its own shards.
+    It means ``jax.device_put``; on one device the runtime's own copy takes a tenth of the time. Each process copies its shards.
     """
     put = jax.device_put
     goals = [home.with_memory_kind(HOST_MEMORY) for home in homes] if to_host else list(homes)

@@ -1,9 +1,4 @@
-"""Arrays at the edges of a step (what moves inside it is a ``Send``).
-
-``put`` and ``put_at`` copy a value, ``to_homes`` moves what is not there yet, ``split_over_replicas`` divides a batch.
-``join_slices`` makes one array of the slices of a stacked leaf. ``to_host`` and ``to_device`` move parameter sets to pinned host
-memory, and back.
-"""
+"""Arrays at the edges of a step (what moves inside it is a ``Send``): put, moved home, split, joined, and kept in host memory."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -89,10 +84,7 @@ def join_slices(node: Slices) -> Array | Slices:
 
 
 def joined_home(home: Home | Slices) -> Sharding:
-    """Where a whole leaf is restored to: the sharding of its owner, or of slices that which ``join_slices`` gives.
-
-    Where that gives none, it is pinned host memory, in each of the processes that have a slice: a leaf may be larger than a device.
-    """
+    """Where a whole leaf is restored to: as its owner or ``join_slices`` has it, else host memory: it may exceed a device."""
     if not isinstance(home, Slices):
         return as_sharding(home)
     sharding = _over_stages(home.sizes, home.parts)
@@ -107,7 +99,6 @@ def joined_home(home: Home | Slices) -> Sharding:
 
 
 def _over_stages(sizes: Sequence[int], homes: Sequence[Home]) -> NamedSharding | None:
-    """The sharding of slices of equal size on different devices; None for other slices."""
     devices = [device for home in homes for device in devices_in(home)]
     if len(set(sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes):
         return None
@@ -151,10 +142,7 @@ def _to_home(leaf: Leaf, home: Home) -> Array:
 
 
 def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> tuple[Array, ...]:
-    """Begin to copy arrays to the pinned host memory beside their devices, or beside ``homes``, and return at once.
-
-    Device arrays may be donated straight away; NumPy arrays must not be written to until the copies are there.
-    """
+    """Begin to copy arrays to pinned host memory; device arrays may be donated at once, NumPy arrays must not change until then."""
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes
     return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST_MEMORY) for home in homes], may_alias=False))
 

@@ -1,7 +1,6 @@
 """Stages run by hand: explicit stage functions made into a loss, and a cut loss given back as functions.
 
-``compose`` turns stage functions and a loss on their output into one loss function, each stage under a name of its own, so that it
-is cut exactly there. ``by_hand`` goes the other way: it gives each stage of a cut loss as a function one can call in a notebook.
+``compose`` puts each stage function under a name of its own, so that the loss is cut exactly there. ``by_hand`` goes the other way.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,9 +63,9 @@ def compose(stages: Sequence[Callable[[Any, Any], Any]], loss: Callable[[Any, An
 def by_hand(
     num_stages: int, cut_at: Callable[[Batch, Key | None], CutLoss], slicing: Slicing, *, has_state: bool
 ) -> tuple[Callable[..., Tree], ...]:
-    """The stages of a cut loss as functions ``(params, x, batch, key) -> x``, where ``x`` holds what crosses, by number.
+    """The stages of a cut loss as functions ``(params, x, batch, key) -> x``; ``x`` holds what crosses, and is ``{}`` at first.
 
-    It is ``{}`` before the first stage. The last stage returns the loss, or the outputs of a function that has no loss.
+    The last stage returns the loss, or the outputs of a function that has no loss.
     """
 
     def function(stage: int) -> Callable[..., Tree]:

@@ -1,7 +1,4 @@
-"""What an equation costs: floating-point operations and bytes, from shapes alone.
-
-A multiply and an add count as two, as everywhere in the field; an elementwise operation counts one for each element of its output.
-"""
+"""What an equation costs in FLOPs and bytes, from shapes alone; a multiply and an add count two, an elementwise result one."""
 
 import math
 from collections.abc import Iterable

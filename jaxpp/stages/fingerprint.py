@@ -1,10 +1,8 @@
 """What equations do, as a value: equal fingerprints, equal programs.
 
-To see that a program was compiled before, one could lower it and compare the text, which takes most of the time that is left when
-nothing is compiled. But the equations are traced already, and they decide what is compiled: ``fingerprint`` numbers the variables
-and digests each equation with its parameters. A parameter that is no plain value stands for itself, as in JAX's own caches (a
-mesh, a kind of key). What cannot be compared has no fingerprint: Python functions, effects, large arrays. The rules of custom
-derivatives are left out, because what is compiled has been differentiated already.
+Lowering a program to compare its text takes most of the time that is left when nothing is compiled. ``fingerprint`` digests the
+traced equations instead, which decide what is compiled. Python functions, effects and large arrays cannot be compared: no
+fingerprint. The rules of custom derivatives are left out, because what is compiled has been differentiated already.
 """
 
 import enum
@@ -106,7 +104,6 @@ class _Digest:
             raise _UnknownError
 
     def value(self, value: Any) -> None:
-        """A parameter, a literal or a constant."""
         self.words.append(type(value).__qualname__)
         if isinstance(value, (Jaxpr, ClosedJaxpr)):  # since JAX 0.11 a closed one is its own ``jaxpr``
             for constant in getattr(value, "consts", ()):

@@ -1,10 +1,8 @@
 """A traced function as a flat list of equations, and ``partition``, which takes it apart.
 
-Stages, the two halves of a pullback, and the parts of an optimizer update are all "some of the equations of a traced
-function, run there, then". So colour the equations; what crosses between colours follows. ``trace`` inlines every
-``jit`` (each equation keeps the module path that Flax left in its name stack) and drops what nobody needs; ``partition`` takes one
-colour for each equation and returns one ``Piece`` for each colour, with the values that enter and leave it. An equation whose
-colour is ``None`` belongs to nobody and is repeated in every piece that needs it (a mask, a position, a reshaped bias).
+Stages, the halves of a pullback, and the parts of an optimizer update are all some equations of a traced function, run somewhere.
+``trace`` inlines every ``jit`` (equations keep their module path) and drops what nobody needs; ``partition`` takes a colour for
+each equation and returns a ``Piece`` for each colour. An equation of colour None is repeated in every piece that needs it (a mask).
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -201,11 +199,10 @@ def marked(graph: Graph, marks: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var, _Color] | None = None) -> dict[_Color, Piece]:
-    """Split a graph into one piece for each colour.
+    """Split a graph into one piece for each colour; equations of colour None are repeated in every piece that needs them.
 
-    An equation of colour None is repeated in every piece that needs it. ``homes`` is the colour that must be able to return a
-    variable, where no other piece asks for it (the graph's results). The ``inputs`` of a piece are in order of first use; its
-    ``outputs`` are what other pieces read, in order made.
+    ``homes`` says which colour returns a result that no other piece reads. A piece's ``inputs`` are in order of first use, its
+    ``outputs`` in the order in which they are made.
     """
     wanted: dict[_Color, list[Var]] = {color: [] for color in colors if color is not None}
     for var, color in (homes or {}).items():

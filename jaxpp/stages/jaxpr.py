@@ -1,9 +1,7 @@
 """What jaxpp knows of the insides of a jaxpr: the one file to edit when JAX changes them.
 
-JAX promises nothing about the names of primitives, the parameters of an equation, the kinds of effects, or the name stack.
-Everything that jaxpp relies on is behind the functions of this file, and ``tests/stages/test_jaxpr.py`` checks each fact by itself.
-What other files use freely is the frame that has not changed for years: ``jaxpr.eqns``, and ``eqn.invars``, ``outvars``,
-``effects`` and ``primitive``. Tables of kinds that belong to one decision stand where it is made (``repeatable.py``).
+JAX promises nothing about names of primitives, parameters of equations, kinds of effects, or the name stack; each fact is checked
+in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outvars``, ``effects`` and ``primitive``.
 """
 
 import math
@@ -26,8 +24,7 @@ CALLS = frozenset({"jit", "closed_call", "core_call"})  # Kinds of equations tha
 CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})  # Kinds of equations that call a function with a derivative of its own
 CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a function under ``jax.checkpoint``
 
-LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())
-"""Kinds that only say how a value is laid out; the compiler folds them away."""
+LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())  # the compiler folds them away
 CHEAP = LAYOUT | frozenset(
     "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
     "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
@@ -141,10 +138,7 @@ class Scan(NamedTuple):
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:
-    """The loop that a ``lax.scan`` is; None for anything else, and for a loop that closes over arrays.
-
-    The operands are told apart by their shapes: how the equation's parameters do that differs between versions of JAX.
-    """
+    """The ``lax.scan`` as a loop, operands told apart by shape; None for anything else, and if it closes over arrays."""
     if kind_of(eqn) != "scan":
         return None
     body = eqn.params["jaxpr"]

@@ -1,13 +1,9 @@
 """Parameters stacked over layers, cut between two layers: loops over them, and rows of them read one by one.
 
-*Loops*: one ``lax.scan`` becomes several shorter ones. First every layer becomes a loop of its own, and the loss is cut as any
-other. The cuts say which layers each stage runs, and so which rows of the stacked parameters it owns (``slices_between``). From
-then on the parameters come as slices (``stacked.py``), and a loop over them is split where the slices end (``split_scans``). A loop
-that is rebuilt casts the weights of all its layers before it begins, once a step; inside, every microbatch would keep the casts.
-
-*Rows*: a Python loop over layers may read static rows of one array: ``w[3]``, ``w[2:4]``, ``for row in w``. The stage that runs the
-layer owns these rows. First it is found out which rows are read where (``first_reads``), and the cuts say which stage that is
-(``rows_between``). From then on what is read of the whole is read of the slice that has it (``place_rows``).
+*Loops*: each layer of a ``lax.scan`` becomes an equation, and the cuts say which rows each stage owns (``slices_between``). From
+then on the parameters come as slices, and the loop is split where these end (``split_scans``), casts of all weights before each
+loop, so that not every microbatch keeps them. *Rows*: a Python loop may read ``w[3]`` or ``w[2:4]``. The stage that reads rows
+first owns them (``first_reads``, ``rows_between``); from then on they are read of the slice that has them (``place_rows``).
 """
 
 import bisect
@@ -80,8 +76,6 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
 
 
 class _Splitter(Rewriter):
-    """Copies the equations of a graph, each loop over parameters as several."""
-
     def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool):
         super().__init__()
         self.layers: list[Layers] = []
@@ -128,7 +122,6 @@ class _Splitter(Rewriter):
         return bool(aval_of(atom).shape) and (origin in self._params or origin in self._parts)
 
     def _origin(self, atom: Atom) -> Atom:
-        """What a value is a cast of."""
         while atom in self._casts:
             atom = self._casts[atom].invars[0]
         return atom
@@ -200,10 +193,7 @@ def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: i
 
 
 def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] | None, Callable[..., list[jax.Array]]]:
-    """What the body makes of rows of parameters by cheap operations, if there are casts among them; and the rest of the body.
-
-    Cheap operations have the same bits for all layers at once.
-    """
+    """What the body makes of rows of parameters by cheap operations, same bits for all layers at once; and the rest of it."""
     inner = loop.body.jaxpr
     rows = list(itertools.compress(inner.invars[loop.num_before :], is_param))
     of_params, moved = set(rows), []
@@ -239,10 +229,7 @@ class _RowSlice(NamedTuple):
 
 
 def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
-    """Where the rows are first needed of each parameter that the loss reads by rows anywhere.
-
-    A loss that reads such a parameter whole as well reads all of its rows there.
-    """
+    """Where the rows of each parameter that is read by rows anywhere are first needed; all of them where it is read whole."""
     numbers = _Integers()
     views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
     views_of: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
@@ -268,8 +255,7 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
 def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The rows of each slice of each parameter; empty for a parameter that is not sliced.
 
-    Rows belong to the first stage that reads them, and rows that nothing reads belong to the stage of the row before. Neighbouring
-    rows of a stage are one slice.
+    Rows belong to the first stage that reads them, and rows that nothing reads to the stage of the row before.
     """
     unread = len(cuts) + 1
     stages: dict[int, np.ndarray] = {}
@@ -302,10 +288,7 @@ def _operand(eqn: JaxprEqn) -> Var | None:
 
 
 def _first_needs(graph: Graph, spine: Sequence[int], passing: set[int]) -> dict[Var, int]:
-    """The spine position at which each value is first needed, directly or through what parameters alone decide.
-
-    Equations that only pass rows on need nothing themselves.
-    """
+    """The spine position at which each value is first needed, also through what parameters alone decide; none for ``passing``."""
     position = {i: k for k, i in enumerate(spine)}
     needed: dict[Var, int] = {}
     for i in reversed(range(len(graph.eqns))):
@@ -353,7 +336,6 @@ class _Placer(Rewriter):
         return out
 
     def _rows(self, parts: Sequence[Atom], start: int, stop: int, like: JaxprEqn, name: str) -> list[Atom]:
-        """The parts that hold these rows, each cut down to them; ``like`` reads them of the whole."""
         rows, first = [], 0
         for part in parts:
             size = aval_of(part).shape[0]
@@ -399,14 +381,12 @@ class _Integers:
         self._known: dict[Var, int] = {}
 
     def get(self, atom: Atom) -> int | None:
-        """The integer that an atom is, if that is known."""
         if not isinstance(atom, Literal):
             return self._known.get(atom)
         value = np.asarray(atom.val)
         return int(value.item()) if value.size == 1 and value.dtype.kind in "iub" else None
 
     def add(self, eqn: JaxprEqn) -> None:
-        """Look at one more equation."""
         compute = _COMPUTED.get(kind_of(eqn))
         if compute is None or not eqn.invars or aval_of(eqn.outvars[0]).size != 1:
             return

@@ -1,7 +1,6 @@
 """Parameters in two parts: those that all replicas share, and those of which each replica has its own (a task's).
 
-The loss and the optimizer of the two parts are made into a loss and an optimizer of one tree, so that everything else in jaxpp sees
-one loss of one tree. Each part keeps its own optimizer, with a step count and a clipped norm of its own.
+Losses and optimizers of both parts are made into one of a single tree; each optimizer keeps its step count and clipped norm.
 """
 
 import inspect
@@ -55,8 +54,6 @@ def join_losses(loss_fn: LossFn) -> LossFn:
 
 @dataclass(frozen=True)
 class _JointLoss:
-    """A loss of a ``Joint``, with the name and the signature of the loss that it calls."""
-
     function: LossFn
 
     def __call__(self, params: Joint, *rest: Tree, **named: Tree) -> Tree:

@@ -1,11 +1,8 @@
 """A program: a function compiled as one unit, with the name of every value it reads and writes.
 
-A name (``Ref``) says what a value is for the stage that holds it; the plan turns names into slots. Values of a role in
-``PER_MICROBATCH`` exist once a microbatch, all others once a step. A program that reads and writes the same ``GRAD``, ``LOSS`` or
-``AUX`` adds to it, and reuses its buffer. A program that writes ``STATE`` makes what the next microbatch reads.
-
-What a program pays for each array it is given or gives costs more than a small array's work. Where it would return many small ones
-at every microbatch, it returns one vector instead (``Pack``), and the reader takes it apart; the arithmetic is the same.
+A name (``Ref``) says what a value is for its stage. Roles in ``PER_MICROBATCH`` exist once a microbatch, others once a step. A
+program that reads and writes the same ``GRAD``, ``LOSS`` or ``AUX`` adds to it in place. Many small results are returned as one
+vector (``Pack``), because each array that a program is given or gives costs more than a small array's work.
 """
 
 import enum
@@ -30,16 +27,14 @@ Role = enum.StrEnum(
 )
 PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual offloaded fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
-SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})
-"""Roles whose values are the same on all replicas of a stage."""
+SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})  # the same on all replicas of a stage
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
     """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from.
 
-    ``shared`` says that it is the same on all replicas though others of its role are not: a gradient after it was summed; a batch
-    leaf that all microbatches read whole.
+    ``shared``: the same on all replicas though its role is not (a summed gradient; a batch leaf that all microbatches read whole).
     """
 
     role: Role
@@ -139,10 +134,7 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
 
 
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:
-    """The same program, reading some of its arguments from packs and writing some of its results to packs.
-
-    A pack keeps the members that the program does not write: as they were if it is also read, else zero.
-    """
+    """The program with arguments and results in packs; members that it does not write stay if they are read, and else are zero."""
     read_refs = {ref for pack in reads for ref in pack.members}
     written_refs = {ref for pack in writes for ref in pack.members}
     used = [pack for pack in reads if not set(pack.members).isdisjoint(program.inputs)]

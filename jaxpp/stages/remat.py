@@ -1,14 +1,8 @@
-"""What a stage keeps for its backward: the policies of ``remat``.
+"""What a stage keeps for its backward: the policies of ``remat``, made of what the user wrote (``policies_of``).
 
-A policy says which equations of a forward its backward runs again, what I keeps for W where the backward is split, whether loops
-keep less under a checkpoint, and whether the stage holds its inputs to run the forward again. What the user wrote is made into
-policies once (``policies_of``). Whether what is kept waits in host memory (``Offload``) changes no program (``offload_of``).
-
-``Least`` is a minimum cut. Each value has a price, its bytes, and so has each equation that is run again. A value on
-the sink's side is needed in the backward, an equation on the sink's side is run there again and needs its operands. A value that is
-needed, of an equation that is not run again, is kept and paid for. Keeping everything is one of the cuts, so that no choice is
-worse. Where the backward is split, a second cut says what I keeps for W: of all that I has, the cheapest from which W can do the
-rest. What of W is cheap and makes less than it reads, such as the gradient of a bias, is done in I where that keeps less.
+``Least`` is a minimum cut: keeping a value costs its bytes, running an equation again has a price too. Keeping everything is one of
+the cuts, so no choice is worse. Where the backward is split, a second cut finds the cheapest values that I keeps for W, and moves
+what is cheap in W and makes less than it reads (the gradient of a bias) into I where that keeps less.
 
 Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; the minimum cut is known from PyTorch.
 """
@@ -33,8 +27,7 @@ from jaxpp.stages.repeatable import EXTREMES, SINK, SOURCE, Network, decided_on,
 from jaxpp.types import Aval, Policy
 
 _Eqns = Collection[int]  # the numbers of equations
-_TRANSCENDENTAL = {"cpu": 1.0}
-"""The price of ``tanh`` and the like, in bytes an element of the result, by platform; nothing where it is not named."""
+_TRANSCENDENTAL = {"cpu": 1.0}  # bytes an element that ``tanh`` and the like cost, by platform; nothing where it is not named
 
 _MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
@@ -55,10 +48,9 @@ class RematPolicy:
         return graph
 
     def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
-        """The equations of a ``forward`` that its backward runs again.
+        """The equations of a ``forward`` that its backward, which needs ``reads``, runs again; ``free`` are repeated anyway.
 
-        In the ``graph``, a forward and its pullback, the backward needs ``reads``. Every program repeats the equations ``free``
-        anyway. The inputs ``held`` are let go after the forward unless the backward needs them.
+        The inputs ``held`` are let go after the forward unless the backward needs them.
         """
         return set()
 
@@ -67,8 +59,7 @@ class RematPolicy:
     ) -> tuple[set[int], set[int]] | None:
         """The equations of I that W runs as well, and those of W that I runs in its place; None: I runs all that is run again.
 
-        I runs the equations ``of_input``, W would run those ``of_weight`` if I kept nothing for it; some are in both. I is given
-        the values ``held``: residuals, activations, cotangents.
+        W would run ``of_weight`` if I kept nothing for it. I is given the values ``held``: residuals, activations, cotangents.
         """
         return None
 
@@ -106,10 +97,8 @@ class Least(RematPolicy):
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
 
-        A loop is one equation to the minimum cut, and would keep all that its body's pullback reads, once an iteration. So its body
-        goes under ``jax.checkpoint``, with a policy that keeps what is never computed again, and no more. The policy cannot know
-        which values are rounded, so that it keeps every comparison of floating-point numbers. A body in which the user has
-        checkpointed something, or that has loops of its own, stays as it is.
+        Else a loop, one equation to the cut, would keep all that its pullback reads. The checkpoint keeps what is never computed
+        again, and every comparison of floating-point numbers, of which some are rounded. A body with a checkpoint or loop stays.
         """
         scans = {i: scan_of(graph.eqns[i]) for i in eqns}
         plain = {i: scan.body for i, scan in scans.items() if scan is not None and _is_plain(graph.eqns[i])}
@@ -191,7 +180,6 @@ def _is_plain(eqn: JaxprEqn) -> bool:
 
 
 def _kinds(eqn: JaxprEqn) -> set[str]:
-    """The kinds of the equations inside another."""
     inner = [inside for jaxpr in inner_jaxprs(eqn) for inside in jaxpr.eqns]
     return set(map(kind_of, inner)).union(*map(_kinds, inner))
 
@@ -210,17 +198,14 @@ def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
 class Offload:
     """Keep the least, and let it wait in host memory: the value of ``remat`` that ``"offload"`` stands for.
 
-    A stage keeps what it keeps with ``remat="least"``, and runs the same programs, so results are the same bit by bit. When the
-    forward of a microbatch has run, its residuals are copied to pinned host memory beside the device; while the last action before
-    their backward runs, they are copied back. The device computes meanwhile: copies that are shorter than an action delay nothing.
-    Residuals stay on the device where leaving would free nothing: if fewer than three actions of the rank lie between forward and
-    backward; if the rank holds as many at another time anyway, as the last three stages of 1F1B do; and if another stage on the
-    same device needs them too.
+    Results are bit by bit those of ``remat="least"``. After the forward of a microbatch its residuals are copied to pinned host
+    memory beside the device; while the last action before their backward runs, they are copied back. Copies that are shorter than
+    an action delay nothing. Residuals stay where leaving would free nothing: if fewer than three actions of the rank lie between
+    forward and backward, if the rank holds as many at another time anyway, and if another stage on the same device needs them too.
 
     Args:
-        except_last: of how many microbatches at a time the residuals of the stage stay on the device: those whose backward is next.
-            With 0, residuals leave even if no other backward of the stage runs before theirs; a larger number moves fewer bytes
-            and frees less memory.
+        except_last: of how many microbatches at a time, those whose backward is next, the residuals of the stage stay. With 0 all
+            leave; a larger number moves fewer bytes and frees less memory.
 
     Raises:
         ArgumentError: ``except_last`` is no whole number of at least 0.
@@ -241,9 +226,7 @@ class Offload:
 
 
 Remat = str | Policy | Offload | None
-"""What a stage keeps: ``"least"``, ``"keep"`` (or None; everything), ``"recompute"`` (its inputs), what a policy says, or
-(``"offload"``, an ``Offload``) the least, in host memory.
-"""
+"""``"least"``, ``"keep"`` or None (all), ``"recompute"`` (of inputs), a policy, or the least in host memory (``"offload"``)."""
 
 RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)  # Keep a stage's inputs only
 

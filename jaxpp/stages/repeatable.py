@@ -1,17 +1,8 @@
 """Which equations a backward may run again, at what price, and the minimum cut that chooses.
 
-Never again: matrix products, convolutions, loops, calls, random bits, sorts, gathers, and what has an effect.
-
-Nor a *decision* on a rounded number. XLA rounds ``x * scale + bias`` once where both operations are in one program and twice where
-the product comes from another; it adds constants to each other first; it does not round what it converts to bfloat16 and back. A
-comparison of values that are nearly equal may so come out otherwise in the backward than in the forward, and the gradient with it.
-So the result of a decision is kept, one byte an element. Integers, and what is at most once added to values that are the same in
-every program, may be compared again.
-
-Prices are in bytes: what one would rather keep than compute again. Elementwise arithmetic is done while a value is read, for nearly
-nothing. The functions of ``TRANSCENDENTAL`` have a price where they cost more than reading their result from memory.
-
-What to keep and what to compute again is a choice with two sides for every value, in which each choice has a price and some choices
+Never again: matrix products, convolutions, loops, calls, random bits, sorts, gathers, effects. Nor a *decision* on a rounded
+number: XLA rounds differently in different programs, so a comparison of nearly equal values may come out otherwise in the backward,
+and the gradient with it. Prices are in bytes; elementwise arithmetic is nearly free. Values have two sides, choices have prices and
 force others: a minimum cut, by SciPy's maximum flow (Picard, Management Science 22(11), 1976).
 """
 
@@ -35,8 +26,7 @@ _CHOOSING = LAYOUT | frozenset(
     "transpose rev pad concatenate slice dynamic_slice split select_n neg abs max min clamp real imag conj complex name "
     "bitcast_convert_type reduce_max reduce_min random_wrap random_unwrap sharding_constraint".split()
 )
-EXTREMES = frozenset({"reduce_max", "reduce_min"})
-"""Operations whose results are compared with their operands, or subtracted from them."""
+EXTREMES = frozenset({"reduce_max", "reduce_min"})  # compared with their operands, or subtracted from them
 _ADDING = frozenset("add sub add_any".split())
 _ARITHMETIC = frozenset(
     "mul div sqrt rsqrt square one_minus_square integer_pow reduce_precision reduce_sum convert_element_type and or not xor "
@@ -47,8 +37,7 @@ _REPEATABLE = _CHOOSING | _ADDING | _ARITHMETIC | _DECIDING | TRANSCENDENTAL
 _MOVING = frozenset(
     "gather optimization_barrier reduce_window_max reduce_window_min cummax cummin scatter dynamic_update_slice".split()
 )  # Never repeated, and yet their results are as their operands are
-_WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft".split())
-"""Never repeated, and their results are written to memory before anybody reads them."""
+_WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft".split())  # never repeated; written to memory
 _SMOOTH = (_REPEATABLE - _DECIDING) | frozenset(
     "dot_general conv_general_dilated gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split()
 )
@@ -56,8 +45,7 @@ _ELEMENT, _REDUCED = 1 / 64, 1 / 4
 SOURCE, SINK = "source", "sink"
 _FINITE = 1 << 29  # SciPy counts flow in 32 bits; all prices together take this much, and an edge of no price twice as much
 
-EXACT, _ADDED, _ROUNDED = range(3)
-"""How far a value is the same in every program: in all bits; in whether it is above another; not at all."""
+EXACT, _ADDED, _ROUNDED = range(3)  # the same in every program: in all bits; in whether it is above another value; not at all
 
 
 def repeatable(graph: Graph) -> list[bool]:
@@ -130,7 +118,7 @@ def is_decision(eqn: JaxprEqn) -> bool:
 
 
 def decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) -> set[int]:
-    """The decisions on one value that is kept which the forward itself does not use: the backward decides, on the same bytes.
+    """The decisions on one kept value that the forward itself does not use; the backward decides on the same bytes.
 
     Not a comparison of two values, such as a maximum and what it is of: one of them may be rounded otherwise where it is written.
     """
@@ -146,10 +134,7 @@ def decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) ->
 
 
 def settled(graph: Graph, before: Collection[int]) -> list[bool]:
-    """Whether each equation may be run again; not what the backward reads in a decision of its own, or in one inside a loop.
-
-    The equations ``before`` are not of the backward.
-    """
+    """Whether each equation may be run again, but not what the backward (not ``before``) reads in a decision."""
     may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
     for i, eqn in enumerate(graph.eqns):
         if i not in before and not is_smooth(eqn):

@@ -1,8 +1,7 @@
 """Parameters stacked over layers, held as slices.
 
-A model that loops over its layers may have one array for all of them, ``[layers, ...]``. When the loop is cut, each stage owns the
-rows of its own layers. Inside jaxpp such a leaf is a ``Slices`` node, with one leaf for each run of rows that a stage owns; the
-user's tree has the whole array.
+Where a loop over ``[layers, ...]`` is cut, each stage owns the rows of its layers. Inside jaxpp such a leaf is a ``Slices`` node
+with one leaf for each run of rows that a stage owns; the user's tree has the whole array.
 """
 
 import itertools
@@ -53,17 +52,13 @@ def joined(tree: Tree, join: Callable[[Slices], Leaf]) -> Tree:
 
 
 def assembled(tree: Tree, join: Callable[[Slices], Leaf] | None = None) -> Tree:
-    """The user's tree: whole arrays instead of slices, put together on the host or by ``join``; the tree itself if it has none.
-
-    Slices some of which live in other processes stay as they are without ``join``: nobody can read all of their rows.
-    """
+    """The user's tree, with whole arrays, by ``join`` or on the host, where slices of other processes stay as they are."""
     if not any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices))):
         return tree
     return joined(tree, join or _on_host)
 
 
 def _on_host(node: Slices) -> np.ndarray | Slices:
-    """The whole leaf, filled slice by slice; the slices themselves if some live in other processes."""
     if gone := sum(getattr(part, "is_deleted", bool)() for part in node.parts):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"

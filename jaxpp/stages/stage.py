@@ -1,14 +1,10 @@
 """One stage of a cut loss: its slice traced, coloured, and made into the programs of its forward and its backward.
 
-The slice is run under ``jax.vjp`` and traced once, forward and pullback together. What depends on the cotangent is the *backward*;
-what depends on data is the *forward*; what depends on parameters alone (a bf16 cast, a transposed kernel) is the *statics*, run
-once per step, so that no residual is ever a weight, or a copy, cast or transpose of one; and what costs nothing to redo is done
-wherever it is needed. What the forward computes and the stage's policy (``remat.py``) does not keep is done again by the backward.
-
-I takes what the input's cotangent needs, W takes the rest, and the values that cross from I to W are kept as I's residuals, so that
-I and W together are exactly B. (Asking XLA for the gradients and dropping what is not used makes W repeat the chain of cotangents:
-a third more work.) A gradient that falls out of an equation of I (a ``scan`` over layers or a ``jax.checkpoint``, whose backward is
-one equation) is summed in I. A stage whose input wants no cotangent, as the first, has nothing in I.
+The slice is traced once under ``jax.vjp``. What depends on the cotangent is the *backward*, what depends on data the *forward*,
+what depends on parameters alone the *statics*, run once a step: so no residual is a weight, or its copy, cast or transpose. The
+backward runs again what the policy (``remat.py``) does not keep. I takes what the input's cotangent needs, W the rest, and what
+crosses is kept: so I and W are exactly B, where XLA would repeat the chain of cotangents in W, a third more work. A gradient that
+falls out of an equation of I (a ``scan``) is summed there. A stage whose input wants no cotangent, as the first, has nothing in I.
 """
 
 import itertools
@@ -61,8 +57,6 @@ class StageCode:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What a stage runs: its equations, the name of each of their inputs, and what it returns, by name."""
-
     stage: int
     piece: Piece
     inputs: list[Ref]
@@ -152,7 +146,6 @@ class StageBuilder:
         return min(candidates, key=lambda programs: programs.kept_bytes), candidates[0].keepable_bytes
 
     def _trace(self, body: _Slice, whole: Graph) -> TracedStage:
-        """Trace a slice, under ``jax.vjp`` if it is to be trained."""
         remat, inputs, outputs = self.loss.remat, body.inputs, body.outputs
         run = whole.function(body.piece.eqns, body.piece.inputs, [atom for _, atom in outputs])
         avals = shapes_of(body.piece.inputs)
@@ -241,7 +234,6 @@ class StagePrograms:
         self._small_kept = packs_of(names, shapes_of(self._kept), Ref(Role.RESIDUAL, peer=0), below)
 
     def _again(self, colors: Sequence[str | None], remat: RematPolicy) -> set[int]:
-        """The equations of the forward that the backward runs again."""
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
         held = set(graph.inputs) - self.lasting
@@ -348,7 +340,6 @@ class StagePrograms:
         return Backward(self._called(f"{_NAMES[kind]}_first", first, packs), self._called(_NAMES[kind], then, packs))
 
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
-        """A program by its name. What it does follows from its name, from the packs, and from what this object was made of."""
         does = self._does and (self._does, name, tuple(packs))
         return replace(program, name=f"stage_{self.stage}_{name}", function=ComparableFunction(program.function, does))
 
@@ -402,12 +393,10 @@ class StagePrograms:
 
 
 def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:
-    """The values with their flag set, and the others."""
     return list(itertools.compress(values, flags)), [value for value, flag in zip(values, flags, strict=True) if not flag]
 
 
 def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom]) -> set[int]:
-    """The equations of the backward that the cotangents are computed by."""
     producers = graph.producers()
     needed: set[int] = set()
     pending = variables(cotangents)

@@ -1,9 +1,7 @@
-"""The stage table: what each stage is, where it lives, what it costs, what crosses to the next.
+"""The stage table, ``print(pipe.stages)``: what each stage is, where it lives, what it costs, what crosses to the next.
 
-``print(pipe.stages)`` shows it; in a notebook it is a table. *kept* are the bytes that one microbatch holds from a stage's forward
-to its backward, out of the bytes that it would hold if nothing were computed again; *offloaded* says that those of some
-microbatches wait in host memory. Stages that are only run forward keep nothing. Each row is a ``Stage``, which can also be run by
-hand.
+*kept* are the bytes that one microbatch holds from forward to backward, out of those that it would hold if nothing were computed
+again; *offloaded*: those of some microbatches wait in host memory. Each row is a ``Stage``, which can also be run by hand.
 """
 
 import posixpath
@@ -24,21 +22,14 @@ from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
 
 class Pullback:
-    """Turns the cotangent of a stage's activation into ``(grads, cotangent of its input)``, once.
-
-    It holds the stage's residuals; calling it lets them go.
-    """
+    """Turns the cotangent of an activation into ``(grads, cotangent of its input)``, once: the call lets the residuals go."""
 
     def __init__(self, stage: int, vjp: Callable[[Cotangent], tuple[Grads, Cotangent]]):
         self._stage = stage
         self._vjp: Callable[[Cotangent], tuple[Grads, Cotangent]] | None = vjp
 
     def __call__(self, cotangent: Cotangent) -> tuple[Grads, Cotangent]:
-        """Run the backward.
-
-        Raises:
-            PullbackError: the second time.
-        """
+        """Run the backward; a second time raises a ``PullbackError``."""
         if self._vjp is None:
             where, rule = f"pullback of stage {self._stage}", "a pullback runs once, because it gives its residuals back"
             raise PullbackError(where, rule, "a second call", f"call pipe.stages[{self._stage}].forward again for a new pullback")
@@ -75,9 +66,8 @@ class Stage:
             *inputs: for a cut pipeline the microbatch, and its key if the loss takes one.
 
         Returns:
-            the activation (the loss, from the last stage of a cut pipeline), and the pullback:
-            ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too. A stage
-            of a ``jaxpp.Forward`` has no backward: it returns the activation alone (the outputs, from the last stage).
+            the activation (from the last stage of a cut pipeline the loss), alone for a ``jaxpp.Forward``; and else the pullback:
+            ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too.
         """
 
         def own(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
@@ -206,7 +196,6 @@ def _labels(stages: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _span(paths: Sequence[tuple[str, ...]], top: int, depth: int) -> str:
-    """The first and last of some module paths, between two levels."""
     shown = list(dict.fromkeys("/".join(path[top:depth]) for path in paths if len(path) > top))
     if not shown:
         return paths[0][-1] if paths else "-"

@@ -1,18 +1,10 @@
 """The one channel between the processes of a run: an exchange of texts, and all that is made of it.
 
-Problem: a process whose code, settings or shapes differ sends what nobody waits for, and waits for what nobody sends. Idea: all
-processes meet where a plan is made, and compare what decides it, before anything is compiled. Mechanism: at each exchange every
-process puts a text into the store that ``jax.distributed`` keeps for all (``not_public``), and reads those of the others.
-``agreement`` exchanges digests of named texts, and where they differ the texts, so that all raise the same error. Later calls of
-a plan are only counted, and the counts compared. Who waits says for whom. Without the store texts are exchanged by sends.
-
-*While a process waits for a device* no Python runs in its main thread. So a thread looks into the store once a second: it says that
-the process lives, prints which others have failed, and tells those that wait in vain for this one that it will not come.
-
-*The end of a process.* JAX waits at the end of a script for all processes, also if an exception has ended it and the others wait
-for what it will never send. So every process leaves a note when its script ends; after an exception it prints which others do not
-live any more, and ends after five seconds, for the others as if it had been killed: by an error where the connection breaks (on
-CPU), or by JAX when the heartbeats stay away.
+A process whose code, settings or shapes differ sends what nobody waits for. So all processes compare what decides a plan before it
+is compiled: each puts a digest of named texts (where they differ, the texts) into the store that ``jax.distributed`` keeps, or
+sends them. Later calls are only counted. While the main thread waits for a device, another looks into the store once a second: it
+says that the process lives, prints which others have failed, and tells those that wait in vain. As JAX waits at the end of a script
+for all, also after an exception, each process leaves a note there, and after an exception ends within five seconds.
 """
 
 import atexit
@@ -73,7 +65,6 @@ class _Channel:
         self._thread = threading.Thread(target=self._look, name="jaxpp channel", daemon=True)
 
     def check(self, where: str) -> None:
-        """Refuse a call after one that was broken off."""
         if self.broken_off:
             rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
             fix = "start the script again in all processes, from the last checkpoint"
@@ -95,12 +86,10 @@ class _Channel:
         return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
 
     def say(self, number: int, **said: Any) -> None:
-        """Tell the others something in the exchange of this number."""
         if self.store is not None:
             self.store.put(f"{_folder(number)}/{self.store.process}", json.dumps(said))
 
     def _wait_for_all(self, where: str, what: str) -> Mapping[int, Mapping[str, Any]]:
-        """What all processes have said in the present exchange."""
         assert self.store, "who waits has a store"
         folder, me = _folder(self.num_exchanges), self.store.process
         begun, patience = time.monotonic(), _PATIENCE
@@ -122,7 +111,6 @@ class _Channel:
             self.store.wait(f"{folder}/{away[0]}", 0.5)
 
     def _look(self) -> None:
-        """Look into the store once a second, in a thread."""
         store, number, reported = self.store, 0, set[int]()
         with contextlib.suppress(Exception):  # the store ends with process 0, and with ``jax.distributed.shutdown``
             while store is not None and not self._ends.wait(_LOOKS if number else 0):
@@ -137,7 +125,6 @@ class _Channel:
                 self._tell_who_waits_in_vain(store)
 
     def _tell_who_waits_in_vain(self, store: Store) -> None:
-        """If others wait in the next exchange, and this process has gone on without it, say so."""
         calls, number = self.num_calls, self.num_exchanges + 1  # in this order: the main thread counts on
         waiting = store.folder(_folder(number))
         for process, text in waiting.items():
@@ -156,7 +143,6 @@ class _Channel:
 
 
 def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, str]) -> None:
-    """Look for processes that failed, that are gone, or that went on with another call."""
     errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
     first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
     gone = {process: how for process, how in left.items() if process not in said}
@@ -176,7 +162,6 @@ def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]]
 
 
 def _folder(number: int) -> str:
-    """Where the store has what was said in an exchange."""
     return f"jaxpp/exchanges/{number}"
 
 
@@ -205,7 +190,6 @@ def _leave() -> None:
 
 
 def _say_who_is_lost(store: Store) -> None:
-    """Say that this process failed, and which others do not say any more that they live though their scripts have not ended."""
     ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
     print(f"jaxpp: process {store.process} failed; {ends}", file=sys.stderr, flush=True)
     said = store.folder(_ALIVE)
@@ -269,10 +253,9 @@ class Agreement:
 
 @contextmanager
 def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
-    """A block in which all processes of the run agree on what they do with these devices.
+    """A block in which all processes of the run agree on what they do with these devices; if one raises first, all do.
 
-    If the block raises before it has agreed, the others raise too. Nothing is compared if one process has all the devices. One that
-    has none of them takes part, for every process calls every transfer.
+    Nothing is compared if one process has all the devices. One that has none of them takes part too, in every transfer.
     """
     channel = _channel() if len(processes_of(devices)) > 1 else None
     if channel is not None:
@@ -287,10 +270,7 @@ def agreement(where: str, devices: Sequence[Device]) -> Iterator[Agreement]:
 
 @contextmanager
 def transfers(where: str) -> Iterator[None]:
-    """A block in which this process sends and receives; after one that was broken off it makes no later call with the others.
-
-    JAX finds a transfer by its number: a process that has left out some would take what it receives later for what it has missed.
-    """
+    """A block of sends and receives; JAX finds these by number, so after one that broke off no call with others is made."""
     try:
         yield
     except BaseException as error:
@@ -352,7 +332,6 @@ def _between(shape: tuple[int, ...], dtype: DType, source: int, target: int) -> 
 
 
 def _texts_by_sends(text: str) -> tuple[str, ...]:
-    """The text of each process, without a store."""
     data, me, count = np.frombuffer(zlib.compress(text.encode()), np.uint8), jax.process_index(), jax.process_count()
 
     def rows(values: np.ndarray) -> list[np.ndarray]:
@@ -375,11 +354,7 @@ class Alignment(NamedTuple):
 
 
 def align_clocks() -> Alignment:
-    """Align the clock of this process with that of process 0; every process calls it.
-
-    The offset lies within a round trip. Of many trips the quickest way there bounds it from one side, the quickest way back from
-    the other (F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989).
-    """
+    """Align the clock with that of process 0, by the quickest of many trips each way (Cristian, 1989); all processes call it."""
     least, most = -math.inf, math.inf
     for process in range(1, jax.process_count()):
         for _ in range(_ROUNDS):

@@ -1,8 +1,7 @@
 """What lives in this process, and what stands for the rest.
 
-Each process of a run has some of the devices, and knows the whole pipeline; it compiles, holds and dispatches what has a device
-here. A value that lives in another process is an array without local shards: it has a shape, a type and a sharding, and nobody here
-can read it.
+Each process knows the whole pipeline, and compiles, holds and dispatches what has a device here. A value of another process is an
+array without local shards: it has a shape, a type and a sharding, and nobody here can read it.
 """
 
 from collections.abc import Iterable, Mapping

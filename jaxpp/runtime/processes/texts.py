@@ -1,7 +1,6 @@
 """The texts that the processes of a run compare, and the error message that shows where they differ.
 
-``listing`` writes equations as text that is the same in every process, where the text of a jaxpr has addresses of Python functions
-and sets in an order of the process. ``versions_text`` and ``flags_text`` say on what a process runs.
+The text of a jaxpr has addresses of functions, and sets in an order of the process; ``listing`` is the same in every process.
 """
 
 import contextlib
@@ -37,8 +36,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 _SET = re.compile(r"\{([^{}\n]*)\}")
 _LARGE = 1 << 20  # bytes of a constant above which only its shape is compared
 _MOST_PARTS = 3  # parts whose difference is shown; others are named
-_FOLLOW = frozenset({"loss", "optimizer", "init", "cuts", "lines"})
-"""Parts that differ where others do; shown only if no other part differs."""
+_FOLLOW = frozenset({"loss", "optimizer", "init", "cuts", "lines"})  # shown only if no other part differs
 
 _BEFORE, _WIDTH = 40, 120  # letters of a line that are shown before the first difference, and in all
 _RULE = "all processes run the same pipeline, made by the same code"
@@ -109,7 +107,6 @@ def _parameters(params: Mapping[str, Any]) -> str:
 
 
 def _digest(value: Any) -> str:
-    """What a constant holds, as far as this process can read it at little cost."""
     typed = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     if typed or value.nbytes > _LARGE or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return ""
@@ -163,7 +160,6 @@ def difference(where: str, texts: Mapping[str, Mapping[int, str]]) -> ProcessErr
 
 
 def _shown(part: str, said: Mapping[int, str]) -> list[str]:
-    """The first line in which the texts of a part differ, once for all processes that say the same."""
     rows = list(itertools.zip_longest(*map(str.splitlines, said.values()), fillvalue="(nothing)"))
     number = next((k for k, row in enumerate(rows) if len(set(row)) > 1), len(rows) - 1)
     groups: dict[str, list[int]] = {}

@@ -1,13 +1,8 @@
 """Trees whose leaves live in several processes: gathered by all of them, and saved by Orbax as one checkpoint.
 
-``gather`` brings each leaf from the process that holds it to the first device of every other one, one leaf at a time.
-
-*Stacked leaves.* JAX shards an axis into equal parts only, so the slices of a leaf that is cut unequally are no global array, and
-here nobody has all of them. So the user's tree has a stand-in (``stand_in_for``), an array with the shape and the type of the whole
-leaf and without local shards. What saves and gathers states asks ``slices_of`` for the slices.
-
-*Checkpoints.* Orbax expects that every process has a part of every array, and refuses leaves that live in other processes. With
-``array_handler`` whoever has an array writes it, into a store of its own; Orbax merges the stores when all are done.
+JAX shards an axis into equal parts only, so unequal slices of a stacked leaf are no global array: in the user's tree a stand-in, an
+array without local shards (``stand_in_for``), has the shape of the whole, and ``slices_of`` the slices. Orbax expects a part of
+every array in every process; with ``array_handler`` whoever has an array writes it, into a store of its own; Orbax merges them.
 """
 
 import importlib
@@ -41,8 +36,8 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
 
     Args:
         tree: any tree of arrays, such as ``state.params``.
-        device: where to; the first device by default. In several processes it is a device of the process that asks, and by default
-            its first: every process calls ``gather`` with the same tree, and all of them get the whole tree, leaf by leaf.
+        device: where to, by default the first device of the process. Several processes call ``gather`` with the same tree, and each
+            gets the whole tree on a device of its own.
 
     Returns:
         the same tree with every leaf a copy on ``device``; the originals stay.
@@ -53,8 +48,7 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
 
     Example:
         >>> import optax
-        >>> norm = optax.tree.norm(gather({"w": jax.numpy.ones(4)}))
-        >>> float(norm)
+        >>> float(optax.tree.norm(gather({"w": jax.numpy.ones(4)})))
         2.0
     """
     check_alive("jaxpp.gather", tree)
@@ -101,7 +95,6 @@ def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
 
 
 def _brought_part(aval: Aval, devices: Sequence[Device], here: Mapping[Device, Array], readers: Collection[int]) -> Array | None:
-    """A part that some devices hold: sent by the first of their processes to every reader that has none."""
     targets, me, first = first_devices(), jax.process_index(), devices[0].process_index
     holders = {device.process_index for device in devices}
     part = None
@@ -119,7 +112,6 @@ def _described(leaf: Leaf) -> str:
 
 
 def _held(paths: Sequence[tuple[jax.tree_util.KeyPath, Leaf]]) -> list[bool]:
-    """Whether all processes have each leaf already, and need not ask the others."""
     if not paths:
         return []
     mine = [_WHOLE if is_addressable(leaf) else _PART if leaf.addressable_shards else _AWAY for _, leaf in paths]
@@ -170,16 +162,14 @@ def slices_of(leaf: Leaf) -> Slices | None:
 def array_handler() -> Any:
     """What lets Orbax save and restore a state of several processes; in one process, Orbax's own handler of arrays.
 
-    Register it once, before the first checkpointer or manager is made. All the other lines stay as they are in one process. Every
-    process calls them, and names the same folder, which all processes can reach::
+    Register it before the first checkpointer or manager. Every process makes the calls, with the same folder, which all can reach::
 
         ocp.type_handlers.register_type_handler(jax.Array, jaxpp.array_handler(), override=True)
-
         with ocp.CheckpointManager(folder) as manager:
             manager.save(state.step, args=ocp.args.StandardSave(state))
 
-    Each process writes the leaves that it holds, into one checkpoint. It is complete when all have written theirs; until then its
-    folder has another name. Any number of processes restore it to ``pipe.abstract_state(...)``, and each reads its own leaves only.
+    Each process writes the leaves that it holds; the checkpoint is complete, and gets its name, when all have. Any number of
+    processes restore it to ``pipe.abstract_state(...)``, and each reads its own leaves only.
 
     Returns:
         a type handler of Orbax's, for ``ocp.type_handlers.register_type_handler``.
@@ -215,15 +205,12 @@ class _ByHolders:
         self._array_metadata_store = None  # Orbax asks: it would hold notes of arrays in which all processes take part
 
     def typestr(self) -> str:
-        """What a checkpoint calls an array."""
         return self._registered.typestr()
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        """Shapes and types of arrays, from their files."""
         return await self._registered.metadata(infos)
 
     async def serialize(self, values: Sequence[Array], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Begin to write what is here."""
         pairs = zip(values, infos, strict=True)
         if keys := [f"{info.name}: {describe(one)}" for one, info in pairs if jnp.issubdtype(one.dtype, jax.dtypes.extended)]:
             fix = "keep the numbers that a key is made of in the state, jax.random.key_data(key)"

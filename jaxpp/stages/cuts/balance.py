@@ -1,14 +1,9 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss, found or named by the user.
 
-Problem: a pipeline is as fast as its largest stage, every stage should have something to do, and little should cross between them.
-Idea: satisfy these in that order. The yardstick is the least that the largest stage can cost over all cuts. Of the cuts whose
-largest stage costs at most ``SLACK`` more, keep those with the fewest stages that lack real work, a matrix product or a parameter;
-of these, take the one that sends the fewest bytes. Mechanism: the yardstick by bisection, the rest by one dynamic program over
-prefix sums. On a transformer the cheap places are between blocks, so the blocks come out whole without anyone naming them.
-
-A second trace of the same model (another batch shape, an evaluation loss) must leave every parameter with its owner, so it is cut
-where it fits the owners best (``align``); what does not fit is copied. ``resolve`` cuts where the user says. Work that cannot be
-divided evenly is refused where a pipeline would be pointless (``check_giant``), otherwise told with what would help (``uneven``).
+A pipeline is as fast as its largest stage, every stage should have something to do, and little should cross, in this order. So
+bisection finds the least that the largest stage can cost. Of the cuts that cost at most ``SLACK`` more, one dynamic program keeps
+those with the fewest stages without real work (a matrix product, a parameter), and of these the one that sends the fewest bytes.
+A second trace of the model (another batch shape, an evaluation loss) is cut where parameters stay with their owners (``align``).
 """
 
 import bisect
@@ -29,8 +24,7 @@ _Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged fr
 Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
 
 SLACK = 0.05  # How much more than the least possible the largest stage may cost, for fewer bytes
-REAL_WORK = 0.01
-"""The part of the mean cost below which a stage counts as empty; where that cannot be avoided, a hundredth of it is worse."""
+REAL_WORK = 0.01  # the part of the mean cost below which a stage counts as empty; where unavoidable, a hundredth of it is worse
 
 
 def balance(loss: TracedLoss, num_stages: int) -> Cuts:
@@ -54,8 +48,7 @@ def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> C
 def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
     """Cut for stages that all have something to do, then for the cheapest sends; None if no cut has stages as small as ``most``.
 
-    ``hops[stage, end]`` is what a send costs that follows a stage that ends there, 0 after the last stage. The ``share`` of the
-    sends across its boundaries counts as a stage's own cost.
+    ``hops[stage, end]`` is what the send costs after a stage that ends there; ``share`` of it counts as a stage's own cost.
     """
     num_stages, total = len(hops), prefix_sums(loss)
     price = hops * (max(loss.boundary_bytes) / max(hops.max(), 1e-300))
@@ -166,7 +159,6 @@ def _check_size(loss: TracedLoss, num_stages: int) -> None:
 
 
 def _divided(loss: TracedLoss, num_stages: int) -> CutError:
-    """The error for model state that leaves too few places for a stage to begin."""
     paths = list(loss.barred.values())
     lengths = sorted(((paths.count(path), path) for path in set(paths)), reverse=True)
     got = [f"model_state {path}: {length} places where no stage can begin" for length, path in lengths]
@@ -176,11 +168,10 @@ def _divided(loss: TracedLoss, num_stages: int) -> CutError:
 def _cheapest(
     loss: TracedLoss, first: np.ndarray, misplaced: np.ndarray, charges: _Charges | None = None, price: np.ndarray | None = None
 ) -> Cuts:
-    """The cuts with the fewest bytes: across boundaries, and of parameters away from their owner.
+    """The cuts with the fewest bytes, across boundaries and of parameters away from home; then the neatest, then the most even.
 
-    Equal bytes are decided by neatness (between modules rather than inside one), then by an even spread of cost. A stage that ends
-    at e starts at ``first[stage, e]`` or later; ``misplaced[stage, e]`` bytes move if positions 0 to e are all on it (prefix sums);
-    ``price[stage, e]`` stands instead of the bytes that cross there; ``charges`` are infinite where a stage may not be so.
+    A stage that ends at e starts at ``first[stage, e]`` or later; ``misplaced[stage, e]`` bytes move if positions 0 to e are on it;
+    ``price[stage, e]`` replaces the bytes that cross there; ``charges`` are infinite where a stage may not be so.
     """
     num_stages, size = len(first), len(loss.spine)
     price = np.tile(np.asarray(loss.boundary_bytes, dtype=float), (num_stages, 1)) if price is None else price
@@ -363,7 +354,6 @@ def warn_of(unevenness: str | None) -> None:
 
 
 def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> str:
-    """What helps where the stage of the spine positions ``inside`` is too large, in which ``eqn`` weighs most."""
     total = sum(loss.costs)
     fits = [n for n in range(2, num_stages) if (least_largest(loss, n) or total) * n <= UNEVEN * total]
     fewer = f"pass num_stages={fits[-1]}" if fits else "use one device, or data parallelism alone"
@@ -405,7 +395,6 @@ _ADVICE = {
 
 
 def _kind_and_advice(loss: TracedLoss, eqn: JaxprEqn) -> tuple[str, str]:
-    """What an equation that cannot be cut is called, and what its author can do."""
     if kind_of(eqn) != "scan":
         return _ADVICE.get(kind_of(eqn), (eqn.primitive.name, "split it into one call for each layer"))
     loop = scan_of(eqn)

@@ -1,14 +1,9 @@
 """Where to cut for equal memory: the device that holds most should hold as little as possible.
 
-A stage holds its parameters, their gradients and the state of the optimizer once, and what its forward keeps as often as there are
-microbatches between forward and backward; devices with several stages hold the sum. The yardstick is the least that the fullest
-device can hold: by a dynamic program over all cuts where every stage has a device of its own, else by moving one cut at a time from
-several beginnings. Of the cuts within ``MEMORY_SLACK`` of it, the rest is decided as for equal FLOPs.
-
-What a stage keeps is known only once it has been traced, and many stretches of the spine could become a stage. So the whole loss is
-traced once as a single stage, every spine equation under a name scope with its position, which its pullback carries too. That tells
-at which positions the backward reads each value that the forward keeps. A stage that runs one of these positions holds the value.
-This is an estimate: each stage's own minimum cut may keep other values near a boundary.
+A stage holds its parameters, gradients and optimizer state once, and its residuals as often as there are microbatches between
+forward and backward. If every stage has a device of its own, a dynamic program finds the least for the fullest device, else cuts
+are moved one at a time. What a stage would keep is estimated from one trace of the whole loss: every equation carries its spine
+position into the pullback, which tells at which positions the backward reads each value. Stages that run one hold it.
 """
 
 import re
@@ -85,7 +80,6 @@ def balance_memory(loss: TracedLoss, held: StageBytes) -> Cuts:
 
 
 def _places(loss: TracedLoss, flops: Cuts) -> tuple[int, ...]:
-    """The positions at which a stage may begin, those of ``flops`` among them, and both ends of the spine."""
     size = len(loss.spine)
     allowed = [k for k in range(1, size) if k not in loss.barred]
     if len(allowed) > _MOST_PLACES:
@@ -105,7 +99,6 @@ class _Stretches:
         self.tables = [weights + count * kept[policy] if count else weights for count, policy in counts]
 
     def _table(self, uses: Sequence[Use]) -> Float[np.ndarray, " starts ends"]:
-        """The bytes of the uses that have a position in each stretch, each use once."""
         places, count = np.asarray(self.places), len(self.places)
         changes = np.zeros((count + 1, count + 1))
         for num_bytes, positions in uses:
@@ -125,7 +118,6 @@ class _Stretches:
         return table + np.asarray([loss.boundary_bytes[k] if k else 0 for k in self.places], float)[:, None]
 
     def sizes(self, at: Sequence[int]) -> list[float]:
-        """The bytes of each stage, where the stages end at the places ``at``."""
         return [float(table[a, b]) for table, a, b in zip(self.tables, (0, *at[:-1]), at, strict=True)]
 
     def first(self, room: np.ndarray) -> np.ndarray:
@@ -138,7 +130,6 @@ class _Stretches:
         return first
 
     def least(self, flops: Cuts) -> tuple[int, ...]:
-        """The ends of the stages for which the fullest device holds least."""
         equal = self._smallest(np.ones(len(self.tables)))
         devices = np.asarray(self.held.devices)
         if len(set(self.held.devices)) == len(devices):
@@ -149,7 +140,6 @@ class _Stretches:
         return min(map(self._moved, starts), key=lambda at: self.held.largest(self.sizes(at)))
 
     def _smallest(self, parts: np.ndarray) -> tuple[int, ...]:
-        """The ends of the stages for which the largest of them is least, each divided by its part of a device."""
         count = len(self.places)
         best = np.where(np.arange(count) == 0, 0.0, np.inf)
         later = np.tril_indices(count)  # a stage ends after it begins
@@ -185,10 +175,7 @@ class _Stretches:
 
 
 def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
-    """The values that one microbatch keeps from its forward to its backward, and where the backward reads them.
-
-    Batch leaves are left out: they are on the device for the whole step, whatever the backward reads.
-    """
+    """The values but batch leaves that a microbatch keeps from forward to backward, and where the backward reads them."""
     on_spine = {i: k for k, i in enumerate(loss.spine)}
     numbers = tuple(on_spine.get(i, -1) for i in range(len(loss.graph.eqns)))
     parts = {field.name: getattr(loss.graph, field.name) for field in fields(Graph)}
@@ -215,10 +202,7 @@ def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
 
 
 def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[float]) -> list[Use]:
-    """What parameters take on the stages that use them, and besides on the first of these.
-
-    In the loss every layer of a loop over stacked parameters is an equation of its own, or the parameters are slices.
-    """
+    """What parameters take on the stages that use them, and besides on the first of these."""
     position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
     number: dict[Atom, int] = {var: leaf for leaf, var in enumerate(loss.params)}
     rows = [
@@ -248,7 +232,6 @@ class _Numbered(Graph):
     positions: tuple[int, ...] = ()
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
-        """As that of a ``Graph``."""
         numbers = list(eqns)
 
         def run(*args: jax.Array) -> list[jax.Array]:

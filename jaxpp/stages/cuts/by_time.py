@@ -1,14 +1,9 @@
 """Where to cut for the shortest step, where it was measured what sends cost.
 
-With a slow link, a narrow place a little further on makes a shorter step than the most even cut. The step is predicted as
-
-    (num_turns - 1) * L + T + 2 * (h_1 + h_2 + ...),
-
-where L is the largest stage, T the sum of all stages, and h_b the time of a send across boundary b: an activation and a cotangent
-cross it while the pipeline fills and drains. A schedule may also wait for sends in between (1F1B does, GPipe does not), so a part
-of the sends across its boundaries counts as a stage's own time (``Links.waiting``). The cheapest sends for stages of at most some
-size are found by the dynamic program of ``balance``, for smaller and smaller sizes. Stages within ``SLACK`` of the least possible
-count as equal, so with free links the cut is that of ``balance``.
+The step is predicted as ``(num_turns - 1) * L + T + 2 * (h_1 + h_2 + ...)``, where L is the largest stage, T the sum of all stages,
+and h_b the time of a send across boundary b, while the pipeline fills and drains. ``Links.waiting`` is the part of the sends that
+the schedule waits for in between: it counts as a stage's own time. Stages within ``SLACK`` of the least possible count as equal, so
+with free links the cut is that of ``balance``.
 """
 
 from dataclasses import dataclass, replace
@@ -74,7 +69,6 @@ def predicted(loss: TracedLoss, cuts: Cuts, links: Links) -> float:
 
 
 def _largest(loss: TracedLoss, cuts: Cuts, links: Links) -> float:
-    """The largest stage, with what it waits for sends."""
     total, hops = prefix_sums(loss), links.hops(loss)
     ends = [0, *cuts, len(loss.spine)]
     own = np.diff(total[ends])

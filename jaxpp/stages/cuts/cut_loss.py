@@ -1,14 +1,9 @@
 """A traced loss cut into stages: which equations each stage runs, what crosses between them, and their programs.
 
-What crosses a boundary are the cheapest values from which the next stage can compute what it reads. A stage may read a value and
-its square, or a float32 copy of a bfloat16 value. Cheap equations between what is sent and what is read are run again by the reader
-where fewer bytes cross then; the choice is a minimum cut, as that of the residuals (``remat.py``). An equation that reads a
-parameter, the model state, the batch or a key is not run again.
-
-A leaf of the model state that several stages read, such as the position in a cache, can be one leaf for each of them, so that it is
-not sent at every pass: its new value follows from the old one and the batch by a few cheap equations, which are written once more
-for every further stage, reading that stage's leaf (``with_copies``). A leaf that nobody changes has a copy on each stage for the
-same reason.
+What crosses are the cheapest values from which the next stage can compute what it reads: cheap equations are run again by the
+reader where fewer bytes cross then, by a minimum cut (``remat.py``). Equations that read parameters, model state, batch or key are
+not. A model state leaf that several stages read, such as the position in a cache, is not sent at every pass: each stage has a copy,
+whose few cheap equations are written once more for it (``with_copies``).
 """
 
 import bisect
@@ -61,9 +56,9 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
-    ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if one has.
-    Boundary s of ``cut_gradient`` lies between stages s and s + 1. ``scaled_by`` is the number of the loss scale's leaf that the
-    backward starts from, rather than from 1. Small arrays are not packed where they are sharded in different ways.
+    ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if any.
+    Boundary s of ``cut_gradient`` lies between stages s and s + 1. The backward starts from the loss scale's leaf ``scaled_by``, if
+    not from 1.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -128,7 +123,6 @@ def partition_stages(graph: Graph, colors: Sequence[int | None], homes: Mapping[
 
 
 def _sent(pieces: Mapping[int, Piece]) -> int:
-    """Bytes that the stages read from others, once for each reader."""
     made = {var for piece in pieces.values() for var in piece.outputs}
     return sum(count_bytes(aval_of(var)) for piece in pieces.values() for var in piece.inputs if var in made)
 
@@ -183,10 +177,7 @@ def copies_of(loss: TracedLoss, cuts: Cuts) -> tuple[StateCopy, ...]:
 
 
 def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> TracedLoss:
-    """The loss whose last model state leaves are these copies: each stage reads its own.
-
-    The loss was traced with the copies as leaves that it returns as they are. Positions on the spine stay what they were.
-    """
+    """The loss whose last model state leaves, returned as they are when it was traced, become the copies of the stages."""
     if not copies:
         return loss
     graph, count = loss.graph, len(loss.state) - len(copies)
@@ -212,7 +203,6 @@ def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> 
 
 
 def _reading(eqn: JaxprEqn, replaced: Mapping[Atom, Var]) -> JaxprEqn:
-    """An equation that reads what stands for its operands on a stage."""
     if replaced.keys().isdisjoint(variables(eqn.invars)):
         return eqn
     return eqn.replace(invars=[replaced.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars])

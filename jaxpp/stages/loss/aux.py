@@ -1,8 +1,7 @@
 """How the aux values of the microbatches become those of the step.
 
-Unless the user says otherwise a leaf that has one row an example is joined, and everything else is averaged with the weights of the
-loss. Averages are summed as the microbatches run; all else is held, one value a microbatch, and reduced at the end of the step.
-Of a function that returns outputs, what is the same for all microbatches (a parameter, a constant) stays as it is.
+By default a leaf with one row an example is joined; the rest is averaged with the weights of the loss, in running sums. All else is
+held until the end of the step. An output that is the same for all microbatches (a parameter, a constant) stays as it is.
 """
 
 import difflib
@@ -20,8 +19,7 @@ from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
 
-Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]
-"""Takes the values of the microbatches, and their weights, which sum to 1."""
+Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]  # of values and their weights (sum 1)
 
 
 def join(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:  # noqa: ARG001

@@ -1,12 +1,8 @@
 """Splitting a batch into microbatches, weighing them, and merging what they return.
 
-The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, the larger ones first. Numbers (a
-coefficient that is annealed) have no such axis: every microbatch gets them as they are, as it does the leaves that the user calls
-*shared* (a graph that all examples live on).
-
-An evaluation takes any number of examples. If there are fewer examples than microbatches, there are fewer microbatches. Examples
-that cannot be divided evenly among the replicas form a last microbatch of one example each; a replica that has none left repeats
-an example, which counts nothing.
+The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, larger ones first. Every
+microbatch gets all of numbers and *shared* leaves. An evaluation takes any number of examples: fewer than microbatches make fewer
+microbatches, and a remainder that the replicas cannot share makes a last one of one example each; idle replicas repeat one.
 """
 
 import difflib
@@ -132,7 +128,6 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shar
 
 
 def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
-    """The number of examples in a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
@@ -181,10 +176,7 @@ _BATCHED = frozenset({"threefry2x32", "rbg"})  # Kinds of keys whose ``fold_in``
 def fold_keys(
     key: UInt32[Array, " words"], implementation: str | None, first: Int[Array, ""] | int, count: int
 ) -> list[UInt32[Array, " words"]]:
-    """The raw keys of the microbatches from ``first`` on: each ``jax.random.fold_in(key, microbatch)``, folded by one operation.
-
-    The key is raw, of the given implementation; of the default one if that is None.
-    """
+    """The raw keys of ``count`` microbatches from ``first`` on, each ``jax.random.fold_in(key, microbatch)``, by one operation."""
 
     def fold(microbatch: Int[Array, ""]) -> UInt32[Array, " words"]:
         if implementation is None:

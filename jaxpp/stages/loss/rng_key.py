@@ -1,7 +1,4 @@
-"""How a loss takes its key: as the argument after the batch, by keyword (``*, key``, Flax's ``rngs``), or not at all.
-
-Everything else in jaxpp calls ``loss_fn(params[, model_state], batch[, key])``; ``positional_key`` makes any loss one of these.
-"""
+"""How a loss takes its key (after the batch, by keyword, or not at all), and how it becomes positional."""
 
 import inspect
 from dataclasses import dataclass
@@ -23,10 +20,9 @@ class KeyArgument(NamedTuple):
 
 
 def key_argument(loss_fn: LossFn, before: int) -> KeyArgument:
-    """How a loss takes its key, which ``before`` arguments come before.
+    """How a loss takes its key: as the positional argument after ``before`` others, else by a keyword that is called like a key.
 
-    As the positional argument after the others, unless it has a default of its own (a flag); else as a keyword-only argument that
-    is called like a key (``key``, ``rngs``, ``dropout_rng``), unless it has a default of its own.
+    Such keywords are ``key``, ``rngs`` and ``dropout_rng``. An argument that has a default of its own is a flag, and no key.
     """
     signature = _signature(loss_fn)
     if signature is None:
@@ -68,7 +64,6 @@ def positional_key(loss_fn: Any, before: int, called: str = "loss_fn") -> Any:
 
 
 def _check_call(loss_fn: LossFn, before: int, argument: KeyArgument, called: str) -> None:
-    """Refuse a loss that cannot be called with what a loss is given."""
     signature = _signature(loss_fn)
     if signature is None:
         return

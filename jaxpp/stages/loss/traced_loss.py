@@ -1,15 +1,11 @@
-"""The user's loss traced at one microbatch's shapes, checked, as a graph with the role of every value known.
+"""The user's loss traced at one microbatch's shapes, checked, as a graph of three kinds of equations.
 
-Three kinds of equations come out:
-
-* *spine*: depends on the data, and is worth sending; the only equations a cut divides. What depends on data but on no parameter
-  (a dropout mask, a count of tokens) sinks to its first reader, so that it is made where it is used.
+* *spine*: depends on the data, and is worth sending; the only equations a cut divides. What needs no parameter (a dropout mask)
+  sinks to its first reader.
 * *static*: depends on parameters (or on nothing) alone; each stage that needs it computes it itself, once per step.
-* *cheap*: made of the batch, the key or the model state by elementwise and layout operations (a mask, positions, shifted labels);
-  each stage that needs it makes it again, and only the batch leaf travels.
+* *cheap*: elementwise and layout operations on batch, key or model state (a mask, positions); each stage makes it again.
 
-A model state leaf (running statistics) has a new value after every microbatch. The stage that makes it keeps it, so whatever reads
-the old one before lies on the same stage (``state_spans``).
+A model state leaf has a new value after every microbatch, so the stage that makes it also reads the old one (``state_spans``).
 """
 
 import itertools
@@ -196,8 +192,7 @@ class TracedLoss:
     def _due(self) -> list[float]:
         """The number at which each equation runs: its own, or its first reader's if it depends on data but on no parameter.
 
-        What only model state needs runs as soon as it can, wherever the user wrote it: after what makes its operands, and not
-        before the first other reader of a parameter or model state leaf that it reads.
+        What only model state needs runs as soon as its operands are there, after the first other reader of its leaves.
         """
         graph, users, producers = self.graph, self.graph.users(), self.graph.producers()
         due = [math.inf] * len(graph.eqns)
@@ -301,9 +296,9 @@ class TracedLoss:
 
     @cached_property
     def state_spans(self) -> tuple[tuple[int, int] | None, ...]:
-        """For each model state leaf the first spine position that reads the old value, and the one that makes the new.
+        """The spine positions of each model state leaf's first reader and of its maker, between which no cut lies.
 
-        No cut lies between the two. They are the same where only one is on the spine; None where neither is.
+        They are the same where only one is on the spine; None where neither is.
         """
         position = {var: k for k, i in enumerate(self.spine) for var in self.graph.eqns[i].outvars}
         first = {leaf: k for k, uses in reversed(list(enumerate(self.state_uses))) for leaf in uses}
@@ -331,7 +326,6 @@ class TracedLoss:
         return places
 
     def _uses_of(self, leaves: Sequence[Var]) -> tuple[tuple[frozenset[int], ...], dict[Atom, frozenset[int]]]:
-        """The leaves that each spine equation needs, and the leaves needed by each value that is made again where it is read."""
         spine = set(self.spine)
         needs: dict[Atom, frozenset[int]] = {var: frozenset([k]) for k, var in enumerate(leaves)}
         uses_of: dict[int, frozenset[int]] = {}
@@ -354,8 +348,7 @@ _WORTH = 8
 def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barred: set[Var]) -> set[Var]:
     """The values made by cheap operations alone from ``leaves`` and ``free`` (inputs that are everywhere), of nothing ``barred``.
 
-    The leaves would travel along once a step, and the value at every microbatch; so the leaves that it needs may take at most
-    ``_WORTH`` times its bytes (a mask of tokens is an eighth of them).
+    The leaves travel once a step, the value at every microbatch; so they may take ``_WORTH`` times its bytes (a mask: 1/8).
     """
     sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in leaves} | {var: frozenset() for var in free}
     made = set()
@@ -396,9 +389,8 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
 ) -> TracedLoss:
     """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes of one microbatch, and check that it is a loss.
 
-    With ``has_aux`` it returns ``(loss, aux)`` (None: what it returns says whether it does), with a model state
-    ``(loss, (new_model_state, aux))``. A function that is no loss (``is_loss=False``) returns outputs, which become aux, or with a
-    model state ``(new_model_state, outputs)``. With ``per_layer`` every layer of a loop over layers is an equation of its own.
+    It returns ``loss``, ``(loss, aux)`` with ``has_aux`` (None: either), or ``(loss, (new_model_state, aux))`` with a model state;
+    without ``is_loss`` outputs, or ``(new_model_state, outputs)``. With ``per_layer`` each layer of a loop is an equation.
     """
     param_leaves, param_tree = jax.tree_util.tree_flatten_with_path(params)
     state_leaves, state_tree = jax.tree_util.tree_flatten_with_path(() if model_state is None else model_state)
@@ -486,7 +478,6 @@ def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
 
 
 def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
-    """The leaves of the new model state, and aux, from the second part of what a loss with state returns."""
     where = f"{words.where} with has_state=True" if words is _LOSS else f"{words.where} with a {words.state}"
     name = words.state.replace(" ", "_")
     if not isinstance(aux, tuple) or len(aux) != 2:
