@@ -97,6 +97,7 @@ def test_a_pipeline_with_a_frozen_half_trains_as_the_oracle_does(how):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params[name]), case.params[name])
 
 
+@pytest.mark.long
 def test_the_drop_in_gives_zero_gradients_for_what_is_stopped():
     case = mlp_case(batch_size=16)
     grad_fn = jaxpp.value_and_grad(stopped(case), num_stages=4, num_microbatches=4, has_aux=True)

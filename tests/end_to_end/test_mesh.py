@@ -277,6 +277,7 @@ def ids(leaf):
     return {device.id for device in leaf.sharding.device_set}
 
 
+@pytest.mark.long
 def test_a_pipeline_without_a_mesh_communicates_nothing_inside_its_stages():
     case = mlp_case()
     pipe = pipeline(case, shardings=None)
@@ -364,6 +365,7 @@ def test_devices_named_twice_are_refused_for_replicas():
         pipeline(case, devices=jax.devices()[:1] * 2, data_parallel=2, shardings=None)
 
 
+@pytest.mark.long
 def test_a_batch_leaf_without_elements_is_shared_among_replicas():
     case = mlp_case(batch_size=16)
 

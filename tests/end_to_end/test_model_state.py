@@ -164,6 +164,7 @@ def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stag
     compare("model_state", again.model_state, stepped.model_state)
 
 
+@pytest.mark.long
 def test_the_ledger_counts_model_state():
     pipe = pipeline(3, 2)
     state = pipe.init(init, jax.random.key(0), BATCH)
@@ -237,6 +238,7 @@ def test_state_made_of_other_state_that_is_made_later_is_refused_too():
         pipe.verify(pipe.init(init, jnp.ones((4, 4))), jnp.ones((4, 4)))
 
 
+@pytest.mark.long
 def test_stages_with_state_are_not_run_by_hand():
     pipe = pipeline(2, 2)
     state = pipe.init(init, jax.random.key(0), BATCH)

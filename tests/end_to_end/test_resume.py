@@ -162,6 +162,7 @@ def test_to_ask_for_shapes_again_leaves_the_state_of_a_pipeline_as_it_is():
     chex.assert_trees_all_equal(new, wanted)
 
 
+@pytest.mark.long
 def test_a_manager_keeps_the_last_states_and_saves_while_training_goes_on(tmp_path):
     run = loop(num_stages=3)
     pipe, last = run.make(), []

@@ -223,6 +223,7 @@ def test_host_functions_of_equal_stages_are_called_each():
 
 
 @pytest.mark.parametrize("kind", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long), "unsafe_rbg"])
+@pytest.mark.long
 def test_the_keys_of_all_microbatches_are_folded_by_one_operation(kind):
     # A fold for each stage and microbatch: 64 x 256 did not finish compiling.
     key = jax.random.key(3, impl=kind)

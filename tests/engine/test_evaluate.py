@@ -77,6 +77,7 @@ def test_replicas_evaluate_any_number_of_examples(microbatches):
         pipe.step(state, X[:19])
 
 
+@pytest.mark.long
 def test_replicas_weigh_an_uneven_evaluation_as_the_user_says():
     weight = lambda x: jnp.abs(x).sum()  # noqa: E731
     pipe = pipeline(plain, num_microbatches=2, data_parallel=2, weight=weight)

@@ -172,6 +172,7 @@ def test_the_number_of_steps_may_come_as_an_array(sliced, step):
 PARTS = ("params", "opt_state", "model_state", "loss_scale")
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_a_number_of_steps_opens_and_a_restored_state_is_asked_all_there_is(sliced, tmp_path):
     pipe, state, _ = sliced
     target = pipe.abstract_state(LAYERS, X)

@@ -99,6 +99,7 @@ def test_arguments_of_init_in_another_order_are_told_apart(args, got):
     assert f"  Got: {got}" in str(error.value)
 
 
+@pytest.mark.long
 def test_a_batch_may_be_an_array_of_keys():
     def loss(params, keys):
         return ((jax.vmap(jax.random.normal)(keys)[:, None] * params["a"]["kernel"] * params["b"]["kernel"]) ** 2).mean()
@@ -203,6 +204,7 @@ def test_a_loss_with_model_state_and_one_of_a_bank_take_a_key_by_keyword():
     pipe.verify(state, BATCH, KEY, task="one")
 
 
+@pytest.mark.long
 def test_flax_takes_the_key_that_a_loss_calls_rngs():
     model = nn.Sequential([nn.Dense(6), nn.Dropout(0.5, deterministic=False), nn.Dense(2)])
 

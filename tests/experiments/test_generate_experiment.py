@@ -184,6 +184,7 @@ def test_a_config_that_makes_no_run_is_refused_in_one_line(options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_folder_without_a_checkpoint_is_refused_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as caught:

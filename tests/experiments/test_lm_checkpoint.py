@@ -247,6 +247,7 @@ def test_what_was_saved_comes_back_to_the_bit(folder):
     checkpoints.close()
 
 
+@pytest.mark.long
 def test_a_save_without_room_stops_the_run_and_leaves_the_last_step(folder, capfd):
     checkpoints, large = Checkpoints(folder, {"width": 16}), state_of(3, LARGE)
     large = large._replace(params={"w": jax.random.normal(jax.random.key(0), (LARGE,))})  # what cannot be compressed
@@ -283,6 +284,7 @@ def test_what_is_half_written_may_be_deleted_by_something_else_at_the_same_time(
     assert len(gone) == 1 and checkpoints.safe_step == 4
 
 
+@pytest.mark.long
 def test_a_save_without_room_is_seen_while_the_run_goes_on_and_the_next_one_is_made(folder, capfd):
     checkpoints = Checkpoints(folder, {"width": 16}, go_on=True)
     large = state_of(3)._replace(params={"w": jax.random.normal(jax.random.key(0), (LARGE,))})

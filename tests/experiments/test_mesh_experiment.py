@@ -150,6 +150,7 @@ def test_no_labels_of_the_figure_overlap(result):
     assert sum(len(axes.texts) for axes in figure.axes) == len(MODELS) * len(bars) and len(key_words(figure)) == 3
 
 
+@pytest.mark.long
 def test_the_plain_step_is_the_mean_over_microbatches_each_with_its_key():
     def loss_fn(params, batch, key):
         return jnp.mean((batch @ params) ** 2) + jax.random.normal(key) * params.sum()

@@ -130,6 +130,7 @@ def test_a_batch_is_rounded_up_to_equal_microbatches():
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.long
 def test_every_problem_has_a_loss(name):
     make_problem, sizes = PROBLEMS[name]
     small = sizes._replace(width=8 if name != "gpt-small" else 64, depth=1, batch=2, length=8)

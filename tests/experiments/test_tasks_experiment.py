@@ -77,6 +77,7 @@ def test_device_bytes_of_a_bank_are_those_of_theta_and_two_sets_and_do_not_grow(
     assert len([size for size in few.device_bytes if size]) == TINY.stages
 
 
+@pytest.mark.long
 def test_bytes_are_looked_at_when_no_step_is_in_flight():
     # The pipeline looks at each step's squared gradients once they are there. Those of a step that a busy machine had not finished
     # were counted: 4 bytes a stage, so that a bank of more tasks seemed to take more.
@@ -170,6 +171,7 @@ def test_each_task_has_permutations_of_its_own_that_depend_on_the_seed_alone():
     assert len({*zip(first["label"], data["label"], strict=True)}) == 10
 
 
+@pytest.mark.long
 def test_tasks_come_by_turns_or_at_random_and_are_the_same_however_many_there_are():
     turns, drawn = (make_problem(MODEL, 5, 4, order, 0) for order in ("round-robin", "random"))
     assert [turns.task(step) for step in range(7)] == [0, 1, 2, 3, 4, 0, 1]

@@ -88,6 +88,7 @@ def test_wrong_options_are_refused(given, message):
         Config(**given, no_figure=True)
 
 
+@pytest.mark.long
 def test_what_cannot_run_is_said(monkeypatch):
     with pytest.raises(JaxppError):
         run(dataclasses.replace(TINY, schedules=("zb-v",), depth=1, batch=1, microbatches=(64,)))

@@ -190,6 +190,7 @@ def test_replicas_and_shards_give_the_rows_of_the_batch_in_order(options):
             close(pipe.apply(params, X[:size], tree), jax.jit(tree)(PARAMS, X[:size]))
 
 
+@pytest.mark.long
 def test_replicas_number_their_microbatches_and_keys_like_a_step():
     pipe, state = pipeline(data_parallel=2, num_microbatches=2)
     parts = [noisy(PARAMS, X[2 * i : 2 * i + 2], jax.random.fold_in(KEY, i)) for i in range(4)]

@@ -105,6 +105,7 @@ def test_also_where_a_model_takes_one_token_at_a_time(name):
 
 
 @pytest.mark.parametrize("name", [*WRITES, *OF_ONE_TOKEN])
+@pytest.mark.long
 def test_it_is_where_the_model_really_overflows(name):
     fn = model({**WRITES, **OF_ONE_TOKEN}[name])
     assert overflows(fn, PARAMS, (carry_of(), carry_of(64))) == room(fn, PARAMS, carry_of()) == SIZE

@@ -322,6 +322,7 @@ def test_a_profile_of_a_ring_obeys_the_order_of_its_tokens(ring, clock):
     assert len(profile.memory) == 4 and profile.simulated_seconds > 0
 
 
+@pytest.mark.long
 def test_the_passes_of_a_ring_are_those_that_the_prompts_need(ring):
     _, _, profile, num_groups = ring
     chunks = [each.num_tokens for each in profile.passes if each.is_prompt]

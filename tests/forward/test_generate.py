@@ -131,6 +131,7 @@ def test_sampled_tokens_are_those_of_one_device(decoder, forwards, sample):
     check_case(decoder, forwards, 2, 2, 1, SAMPLES[sample])
 
 
+@pytest.mark.long
 def test_a_group_draws_the_tokens_of_its_sequences(decoder, forwards):
     check_case(decoder, forwards, 2, 1, 3, SAMPLES["top-p"])
 
@@ -486,6 +487,7 @@ def test_what_is_wrong_is_said_before_anything_runs(two_stages, monkeypatch, nam
     assert got in text and fix in text, text
 
 
+@pytest.mark.long
 def test_pipelines_that_do_not_generate():
     def loss_fn(params, batch):
         return SMALL.fn(params, SMALL.carry, batch[:1])[1].mean()

@@ -119,6 +119,7 @@ def test_of_equal_tokens_those_with_the_smaller_numbers_are_kept():
     assert Sampling(0).adjusted(logits).tolist() == [0.0, *[-math.inf] * 5]
 
 
+@pytest.mark.long
 def test_at_a_temperature_alone_the_token_is_that_of_jax_random_categorical():
     logits = jax.random.normal(jax.random.key(1), (300, 50)) * 3
     keys = jax.random.split(jax.random.key(2), 300)

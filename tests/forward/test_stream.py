@@ -399,6 +399,7 @@ def test_a_stream_that_has_ended_holds_nothing():
     assert gone() is None and next(stream, None) is None
 
 
+@pytest.mark.long
 def test_what_is_alive_stays_the_same_over_1000_batches():
     stream = Stream((batch for _ in range(200) for batch in BATCHES), double, 3)
     counts = []
@@ -521,6 +522,7 @@ def test_outputs_come_in_order_and_are_those_of_each_batch_alone(max_in_flight):
             assert same(outputs, rows(plain(net, (PARAMS,), batch, None, 2)))
 
 
+@pytest.mark.long
 def test_batch_k_has_the_key_of_its_number():
     for stream in streams(lambda: batches([8, 3, 8]), noisy, KEY):
         for k, (outputs, batch) in enumerate(zip(stream, batches([8, 3, 8]), strict=True)):
@@ -528,6 +530,7 @@ def test_batch_k_has_the_key_of_its_number():
             assert same(outputs, rows(plain(noisy, (PARAMS,), batch, jax.random.fold_in(KEY, k), 2)))
 
 
+@pytest.mark.long
 def test_parameters_from_elsewhere_are_brought_home_once():
     pipe, _ = trained(4)
     stream = pipe.stream(PARAMS, batches(), net)

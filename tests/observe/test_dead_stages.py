@@ -68,6 +68,7 @@ def test_the_gradients_after_a_cut_are_those_of_a_loss_with_stop_gradient_there(
     assert found["c"].any()
 
 
+@pytest.mark.long
 def test_without_a_cut_nothing_is_warned_of_in_fifty_steps():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), num_stages=4, num_microbatches=4, has_aux=True)
@@ -101,6 +102,7 @@ def test_boundaries_that_are_not_there_are_refused(wrong):
         jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=4, cut_gradient=wrong)
 
 
+@pytest.mark.long
 def test_verify_says_that_a_cut_gradient_is_meant_to_differ():
     case = mlp_case()
     pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True, cut_gradient=[0])

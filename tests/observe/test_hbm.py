@@ -94,6 +94,7 @@ def test_ample_memory_changes_nothing_and_measures_nothing(run, costs, capsys):
 
 
 @pytest.mark.parametrize("run", [pytest.param(MLP, id="mlp"), pytest.param(GPT, id="gpt", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_only_the_stage_that_needs_it_offloads_and_the_bits_stay(run, costs, capsys):
     count = run["num_stages"]
     calls = costs([1.0] * count, [2.0] * count, [0.5] * count)

@@ -74,6 +74,7 @@ def test_measured_above_and_simulated_below_every_action_is_one_bar_at_its_time(
             assert drawn_bars(axes) == spans_of(ran)
 
 
+@pytest.mark.long
 def test_all_parts_have_one_scale_of_time_and_begin_below_one_another():
     schedule, measured, simulated = synthetic("1f1b", 4, 8)
     memory = curves(schedule, measured)
@@ -217,6 +218,7 @@ def test_a_device_of_many_ranks_has_its_name_on_as_many_lines_as_it_takes():
     assert_apart(figure)
 
 
+@pytest.mark.long
 def test_actions_that_take_no_time_on_the_virtual_clock_make_no_figure_wider():
     schedule, measured, simulated = synthetic("zb-h1", 2, 4)
     free = [bar._replace(end=bar.start) if bar.action[:2] == (0, Kind.I) else bar for bar in simulated]

@@ -55,6 +55,7 @@ def test_a_trace_of_the_users_own_loop_has_the_names_of_the_stages(zeroed, tmp_p
     assert not [name for _, name in found if name in ("function", "program", "run")], "no program goes without a name"
 
 
+@pytest.mark.long
 def test_a_trace_taken_elsewhere_makes_a_profile(tmp_path):
     pipe, batch = traced_loop(tmp_path, "1f1b")
     other, _, _ = pipeline("1f1b")
@@ -106,6 +107,7 @@ def test_a_trace_that_cannot_be_read_is_replaced_by_asking_and_the_title_says_so
     assert set(profile.actions) == {action for row in pipe.schedule.rows for action in row}
 
 
+@pytest.mark.long
 def test_who_asks_for_results_looks_while_they_arrive_and_not_when_all_are_there(monkeypatch):
     def refused(*_):
         raise TraceError("nothing")

@@ -149,6 +149,7 @@ def test_devices_hold_what_the_forecast_says_to_the_byte(name, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "ratio"), [("1f1b", 0.8), pytest.param("gpipe", 0.5, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_where_residuals_are_most_of_the_memory_the_forecast_is_lower(schedule, ratio):
     case = large_case()
     least, offload = (pipeline(case, remat, schedule, microbatches=8) for remat in ("least", "offload"))
@@ -170,6 +171,7 @@ def test_the_stages_before_the_last_three_of_1f1b_move_residuals_and_the_table_s
 
 
 @pytest.mark.parametrize("except_last", [0, 2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_except_last_says_how_many_microbatches_stay(except_last):
     case = mlp_case(batch_size=24)
     kept = pipeline(case, "least", "gpipe")
@@ -189,6 +191,7 @@ def stepped(pipe, case):
     return pipe.step(state, case.batch, case.key)
 
 
+@pytest.mark.long
 def test_each_stage_may_have_its_own_way():
     case = mlp_case(batch_size=12)
     ways = ["offload", "recompute", jaxpp.Offload(except_last=2), "least"]
@@ -258,6 +261,7 @@ def test_debugging_nans_finds_nothing_in_what_was_away():
     assert np.isfinite(float(metrics.loss))
 
 
+@pytest.mark.long
 def test_what_another_stage_on_the_device_still_reads_does_not_move():
     case = mlp_case()
     kept, pipe = (pipeline(case, remat, "gpipe", devices=jax.devices()[:1]) for remat in ("least", "offload"))

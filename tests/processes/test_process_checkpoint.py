@@ -241,6 +241,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_one_process_restores_what_two_have_saved(folder):
     with ocp.CheckpointManager(folder / "several") as manager:
         assert manager.latest_step() == 2

@@ -111,6 +111,7 @@ def test_a_callback_of_the_loss_that_raises_at_any_microbatch_changes_nothing(ca
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+@pytest.mark.long
 def test_whatever_a_callback_raises_the_next_step_is_as_if_nothing_had_been(error):
     check = Broken(error)
 

@@ -255,6 +255,7 @@ def test_w_holds_at_most_one_gradient_more_than_b(make):
         assert size <= whole[f"{stage}B1"][1] + gradient
 
 
+@pytest.mark.long
 def test_a_lean_program_gives_the_same_bits():
     placed, _ = lines_of(large_mlp(), "zb-h1")["1W1"]
     assert placed.program.lean

@@ -273,6 +273,7 @@ def test_after_ctrl_c(name, ctrl_c):
     run.end()
 
 
+@pytest.mark.long
 def test_an_interrupted_step_holds_no_activations(ctrl_c):
     # A notebook keeps the last traceback, and that kept the slots of the step.
     pipe, batch = pipeline(), jnp.ones((10, 4))
@@ -321,6 +322,7 @@ def test_ctrl_c_during_init_does_not_wait_for_what_is_not_compiled_yet(ctrl_c, m
     pipe.step(state, X)
 
 
+@pytest.mark.long
 def test_an_entry_of_a_cache_of_jax_that_ctrl_c_left_open_is_forgotten():
     # `RecursionError: Recursively calling <weakref to 'Jaxpr'>`, once in about a thousand interrupts while something is compiled.
     open_entries, cleared = [True], jax.jit(lambda x: x + 1)

@@ -135,6 +135,7 @@ def test_infinities_are_looked_for_too():
     assert "the first is made by `log` in Net/block_1" in str(caught.value)
 
 
+@pytest.mark.long
 def test_on_a_mesh_and_with_a_bank_it_is_found_too():
     def joint(params, head, x):
         return loss_fn({**params, **head}, jnp.sqrt(x))

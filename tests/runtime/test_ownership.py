@@ -135,6 +135,7 @@ def test_a_pipeline_keeps_one_state_alive_and_no_other(monkeypatch):
 
 
 @pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.long
 def test_the_state_of_another_pipeline_is_consumed_whole_or_not_at_all(stages):
     one, other = pipeline(), pipeline(stages=stages, devices=jax.devices()[:stages][::-1])
     state = one.init(PARAMS, X)

@@ -123,6 +123,7 @@ def test_what_costs_more_ends_no_earlier(data):
 
 @settings(max_examples=200, deadline=None)
 @given(timings(), st.fractions(Fraction(1, 4), 8, max_denominator=4))
+@pytest.mark.long
 def test_shared_cores_slow_down_by_no_more_than_their_share(drawn, capacity):
     schedule, timing = drawn
     alone, shared = run(schedule, timing), run(schedule, timing._replace(capacity=capacity))

@@ -323,6 +323,7 @@ def test_one_giant_equation_is_refused_with_advice_for_its_kind(kind, called, ad
     assert "cannot be cut" not in advice
 
 
+@pytest.mark.long
 def test_the_number_of_stages_in_the_advice_is_the_largest_that_works():
     def loss_fn(params, x):
         h = jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])

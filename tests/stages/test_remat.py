@@ -275,6 +275,7 @@ SLOW = {"unet", "seq2seq", "nnx_gpt"}
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) or [pytest.mark.long] * (name != "gpt")) for name in CASES],
 )
+@pytest.mark.long
 def test_every_model_of_the_zoo_keeps_no_more_and_half_where_there_is_much_that_is_cheap(name):
     loss = traced(CASES[name]("float32"))
     for stages in (1, 2):

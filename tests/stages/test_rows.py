@@ -126,6 +126,7 @@ def test_rows_are_found_however_they_are_read(x64):
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_a_row_counted_from_a_truth_is_0_or_1(x64):
     # That 3 as a truth is 1 was forgotten: row 3 was read instead of row 1, and the loss was wrong.
     clipped = jax.jit(lambda i: i.astype(bool).astype(jnp.int32))
@@ -190,6 +191,7 @@ def test_a_leaf_stays_whole_if_the_optimizer_does_not_treat_its_rows_by_themselv
     pipe.verify(state, BATCH)
 
 
+@pytest.mark.long
 def test_rows_belong_to_their_first_reader_and_those_that_nothing_reads_to_a_neighbour(x64):
     def loss(params, batch):
         w, x = params["w"], batch

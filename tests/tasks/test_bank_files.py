@@ -693,6 +693,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("kind", ["one replica", pytest.param("replicas", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_run_that_is_saved_and_resumed_in_one_step_of_a_manager_ends_with_the_bits_of_a_run_that_is_not(kind, tmp_path):
     options, tasks = RUNS[kind]
 

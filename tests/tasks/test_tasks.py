@@ -326,6 +326,7 @@ def test_evaluate_and_verify_and_profile_leave_a_set_as_it_is():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state.held, kept.held)))
 
 
+@pytest.mark.long
 def test_a_bound_module_serves_all_tasks():
     def whole(params, batch, key):
         return loss_fn({k: v for k, v in params.items() if k != "own"}, params["own"], batch, key)

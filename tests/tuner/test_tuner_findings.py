@@ -50,6 +50,7 @@ def test_a_neighbour_that_takes_longer_is_told_with_the_part_that_grows_most():
     assert f"with {row.candidate.schedule.num_microbatches} a step would take {100 * more:.0f}% more ({dispatch})" in told.why[2]
 
 
+@pytest.mark.long
 def test_the_parts_of_a_step_sum_to_it():
     for machine in (Virtual(seed=1), Virtual(seed=2, capacity=2.0, after=0.0), Virtual(seed=3, dispatch=0.2, copy=1.0)):
         for row in search(machine, Space(16, (4,), remat=("least", "offload"))).rows:

@@ -155,6 +155,7 @@ OTHER_TEXTS = ["", "{", "[]", '{"kind": "something else", "found": {}}']
 @pytest.mark.parametrize(
     "text", ['{"kind": "jaxpp tune 2", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
 )
+@pytest.mark.long
 def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     candidate = Candidate(make("1f1b", num_ranks=2, num_microbatches=2))
     peaks = devices(tmp_path).peaks(candidate)
