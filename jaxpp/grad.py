@@ -11,8 +11,8 @@ from jaxpp.engine.tracing import same_shapes
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
+from jaxpp.runtime.edges import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.runtime.processes.trees import stand_in_for
-from jaxpp.runtime.transfer import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.remat import Remat

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
+from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.place import MODEL, Place, Placement, place, submeshes
-from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward

@@ -34,7 +34,7 @@ from jaxpp.stages.own_params import join_losses, join_optimizers
 from jaxpp.stages.remat import Remat
 from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.pipeline import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
+from jaxpp.tasks.runner import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
 from jaxpp.verify import verify_step
 

@@ -20,9 +20,9 @@ from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State, states_of
 from jaxpp.errors import BatchError, VerifyError
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.trees import gather
-from jaxpp.runtime.transfer import check_alive, put
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch

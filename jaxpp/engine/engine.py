@@ -26,12 +26,12 @@ from jaxpp.plan.step import Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
+from jaxpp.runtime.edges import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.channel import agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
-from jaxpp.runtime.transfer import put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph

@@ -14,8 +14,8 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.lower import trace_init
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.edges import put
 from jaxpp.runtime.processes.channel import agreement
-from jaxpp.runtime.transfer import put
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import check_floating
 from jaxpp.types import Array, Batch, Home, Key, Tree

@@ -14,8 +14,8 @@ from jaxpp.errors import BatchError
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound, BoundLine
+from jaxpp.runtime.edges import unaliased
 from jaxpp.runtime.processes.here import LocalRows, local
-from jaxpp.runtime.transfer import unaliased
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Leaf

@@ -19,9 +19,9 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
-from jaxpp.runtime.transfer import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, rows, whole_shape

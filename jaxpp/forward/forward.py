@@ -29,9 +29,9 @@ from jaxpp.observe.profile.record import Forwards, Work, check_profile, record
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.edges import check_alive
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.processes.channel import Agreement, agreement
-from jaxpp.runtime.transfer import check_alive
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.loss.rng_key import positional_key

@@ -29,9 +29,9 @@ from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan
+from jaxpp.runtime.edges import put
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
-from jaxpp.runtime.transfer import put
 from jaxpp.stages.graph import Graph, trace
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slices, concatenated, is_slices, joined, split_like

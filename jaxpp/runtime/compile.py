@@ -26,10 +26,10 @@ from jax.sharding import Sharding
 from jax.stages import Compiled, Lowered
 
 from jaxpp.plan.builder import Constant
+from jaxpp.runtime.edges import put, put_at
 from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
-from jaxpp.runtime.transfer import put, put_at
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array
 

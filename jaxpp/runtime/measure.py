@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.runtime.compile import PlacedProgram, Programs
+from jaxpp.runtime.edges import put
 from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.processes.channel import agreement, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.runtime.processes.texts import listing
 from jaxpp.runtime.send import Send, memory_copies
-from jaxpp.runtime.transfer import put
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay

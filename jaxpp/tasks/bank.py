@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from jaxpp.errors import BankError, shown
 from jaxpp.errors.tracebacks import entries, managed
+from jaxpp.runtime.edges import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.progress import progress
-from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines

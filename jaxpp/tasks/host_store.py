@@ -24,8 +24,8 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BankError
+from jaxpp.runtime.edges import to_device, to_host, unaliased
 from jaxpp.runtime.interrupts import Hold
-from jaxpp.runtime.transfer import to_device, to_host, unaliased
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.types import Array, Device, DType, Leaf

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpp.errors import BankError
+from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.processes.here import elsewhere, is_here, processes_of, spread
-from jaxpp.runtime.transfer import HOST_MEMORY
 from jaxpp.stages.jaxpr import describe
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.types import Leaf, Params, Tree

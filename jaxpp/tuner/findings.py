@@ -39,7 +39,8 @@ _PLACES = tuple(  # points from a mark to its number, the nearest first
 def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:
     """The sentences: first how the choice ran, then one for each choice that there was."""
     why = _Reasons(found, hbm, processes)
-    knobs = sorted(KNOBS, key=lambda knob: (*_ALWAYS, "balance", "ranks").index(knob.name))
+    order = (*_ALWAYS, "balance", "ranks")  # then any other
+    knobs = sorted(KNOBS, key=lambda knob: order.index(knob.name) if knob.name in order else len(order))
     return (why.ran(), *filter(None, map(why.about, knobs)), *why.one_device())
 
 

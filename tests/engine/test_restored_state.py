@@ -19,7 +19,7 @@ import jaxpp
 from jaxpp.engine.state import States
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.runtime.transfer import HOST_MEMORY
+from jaxpp.runtime.edges import HOST_MEMORY
 from tests.engine.test_state import LAYERS, looped
 from tests.models import X, pipeline
 

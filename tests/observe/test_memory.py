@@ -17,7 +17,7 @@ from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.memory.ledger import Ledger, homes_of, live_bytes, sample_step
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
 from jaxpp.plan.builder import CALLER, Name
-from jaxpp.runtime.transfer import put, to_host
+from jaxpp.runtime.edges import put, to_host
 from jaxpp.stages.program import Ref, Role
 from tests.models import gpt_case, mlp_case
 

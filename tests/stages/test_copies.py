@@ -8,7 +8,7 @@ import pytest
 import jaxpp
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.ring import Lasting, Passes
-from jaxpp.runtime.transfer import put
+from jaxpp.runtime.edges import put
 from jaxpp.stages.cuts.cut_loss import StateCopy
 
 RNG = np.random.default_rng(0)

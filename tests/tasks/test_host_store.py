@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp.errors import BankError
-from jaxpp.runtime.transfer import to_device, to_host
+from jaxpp.runtime.edges import to_device, to_host
 from jaxpp.tasks import host_store as module
 from jaxpp.tasks.host_store import LARGEST_PACKED, HostStore, SetPacking
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpp.runtime.transfer import HOST_MEMORY, to_device, to_host
+from jaxpp.runtime.edges import HOST_MEMORY, to_device, to_host
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.tasks.host_store import LARGEST_PACKED, SetPacking
 

@@ -15,7 +15,7 @@ import jaxpp
 from jaxpp.engine.engine import open_engine
 from jaxpp.engine.state import State
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.runtime.transfer import HOST_MEMORY
+from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
 from jaxpp.tasks import host_store
 from jaxpp.verify import compare
@@ -163,7 +163,7 @@ def test_sixty_four_tasks_compile_once_and_other_shapes_once_a_shape(monkeypatch
     pipe = jaxpp.Pipeline(counted, SHARED, num_stages=2, num_microbatches=2, has_aux=True, bank=bank)
     state = pipe.init(theta(), DATA)
     opened = []
-    monkeypatch.setattr("jaxpp.tasks.pipeline.open_engine", lambda *a, **k: opened.append(open_engine(*a, **k)) or opened[-1])
+    monkeypatch.setattr("jaxpp.tasks.runner.open_engine", lambda *a, **k: opened.append(open_engine(*a, **k)) or opened[-1])
     times, programs = len(traced), len(pipe.engine.programs)
     for name in list(many)[:64:9]:
         state, _ = pipe.step(state, DATA, jax.random.key(0), task=name)

@@ -18,10 +18,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError, StateError
+from jaxpp.runtime.edges import HOST_MEMORY, check_alive, put
 from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_all, transfers
 from jaxpp.runtime.processes.here import elsewhere, is_addressable, is_here
 from jaxpp.runtime.send import Send
-from jaxpp.runtime.transfer import HOST_MEMORY, check_alive, put
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stacked import Slices, joined, whole_shape
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
