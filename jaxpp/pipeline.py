@@ -26,7 +26,6 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import Hold
-from jaxpp.runtime.processes.channel import Agreement
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.rng_key import positional_key
@@ -458,9 +457,9 @@ class Pipeline(Forward):
         runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key)
         return TrainingSetup(engine, states_of(engine, own=bank is None), stages, runner, Detector(engine.update.watched))
 
-    def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:
+    def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
         try:
-            return super()._open(made, batch, key, agree)
+            return super()._cut(variables, batch, key, known)
         except CutError as error:
             idle = [f"stage {k} does not" for k in range(len(self._stages)) if scope(k) in error.unknown]
             if not self._stages:

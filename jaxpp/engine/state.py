@@ -117,9 +117,10 @@ def _make_serializable() -> None:
         return {name: serialization.to_state_dict(getattr(state, name)) for name in vars(state)}
 
     def read(state: State, parts: dict[str, Tree]) -> State:
-        return state.replace(
-            **{name: serialization.from_state_dict(getattr(state, name), parts[name], name=name) for name in parts}
-        )
+        if parts.keys() != vars(state).keys():
+            raise ValueError(f"a State has the parts {', '.join(vars(state))}, not {', '.join(map(str, parts))}")
+        restored = {name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
+        return state.replace(**restored)
 
     serialization.register_serialization_state(State, write, read)
 

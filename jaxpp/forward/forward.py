@@ -362,7 +362,13 @@ class Forward:
             return forecast(engine, batch, key, room, self._waiting(setup.engine), purpose="forward", base=setup.engine)
         variables = self._joined(variables)
         key = Tracing(options).key_for(variables, batch) if key is None else key
-        engine = (self._setup or self._open(params_or_shapes, batch, key)).engine
+        try:
+            engine = (self._setup or self._open(params_or_shapes, batch, key)).engine
+        except Exception as error:
+            given = read_given(f"{self._name}.forecast", params_or_shapes, (batch,))
+            if are_swapped(options, given, self._joined):
+                raise swapped(given) from error
+            raise
         if not same_shapes(engine.layout.given, variables):
             engine = open_engine(options, self._optimizer, variables, batch, key)
             engine = fit(engine, batch, key, self._waiting(engine)).engine
@@ -461,7 +467,7 @@ class Forward:
         variables = variables_of(options, made)
         whole = self._joined(variables)
         key = Tracing(options).key_for(whole, batch, key)
-        engine = open_engine(options, self._optimizer, whole, batch, key, known=before and before.engine)
+        engine = self._cut(whole, batch, key, before and before.engine)
         warn_of(engine.layout.unevenness)
         if agree is not None:
             first = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
@@ -480,6 +486,9 @@ class Forward:
         offloading = {pair.forward.stage for pair in engine.options.offloaded}
         stages = Stages(tabulate(cut, engine.owner, places, functions, offloading), remarks)
         return self._equip(engine, stages, variables, batch, key)
+
+    def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
+        return open_engine(self._options, self._optimizer, variables, batch, key, known=known)
 
     def _by_hand(self, engine: Engine) -> Sequence[Callable[..., Tree]]:
         return by_hand(len(engine.placement.places), engine.cut_at, engine.slicing, has_state=self._options.has_state)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.edges import put
 from jaxpp.runtime.place import OneDevice, Place
-from jaxpp.runtime.processes.channel import agreement, rows_of_all
+from jaxpp.runtime.processes.channel import agreement, begin_together, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.runtime.processes.texts import listing
 from jaxpp.runtime.send import Send, memory_copies
@@ -110,7 +110,7 @@ def _send_seconds(source: Device, target: Device, size: int) -> float:
     for _ in range(_RUNS + 1):
         arguments = [jax.block_until_ready(put(_zeros(aval), source))] if is_here(source) else []
         if crosses:
-            rows_of_all(np.zeros(1, np.float32))  # all begin together
+            begin_together()
         runs.append(_timed(send, arguments)[0])
     return _median(runs)[0] if is_here(target) else 0.0
 

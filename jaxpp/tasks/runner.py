@@ -237,7 +237,9 @@ class BankRunner(Runner):
 
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks, told which replica runs which of them."""
-        names = self.names(task)
+        return self._engine_of(self.names(task))
+
+    def _engine_of(self, names: list[Hashable]) -> Engine:
         engine = self._sets(names[0]).engine
         engine.preparer.groups.set(names)
         return engine
@@ -328,7 +330,8 @@ class BankRunner(Runner):
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
         """An engine, and the leaves of a state joined by those of the sets."""
-        names, engine = self.names(task), self.engine(task)
+        names = self.names(task)
+        engine = self._engine_of(names)
         with self._lend(names) as own:
             yield engine, leaves.with_own(own, engine.placed.names)
             for r, row in self._sets(names[0]).of_rows(own).items():
@@ -336,7 +339,8 @@ class BankRunner(Runner):
 
     def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
         """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
-        names, engine = self.names(task), self.engine(task)
+        names = self.names(task)
+        engine = self._engine_of(names)
         engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves
         for name in names:
             self.bank.host_store.check_idle(name, "be changed by a step")

@@ -42,7 +42,8 @@ _GRACE = 5  # seconds that a process which has failed waits for the others
 _PATIENCE = 5.0  # seconds after which a process says for whom it waits; each further time it has waited twice as long
 _LIMIT = 1800.0  # seconds after which it waits no longer
 _REMEMBERED = 10  # calls that are shown if processes did not do the same calls
-_LARGEST = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
+_LARGEST = 1 << 16  # letters of a text that goes through the store; a longer one is sent
+_COMPARED = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
 _FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
 _ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 _RULE = "all processes do the same calls"
@@ -80,9 +81,12 @@ class _Channel:
         if self._thread.ident is None:
             self._thread.start()
         packed = base64.b64encode(zlib.compress(text.encode())).decode()
-        self.say(self.num_exchanges, text=packed, calls=self.num_calls, what=what or where, compares=compares)
+        small = len(packed) <= _LARGEST  # the store answers with the texts of all processes at once
+        self.say(self.num_exchanges, text=packed * small, calls=self.num_calls, what=what or where, compares=compares)
         told = self._wait_for_all(where, what or where)
         self.store.drop(f"{_folder(self.num_exchanges - 1)}/{self.store.process}")  # all have read it, for they came to the next
+        if not all(told[process]["text"] for process in self.processes):
+            return _texts_by_sends(text)
         return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
 
     def say(self, number: int, **said: Any) -> None:
@@ -226,7 +230,7 @@ class Agreement:
         self._over = True
         differ = [part for part in dict.fromkeys(itertools.chain(*told)) if len({one.get(part) for one in told}) > 1]
         if differ:
-            mine = {part: texts.get(part, "")[:_LARGEST] for part in differ}
+            mine = {part: texts.get(part, "")[:_COMPARED] for part in differ}
             theirs = [json.loads(text) for text in tell(json.dumps(mine))]
             raise difference(self._where, {part: {k: text[part] for k, text in enumerate(theirs)} for part in differ})
         self.again()
@@ -287,6 +291,11 @@ def rows_of_all(values: np.ndarray) -> np.ndarray:
     """What each process passes, a row each, of equal shapes and types; every process calls this, in the same order."""
     texts = texts_of_all(base64.b64encode(values.tobytes()).decode())
     return np.stack([np.frombuffer(base64.b64decode(text), values.dtype).reshape(values.shape) for text in texts])
+
+
+def begin_together() -> None:
+    """Wait for all processes by sends, after which they go on within the time of a send; at the store the last one leaves first."""
+    _texts_by_sends("")
 
 
 def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -> None:
