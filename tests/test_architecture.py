@@ -131,3 +131,17 @@ def test_nobody_touches_what_is_private_in_a_pipeline():
 def test_what_the_linter_of_texts_checks_is_kept():
     done = subprocess.run([sys.executable, ".ci/lint"], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+IMPORTS = """
+import sys
+import jaxpp
+jaxpp.schedule.simulate(jaxpp.schedule.make("zb-h1", num_ranks=4, num_microbatches=8))
+assert not {"jax", "numpy", "scipy"} & set(sys.modules)
+assert {getattr(jaxpp, name).__name__.split(".")[-1] for name in jaxpp.__all__} == set(jaxpp.__all__)
+assert not {"flax", "scipy.sparse", "matplotlib", "orbax"} & set(sys.modules)
+"""
+
+
+def test_a_name_is_imported_when_it_is_used_and_what_few_need_when_they_need_it():
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, cwd=PROJECT)
