@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.pipeline import Pipeline
     from jaxpp.runtime.processes.trees import array_handler, gather
     from jaxpp.stages.cuts.balance import UnevenStagesWarning
+    from jaxpp.stages.loss.example_axis import MicrobatchWarning
     from jaxpp.stages.remat import Offload
     from jaxpp.tasks.bank import Bank
     from jaxpp.tuning import Tuning, tune
@@ -32,6 +33,7 @@ __all__ = [
     "Generation",
     "JaxppError",
     "Metrics",
+    "MicrobatchWarning",
     "Offload",
     "Pipeline",
     "Sampling",
@@ -65,6 +67,7 @@ _HOMES = {
     "Stream": "forward.stream",
     "Token": "forward.prompts",
     "Tuning": "tuning",
+    "MicrobatchWarning": "stages.loss.example_axis",
     "UnevenStagesWarning": "stages.cuts.balance",
     "array_handler": "runtime.processes.trees",
     "gather": "runtime.processes.trees",

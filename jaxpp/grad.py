@@ -28,7 +28,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     num_microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
     has_aux: bool = False,
-    weight: Callable[[Batch], Any] | None = None,
+    weight: Callable[[Batch], Any] | str | None = None,
+    reduction: str = "mean",
     cuts: Sequence[str] | None = None,
     devices: Sequence[Device] | None = None,
     remat: Remat | Sequence[Remat] = "least",
@@ -76,7 +77,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         check_alive("grad_fn(params, batch, key)", (params, batch))
         if engine is None or not same_shapes(engine.layout.given, (params,)):
             engine = open_engine(options, None, (params,), batch, key, known=engine)
-            warn_of(engine.layout.unevenness)
+            warn_of(engine.layout.unevenness, engine.layout.mixing)
         if engine.alone:
             engine.plan("grads", batch, key)
         held = engine.sliced(params)

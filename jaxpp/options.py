@@ -34,7 +34,8 @@ class Options:
     schedule: Schedule
     places: tuple[Place, ...]  # of the ranks, in order, reused round-robin: devices, or sub-meshes of mesh
     has_aux: bool = False
-    weight: Callable[[Batch], ArrayLike] | None = None  # of a microbatch; None: the number of its examples
+    weight: Callable[[Batch], ArrayLike] | str | None = None  # of a microbatch; None: the number of its examples; "auto"
+    reduction: str = "mean"  # or "sum": what the loss of a step is of those of the microbatches
     cuts: tuple[str, ...] | None = None  # the names at which the stages after the first begin; None if jaxpp chooses
     remat: tuple[RematPolicy, ...] | None = None  # one for each stage; None if every stage keeps everything
     offload: tuple[int | None, ...] = ()  # of how many microbatches a stage's residuals stay on the device; None: of all
@@ -80,6 +81,7 @@ class Options:
             "cuts": lambda cuts: _cuts_of(cuts, num_stages),
             "cut_gradient": lambda boundaries: _boundaries_of(boundaries, num_stages),
             "balance": _balance_of,
+            "reduction": _reduction_of,
             "reduce_aux": check_reducers,
             "loss_scale": check_loss_scale,
             "remat": lambda remat: policies_of(remat, num_stages, platform),
@@ -134,9 +136,12 @@ class Options:
 
 def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
     check_function("loss_fn", "the loss is a function of (params, batch[, key])", loss_fn)
-    if (weight := others.get("weight")) is not None:
-        fix = 'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out'
+    if (weight := others.get("weight")) is not None and weight != "auto":
+        fix = 'pass a function such as lambda batch: batch["mask"].sum(), or "auto", or leave weight out'
         check_function("weight", "the weight is a function that makes one number of a microbatch", weight, fix)
+    if weight is not None and others.get("reduction") == "sum":
+        fix = "leave weight out; or, for a weighted mean, reduction"
+        raise ArgumentError('weight, reduction="sum"', "weights are those of a mean, and a sum has none", "both", fix)
     reduce_aux = others.get("reduce_aux")
     has_aux = others.get("has_aux") or others.get("has_state") or not others.get("is_loss", True)
     if reduce_aux is not None and not has_aux:
@@ -151,6 +156,13 @@ def _check_memories(devices: Sequence[Device]) -> None:
     if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
         fix = 'pass remat="least" or remat="recompute", or devices that have it, as CPUs and GPUs do'
         raise ArgumentError('remat="offload"', f"each device reaches {HOST_MEMORY} memory, in which residuals wait", wrong, fix)
+
+
+def _reduction_of(reduction: object) -> object:
+    if reduction not in ("mean", "sum"):
+        rule = 'the loss of a step is the "mean" over the microbatches, or their "sum" if the loss is a sum over its examples'
+        raise ArgumentError("reduction", rule, repr(reduction), 'pass reduction="sum", or leave it out')
+    return reduction
 
 
 def _balance_of(balance: object) -> object:

@@ -70,11 +70,13 @@ class Pipeline(Forward):
         has_aux: whether the loss returns ``(loss, aux)``.
         reduce_aux: how the aux values of the microbatches become the aux of the step: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
             ``"last"``, ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis,
-            or a dictionary of these by path, ``{"errors": "sum"}``. Default: leaves with one row for each example are joined, all
-            others averaged like the loss.
-        weight: a function from a microbatch to its weight in the mean (the number of real tokens, say). Default: the number of
-            examples. If the weights of a batch sum to 0, there is no mean: the first batch of a shape is refused, later ones have
-            a loss of NaN, because looking at each would stall the pipeline.
+            or a dictionary of these by path, ``{"errors": "sum"}``. Default: what they are of the whole batch; rows of examples are
+            joined, sums added, means averaged like the loss, and what mixes examples otherwise is averaged with a warning.
+        weight: a function from a microbatch to its weight in the mean (the number of real tokens, say), or ``"auto"``: the count
+            that the loss itself divides by. Default: the number of examples. If the weights of a batch sum to 0, there is no mean:
+            the first batch of a shape is refused, later ones have a loss of NaN, because looking at each would stall the pipeline.
+        reduction: what the loss of a step is of the losses of its microbatches: their ``"mean"``, or their ``"sum"``, for a loss
+            that is a sum over its examples.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
         devices: one for each rank. If there are fewer devices than ranks, they are reused round-robin. Default: ``jax.devices()``.
         remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
@@ -110,6 +112,7 @@ class Pipeline(Forward):
             ``remat`` other than the default, or parameters sharded over ``"model"``, the step is checked and nothing is chosen.
 
     Raises:
+        MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.
         JaxppError: a ``ValueError``, for every option that cannot be run. Tracebacks end at the caller's own line;
             ``jax.config.update("jax_traceback_filtering", "off")`` shows every frame.
 
@@ -143,7 +146,8 @@ class Pipeline(Forward):
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         has_aux: bool = False,
-        weight: Callable[[Batch], Any] | None = None,
+        weight: Callable[[Batch], Any] | str | None = None,
+        reduction: str = "mean",
         cuts: Sequence[str] | None = None,
         devices: Sequence[Device] | None = None,
         remat: Remat | Sequence[Remat] = "least",
@@ -183,7 +187,8 @@ class Pipeline(Forward):
         optimizer: optax.GradientTransformation,
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
-        weight: Callable[[Batch], Any] | None = None,
+        weight: Callable[[Batch], Any] | str | None = None,
+        reduction: str = "mean",
         devices: Sequence[Device] | None = None,
         remat: Remat | Sequence[Remat] = "least",
         shared: str | Sequence[str] = (),

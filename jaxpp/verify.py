@@ -46,6 +46,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     *,
     has_aux: bool = False,
     weight: Callable[[Batch], ArrayLike] | None = None,
+    reduction: str = "mean",
     reducers: Mapping[int, Reducer] | None = None,
     model_state: Tree = None,
     loss_scale: ArrayLike = 1.0,
@@ -66,7 +67,8 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
     pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
-    scales = weights / weights.sum()
+    shares = weights / weights.sum()
+    scales = shares if reduction == "mean" else jnp.ones_like(shares)
 
     @jax.jit
     def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
@@ -88,7 +90,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         found.append((value, aux, grad))
     losses, auxes, grads = zip(*found, strict=True)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
-    return _sum(losses), _merge_aux(auxes, scales, reducers or {}), total, *([model_state] if has_state else [])
+    return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *([model_state] if has_state else [])
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:
@@ -190,7 +192,13 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     spread = assembled(jax.tree.structure(layout.params).unflatten(found.grads))
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
-    options = {"has_aux": config.has_aux, "weight": config.weight, "reducers": layout.reducers, "groups": groups}
+    options = {
+        "has_aux": config.has_aux,
+        "weight": layout.weight,
+        "reduction": config.reduction,
+        "reducers": layout.reducers,
+        "groups": groups,
+    }
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     params, old, batch, key = _on_one_device((state.params, state.model_state, batch, key))
     options |= {"model_state": old} if config.has_state else {}

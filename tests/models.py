@@ -15,6 +15,7 @@ from flax import nnx
 
 import jaxpp
 from jaxpp.schedule import SCHEDULES, Schedule, make
+from jaxpp.stages.loss.aux import REDUCERS, Join
 from models.adapters import AdaptedMLP
 from models.gpt import GPT
 from models.mlp import MLP
@@ -64,6 +65,11 @@ class Case:
     batch: Any
     key: Any
     model: Any
+
+    @property
+    def reducers(self) -> dict[int, Any]:
+        """What makes the aux of a batch of those of its microbatches, beside the mean."""
+        return {1: Join(), 2: REDUCERS["sum"]} if self.name == "mlp" else {0: REDUCERS["max"]}
 
 
 def mlp_case(dtype: str = "float32", *, batch_size: int = 19, width: int = 16, depth: int = 7, compute: Any = None) -> Case:

@@ -1,7 +1,7 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
+from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven, warn_of
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_time import Links, balance_time
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
@@ -60,6 +60,8 @@ class Layout:
     state_owner: tuple[int, ...]  # the stage of each model state leaf
     specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded inside its stage; empty if none is
     unevenness: str | None  # what to warn of, where the cut that was found is uneven
+    mixing: str | None  # what to warn of, where a step is not what the loss says of the whole batch
+    weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -156,9 +158,9 @@ class _Layouts:
         specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
         if like or loss.primitives != spine:
             cuts = self._choose(loss, variables[0], specs, tracing.frozen)
-        reducers = tracing.reducers(loss, options.loss_fn, variables, self.microbatch, self.key)
+        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key)
         owner = owners(loss, cuts)
-        first = tracing.cut(loss, cuts, owner, reducers)
+        first = tracing.cut(loss, cuts, owner, merge.reducers)
         layout = Layout(
             given=given,
             slicing=slicing,
@@ -167,11 +169,13 @@ class _Layouts:
             owner=owner,
             spine=loss.primitives,
             cuts=cuts,
-            reducers=reducers,
+            reducers=merge.reducers,
             packs=tuple(code.packs for code in first.stages),
             state_owner=first.state_home,
             specs=specs,
             unevenness=uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None,
+            mixing=merge.warning,
+            weight=merge.weight,
         )
         return layout, first
 
@@ -330,7 +334,9 @@ class Preparer:
         cuts = layout.cuts if same else align(loss, options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
         loss, reducers = with_copies(loss, cuts, layout.copies), layout.reducers
         if loss_fn != options.loss_fn:
-            reducers = self.tracing.reducers(loss, loss_fn, layout.variables, microbatch, key)
+            merge = self.tracing.merge(loss, loss_fn, layout.variables, microbatch, key)
+            reducers = merge.reducers
+            warn_of(mixing=merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
         return self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known)
 
@@ -356,7 +362,7 @@ class Preparer:
         different = tuple(dict.fromkeys(parts))
         cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
-        weights = None if options.weight is None else weigh(options.weight, batch, shared, split, self.placement.num_replicas)
+        weights = None if layout.weight is None else weigh(layout.weight, batch, shared, split, self.placement.num_replicas)
         return Step(
             cuts=cuts,
             variants=tuple(different.index(size) for size in parts),
@@ -371,6 +377,7 @@ class Preparer:
             shared=shared,
             key=None if key is None else jax.eval_shape(raw_key, key),
             implementation=key_implementation(key),
+            summed=options.reduction == "sum",
             known=self._known_programs,
             weights=weights,
         )

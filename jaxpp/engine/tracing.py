@@ -1,22 +1,24 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import ArgumentError, OutputError
+from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
+from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loss.aux import Reducer, reducers_of
+from jaxpp.stages.loss.example_axis import Examples, advice, follow, judge, place_of
 from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
-from jaxpp.stages.loss.traced_loss import TracedLoss, path_name, trace_loss
-from jaxpp.stages.stacked import concatenated, joined
-from jaxpp.types import Aval, Batch, Key, Leaf, LossFn, Tree
+from jaxpp.stages.loss.traced_loss import TracedLoss, trace_loss
+from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
 
 
 def avals_of(tree: Tree) -> Tree:
@@ -129,34 +131,77 @@ class Tracing:
         given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss}
         return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
-    def reducers(
+    def merge(self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> "Merge":
+        """How the losses and aux values of the microbatches become those of the step."""
+        options, own = self.options, loss_fn == self.options.loss_fn
+        count = options.schedule.num_microbatches * options.placement.num_replicas
+        summed, automatic = options.reduction == "sum", options.weight == "auto"
+        trial = None if count == 1 else self._trial(loss, loss_fn, variables, microbatch, key)
+        size = num_examples(jax.tree.leaves(microbatch), loss.shared)
+        examples = Examples.by_shape(loss, size) if trial is None else trial[1]
+        reducers, mixing = reducers_of(loss, options.reduce_aux, lambda: examples, strict=own, summed=summed)
+        weight = options.weight if callable(options.weight) else None
+        if trial is None or not loss.is_loss:
+            return Merge(reducers, None, weight)
+        verdict, remarks = judge(trial[0], examples.loss), list[str]()
+        if automatic and verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
+            place = place_of(trial[0].graph, verdict.divisor.var)
+            weight = _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
+        elif not callable(options.weight) or verdict.what == "mixed":
+            paths = jax.tree_util.tree_leaves_with_path(microbatch)
+            leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
+            told = advice(trial[0], verdict, count, options.reduction, leaves)
+            remarks = [told] if told else []
+        if mixing and not callable(options.weight):
+            got = "\n       ".join(mixing[:4])
+            fix = 'say what becomes of it, for example reduce_aux={"<path>": "stack"}, or pass num_microbatches=1'
+            remarks.append(f"aux: the step has the mean over {count} microbatches of each leaf.\n  Got: {got}.\n  Fix: {fix}.")
+        return Merge(reducers, "\n".join(remarks) or None, weight)
+
+    def _trial(
         self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None
-    ) -> Mapping[int, Reducer]:
-        """How the aux leaves of a loss that are not averaged are reduced over the microbatches."""
-        own = loss_fn == self.options.loss_fn
-        return reducers_of(loss, self.options.reduce_aux, lambda: _rows(loss, loss_fn, variables, microbatch, key), strict=own)
+    ) -> tuple[TracedLoss, Examples] | None:
+        """What the loss does with the examples, and its trace; None for a model that takes one batch size only."""
+        size = num_examples(jax.tree.leaves(microbatch), loss.shared)
+        known = {size: loss} if size > 1 else {}  # with one example, axes of length one would be taken for others
+        for first, second in ((size, 2 * size), (2 * size, 3 * size))[size == 1 :]:
+            try:
+                for count in {first, second} - known.keys():
+                    known[count] = self.trace(loss_fn, variables, resized(microbatch, count, loss.shared), key, train=False)
+            except Exception:  # noqa: BLE001  (what the model says of other sizes is nothing that the user did)
+                return None
+            if (examples := follow(known[first], known[second], (first, second))) is not None:
+                return known[first], examples
+        return None
 
 
-def _rows(loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> frozenset[int]:
-    size = num_examples(jax.tree.leaves(microbatch), loss.shared)
-    shapes = [aval_of(atom).shape for atom in loss.aux]
-    rows = {k for k, shape in enumerate(shapes) if shape and shape[0] == size}
-    if not rows and loss.is_loss:
-        return frozenset()
-    whole = jax.eval_shape(lambda trees: joined(trees, concatenated), tuple(variables))
-    args = (*whole, resized(microbatch, 2 * size, loss.shared), *([] if key is None else [key]))
-    try:
-        result = jax.eval_shape(loss_fn, *args)
-    except Exception:  # noqa: BLE001  (a model that takes one batch size only: its rows cannot be told apart)
-        return frozenset(rows)
-    aux = result[1] if loss.is_loss else result
-    doubled: list[Aval] = jax.tree.leaves(aux[1] if len(variables) > 1 else aux)
-    rows = frozenset(k for k in rows if doubled[k].shape[:1] == (2 * size,))
-    wrong = [k for k, shape in enumerate(shapes) if k not in rows and getattr(doubled[k], "shape", shape) != shape]
-    if wrong and not loss.is_loss:
-        outputs = jax.tree_util.tree_leaves_with_path(loss.aux_tree.unflatten(range(len(shapes))))
-        paths = [path_name(path) or "itself" for path, _ in outputs]
-        got = [f"output {paths[k]}: {shapes[k]} for {size} examples, {doubled[k].shape} for {2 * size}" for k in wrong]
-        rule = "an output whose size depends on the number of examples has one row for each along its first axis"
-        raise OutputError("fn", rule, got, "move the axis of the examples to the front, or reduce the output in fn")
-    return rows
+class Merge(NamedTuple):
+    """How the losses and aux values of the microbatches become those of the step."""
+
+    reducers: Mapping[int, Reducer]  # of the aux leaves that are not averaged
+    warning: str | None  # where that is not what the loss says of the whole batch
+    weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """``weight="auto"``: the count that a loss divides by, as a function of a microbatch."""
+
+    tracing: Tracing
+    loss_fn: LossFn
+    variables: tuple[Tree, ...]
+    key: Key | None
+    place: tuple[int, int]  # which result of which equation it is
+    degree: int  # the loss has it times so many powers of the number of examples
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        loss = self.tracing.trace(self.loss_fn, self.variables, batch_avals(batch), self.key, train=False)
+        graph, (i, k) = loss.graph, self.place
+        var = graph.eqns[i].outvars[k]
+        needed = ancestors(graph, [var])
+        eqns = [i for i, eqn in enumerate(graph.eqns) if not needed.isdisjoint(eqn.outvars)]
+        constants = [constant for constant in graph.constants if constant in needed]
+        run = graph.function(eqns, [*loss.batch, *constants], [var])
+        leaves = [jnp.asarray(leaf, aval_of(var).dtype) for leaf, var in zip(jax.tree.leaves(batch), loss.batch, strict=True)]
+        (count,) = run(*leaves, *(graph.constants[constant] for constant in constants))
+        return count * float(num_examples(leaves, loss.shared)) ** -self.degree

@@ -468,7 +468,7 @@ class Forward:
         whole = self._joined(variables)
         key = Tracing(options).key_for(whole, batch, key)
         engine = self._cut(whole, batch, key, before and before.engine)
-        warn_of(engine.layout.unevenness)
+        warn_of(engine.layout.unevenness, engine.layout.mixing)
         if agree is not None:
             first = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
             agree(lambda: opening_texts(options, engine.placed, first, batch, key))

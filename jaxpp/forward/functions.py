@@ -35,6 +35,7 @@ _NOT_OF_A_FUNCTION: dict[str, Tree] = {  # options of a loss, as a function that
     "is_loss": False,
     "has_aux": False,
     "weight": None,
+    "reduction": "mean",
     "cuts": None,
     "remat": None,
     "offload": (),
@@ -105,7 +106,7 @@ def _derived(
     else:
         loss, cuts, variables, copies = _carried(tracing, layout, variables, microbatch, like)
         owners = () if like is None else like.layout.state_owner
-    found = tracing.reducers(loss, fn, variables, microbatch, key)
+    found = tracing.merge(loss, fn, variables, microbatch, key).reducers
     first = tracing.cut(loss, cuts, layout.owner, found, state_owner=owners or None)
     layout = dataclasses.replace(
         layout,
@@ -117,6 +118,8 @@ def _derived(
         packs=(),
         state_owner=first.state_home,
         unevenness=None,
+        mixing=None,
+        weight=None,
         copies=copies,
     )
     placed = place_leaves(options, None, layout, first)

@@ -29,7 +29,7 @@ from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import Atom, shapes_of, variables
-from jaxpp.stages.loss.aux import REDUCERS, Reducer, join
+from jaxpp.stages.loss.aux import REDUCERS, Join, Reducer
 from jaxpp.stages.loss.microbatch import Split, fold_keys, scale_dtype, slice_batch
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, Aval, Key, Tree
@@ -174,12 +174,13 @@ def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
 
 
 def _shares(step: Step) -> list[Constant]:
-    """Each microbatch's share of the examples; the last microbatch of an idle replica has none."""
+    """Each microbatch's share of the examples, 1 if the loss is summed; the last microbatch of an idle replica has none."""
     total = step.split.num_examples(step.num_replicas)
-    by_size = {size: Constant(np.asarray(size / total, scale_dtype())) for size in step.sizes}
+    values = {size: 1.0 if step.summed else size / total for size in step.sizes}
+    by_size = {size: Constant(np.asarray(value, scale_dtype())) for size, value in values.items()}
     shares = [by_size[size] for size in step.sizes]
     if step.split.num_idle:
-        last = np.full(step.num_replicas, step.sizes[-1] / total, scale_dtype())
+        last = np.full(step.num_replicas, values[step.sizes[-1]], scale_dtype())
         last[step.num_replicas - step.split.num_idle :] = 0
         shares[-1] = Constant(last, split=True)
     return shares
@@ -402,12 +403,15 @@ def _reduce(builder: Builder, step: Step) -> None:
             avals = [forward.results[forward.outputs.index(ref)] for forward in forwards]
             avals += [jax.ShapeDtypeStruct((), scale_dtype())] * count
 
-            def reduced(*args: Array, reducer: Reducer = reducer, count: int = count) -> list[Array]:
-                return [reducer(args[:count], jnp.stack(args[count:]))]
+            def reduced(*args: Array, reducer: Reducer = reducer, sizes: Sequence[int] = step.sizes) -> list[Array]:
+                weights = jnp.stack(args[len(sizes) :])
+                if step.summed:
+                    weights = jnp.asarray(sizes, weights.dtype) / sum(sizes)
+                return [reducer(args[: len(sizes)], weights)]
 
             refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
             output = total_name(stage, Role.AUX, ref.index)
-            if count == 1 and step.num_replicas == 1 and reducer in (join, REDUCERS["last"]):
+            if count == 1 and step.num_replicas == 1 and (isinstance(reducer, Join) or reducer is REDUCERS["last"]):
                 builder.send(f"aux {ref.index} of the only microbatch", names[0], output)
                 continue
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
@@ -423,7 +427,7 @@ def _across(program: Program, num_replicas: int, split: Split) -> Program:
 
     def function(*args: Array) -> list[Array]:
         values, weights = ([parts[i][r] for r, i in pairs] for parts in (args[:count], args[count:]))
-        return program.function(*values, *weights, count=len(values))
+        return program.function(*values, *weights, sizes=[split.sizes[i] for _, i in pairs])
 
     avals = tuple(jax.ShapeDtypeStruct((num_replicas, *aval.shape), aval.dtype) for aval in program.avals)
     return replace(program, function=function, avals=avals, spans=True)

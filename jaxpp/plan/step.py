@@ -96,6 +96,7 @@ class Step:
     key: Aval | None  # shape of the raw key, or None
     implementation: str | None  # of the key, if it was typed
     weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
+    summed: bool  # whether the loss of the step is the sum over microbatches, not their mean
     known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
 
     @property

@@ -6,9 +6,7 @@ residual may come to nothing (``jnp.where`` around a root), so it is only rememb
 """
 
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +19,7 @@ from jaxpp.plan.step import Step
 from jaxpp.runtime.bind import BoundLine, Runnable
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.stages.graph import trace
-from jaxpp.stages.jaxpr import describe, source_frames, variables
+from jaxpp.stages.jaxpr import describe, user_line, variables
 from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Array
 
@@ -35,7 +33,6 @@ _WORDS = {
     Role.BATCH: "the batch, leaf",
     Role.VALUE: "a value of the optimizer,",
 }
-_OWN = str(Path(__file__).parents[1])
 
 
 def flags() -> tuple[bool, bool]:
@@ -123,18 +120,11 @@ class NanCheck:
     def _made(self, eqn: JaxprEqn, name: str) -> str:
         module = re.sub(r"\b(transpose|jvp|vmap|checkpoint|remat)\(|\)", "", name)
         backward = "the gradient of " if "transpose(" in name else ""
-        lines = _lines(eqn)
+        lines = user_line(eqn)
         if not lines:  # those of the loss's own equations of that kind in that module
             graph, kind = self._step.cuts[0].loss.graph, eqn.primitive.name
             pairs = zip(graph.eqns, graph.names, strict=True)
-            found = [_lines(other) for other, its in pairs if other.primitive.name == kind and its == module]
+            found = [user_line(other) for other, its in pairs if other.primitive.name == kind and its == module]
             lines = ", ".join(dict.fromkeys(filter(None, found)))
         where = f" in {backward}{module}" if module else ""
         return f"the first is made by `{eqn.primitive.name}`{where}" + f" ({lines})" * bool(lines)
-
-
-def _lines(eqn: JaxprEqn) -> str:
-    for frame in source_frames(eqn):
-        if "-packages" not in frame.file_name and not frame.file_name.startswith((_OWN, "<frozen", sys.prefix)):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""

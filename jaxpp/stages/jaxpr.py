@@ -5,6 +5,8 @@ in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outva
 """
 
 import math
+import pathlib
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +45,7 @@ ELEMENTWISE = frozenset(
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
+_OWN = str(pathlib.Path(__file__).parents[1])
 _EMPTY: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
 
 
@@ -177,10 +180,13 @@ def module_path(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def source_frames(eqn: JaxprEqn) -> list[Any]:
-    """The frames of the Python stack that traced an equation, the innermost first; each has a ``file_name`` and a ``line_num``."""
+def user_line(eqn: JaxprEqn) -> str:
+    """The innermost line of the user's that traced an equation, as ``file:number``; empty where there is none."""
     traceback = eqn.source_info.traceback
-    return [] if traceback is None else list(traceback.frames)
+    for frame in () if traceback is None else traceback.frames:
+        if "-packages" not in frame.file_name and not frame.file_name.startswith((_OWN, "<frozen", sys.prefix)):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
 
 
 def is_cast(eqn: JaxprEqn) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxpp.engine.engine import open_engine
 from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES, Schedule, make
-from jaxpp.stages.loss.aux import REDUCERS, join
+from jaxpp.stages.loss.aux import REDUCERS, Join
 from jaxpp.stages.stacked import assembled
 from jaxpp.verify import COARSE_FLOOR, GRAD_FLOOR, compare, oracle
 from tests.layers import BY_NAME, EXACT, FRAMES, LAYERS, RANDOM, SKIPS, STATES, counter, floats_as, stateless, stream
@@ -219,7 +219,7 @@ def expected(example: Example) -> list[tuple[Any, ...]]:
     with jax.enable_x64(True):
         params, model_state, batch = variables(example)
         loss_fn, key, options = loss_of(example), example.prng_key, options_of(example)
-        reduced = {"early": REDUCERS[example.reduced]} | {name: join for name in AUX if name.startswith("row")}
+        reduced = {"early": REDUCERS[example.reduced]} | {name: Join() for name in AUX if name.startswith("row")}
         names = sorted(AUX if example.compute == "float64" else AUX[:-2])
         options["reducers"] = {k: reducer for k, name in enumerate(names) if (reducer := reduced.get(name))}
         results = []

@@ -85,7 +85,7 @@ def test_an_evaluation_loss_may_be_smaller_than_the_pipeline():
     state = pipe.init(PARAMS, X)
 
     def small(params, x):
-        return (x @ params["a"]).sum()
+        return (x @ params["a"]).mean()
 
     want = jnp.mean(jnp.stack([small(PARAMS, X[:4]), small(PARAMS, X[4:])]))
     np.testing.assert_allclose(pipe.evaluate(state, X, loss_fn=small).loss, want, rtol=1e-5)
@@ -120,7 +120,7 @@ def test_the_loss_may_be_made_elsewhere_at_another_microbatch_size():
     def loss_fn(params, batch):
         h = jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"])
         end = jnp.tanh(jnp.tanh(h @ params["c"]) @ params["d"])
-        return ((h**2).mean(), {"m": end.sum()}) if batch.shape[0] > 2 else ((end**2).mean(), {"m": h.sum()})
+        return ((h**2).mean(), {"m": end.mean()}) if batch.shape[0] > 2 else ((end**2).mean(), {"m": h.mean()})
 
     params, batch = {name: jnp.eye(4) / 2 for name in "abcd"}, jnp.arange(28.0).reshape(7, 4) / 28
     grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=3, num_microbatches=3, has_aux=True)

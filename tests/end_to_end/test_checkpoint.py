@@ -214,6 +214,7 @@ def advance(pipe, state, run, num_steps):
 SHORT = ("unequal slices", "rows", "loss scale", "model state", "linen, with dropout", "stages by hand")
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # batch normalisation mixes examples
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in RUNS])
 def test_a_restored_state_goes_on_with_the_same_bits(name, tmp_path):
     run = RUNS[name]()

@@ -14,6 +14,8 @@ from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import schedule_for
 
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # batch normalisation mixes examples
+
 
 class Norms(nn.Module):
     """Dense layers with batch normalisation between them."""

@@ -203,6 +203,7 @@ def test_programs_on_keys_and_on_their_bits_are_two():
         assert (found.dtype, found.shape) == (given.dtype, given.shape)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # nobody knows what a callback does with the examples
 def test_host_functions_of_equal_stages_are_called_each():
     called = []
 

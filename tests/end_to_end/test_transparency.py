@@ -11,7 +11,6 @@ import jaxpp
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES
-from jaxpp.stages.loss.aux import join
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import gpt_case, mlp_case, schedule_for
 
@@ -27,8 +26,9 @@ def check(model: str, dtype: str, stages: int, microbatches: int, names: Sequenc
     """Compare every schedule of these names with the oracle, and those that add in the same order bit by bit."""
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         case = CASES[model](dtype, **options)
-        reducers = {1: join} if model == "mlp" else {}
-        loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, reducers=reducers)
+        loss, aux, grads = oracle(
+            case.loss_fn, case.params, case.batch, case.key, microbatches, has_aux=True, reducers=case.reducers
+        )
         found = {}
         for name, engine in engines(case, stages, microbatches, names).items():
             leaves = engine.bring(case.params)

@@ -149,7 +149,7 @@ CASES = {
         ArgumentError,
         "weight: the weight is a function that makes one number of a microbatch.",
         "3.",
-        'pass a function such as lambda batch: batch["mask"].sum(), or leave weight out.',
+        'pass a function such as lambda batch: batch["mask"].sum(), or "auto", or leave weight out.',
     ),
     "a number for the loss": (
         lambda: pipeline(3),

@@ -324,13 +324,12 @@ def with_stepped_parameters(pipe, state):
 
 
 WRONG = {
-    "outputs whose rows are not first": (
+    "outputs that mix examples": (
         lambda pipe, state: pipe.apply(state, X[:8], lambda p, x: {"a": net(p, x).T, "b": (x[1:],)}),
         OutputError,
-        "fn: an output whose size depends on the number of examples has one row for each along its first axis",
-        "output a: (4, 4) for 4 examples, (4, 8) for 8",
-        "output b/0: (3, 4) for 4 examples, (7, 4) for 8",
-        "move the axis of the examples to the front, or reduce the output in fn",
+        "fn: outputs of microbatches are put together to those of the batch, so they are rows, sums or means",
+        "output b/0: some of the examples are taken by their places",
+        "run the function on the whole batch, with num_microbatches=1",
     ),
     "outputs that are no arrays": (
         lambda pipe, state: pipe.apply(state, X, lambda p, x: {"name": "x"}),
@@ -347,7 +346,7 @@ WRONG = {
     "rows that are summed": (
         lambda pipe, state: pipe.apply(state, X, net, reduce_aux="sum"),
         OutputError,
-        "fn: an output leaf has one shape at all microbatches, unless it is joined along its first axis",
+        "fn: an output leaf has one shape at all microbatches, unless it is joined along the axis of the examples",
         "output itself: f32[10,4] and f32[9,4]",
         "reduce it in fn",
     ),

@@ -277,10 +277,10 @@ WRONG = {
         "each path is one of the output leaves",
     ),
     "outputs that cannot be merged": (
-        lambda f, p: jaxpp.Forward(lambda params, x: net(params, x).T, num_stages=2).init(PARAMS, X),
+        lambda f, p: jaxpp.Forward(lambda params, x: net(params, x)[::-1], num_stages=2).init(PARAMS, X),
         OutputError,
-        "fn: an output whose size depends on the number of examples has one row for each along its first axis",
-        "output itself: (4, 10) for 10 examples, (4, 20) for 20",
+        "fn: outputs of microbatches are put together to those of the batch, so they are rows, sums or means",
+        "output itself: the examples are put in another order",
     ),
     "apply before init": (
         lambda f, p: jaxpp.Forward(net, num_stages=2).apply(PARAMS, X),

@@ -17,6 +17,8 @@ import jaxpp
 from jaxpp.errors import StateError
 from tests.models import PARAMS, X, loss_fn, pipeline
 
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # nobody knows what a callback does with the examples
+
 ROOT = pathlib.Path(__file__).parents[2]
 ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 

@@ -77,13 +77,17 @@ def test_what_is_no_reducer_or_no_leaf_is_refused(reduce_aux, lines):
     ("aux", "reduce_aux", "lines"),
     [
         (lambda batch: {"name": "x"}, None, ["every aux leaf is an array or a number", "aux['name']: str"]),
-        (lambda batch: {"key": jax.random.key(0)}, None, ["without an average needs another reducer", "aux key: key<fry>[]"]),
+        (
+            lambda batch: {"key": jax.random.key(batch[0, 0].astype(int))},
+            None,
+            ["without an average needs another reducer", "aux key: key<fry>[]"],
+        ),
         (
             lambda batch: {"w": batch @ batch.T @ batch @ batch.T},
             {"w": "sum"},
             ["one shape at all microbatches", "aux w: f32[3,3] and f32[2,2]"],
         ),
-        (lambda batch: batch.T, None, ["aux itself: f32[4,3] and f32[4,2]", "move the examples to the first axis"]),
+        (lambda batch: batch.T, "sum", ["aux itself: f32[4,3] and f32[4,2]", "move the examples to the first axis"]),
     ],
 )
 def test_aux_that_cannot_be_reduced_is_refused(aux, reduce_aux, lines):

@@ -26,7 +26,6 @@ from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
-from jaxpp.stages.loss.aux import join
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
 from jaxpp.stages.remat import Least, RematPolicy, policies_of
@@ -63,9 +62,7 @@ def test_gradients_do_not_depend_on_what_is_kept(make_case, schedule, remat):
     options = {"num_stages": 3, "num_microbatches": 3, "schedule": schedule, "has_aux": True, "remat": remat}
     args = (case.params, case.batch, *([] if case.key is None else [case.key]))
     (loss, _), grads = jaxpp.value_and_grad(case.loss_fn, **options)(*args)
-    expected, _, expected_grads = oracle(
-        case.loss_fn, case.params, case.batch, case.key, 3, has_aux=True, reducers={1: join} if case.name == "mlp" else {}
-    )
+    expected, _, expected_grads = oracle(case.loss_fn, case.params, case.batch, case.key, 3, has_aux=True, reducers=case.reducers)
     compare("loss", loss, expected)
     compare("grads", grads, expected_grads, floor=GRAD_FLOOR)
 

@@ -18,7 +18,6 @@ from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cuts.balance import balance, owners, resolve
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.graph import descendants, trace
-from jaxpp.stages.loss.aux import join
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -314,7 +313,7 @@ def test_b_and_i_w_mix_on_one_stage(cells):
     found = jaxpp.value_and_grad(case.loss_fn, num_stages=2, num_microbatches=m, schedule=mine, has_aux=True)(
         case.params, case.batch
     )
-    loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, None, m, has_aux=True, reducers={1: join})
+    loss, aux, grads = oracle(case.loss_fn, case.params, case.batch, None, m, has_aux=True, reducers=case.reducers)
     compare("loss", found[0][0], loss)
     compare("aux", found[0][1], aux)
     compare("grads", found[1], grads, floor=GRAD_FLOOR)

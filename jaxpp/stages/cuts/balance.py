@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from jaxpp.errors import CutError, warn
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
+from jaxpp.stages.loss.example_axis import MicrobatchWarning
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
 _Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged from each of some starts to an end
@@ -347,10 +348,12 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
     return "\n  ".join(lines)
 
 
-def warn_of(unevenness: str | None) -> None:
-    """Warn, at the user's own line, of what ``uneven`` found."""
+def warn_of(unevenness: str | None = None, mixing: str | None = None) -> None:
+    """Warn, at the user's own line, of what ``uneven`` found, and of a step that is not what the loss says of the whole batch."""
     if unevenness is not None:
         warn(unevenness, UnevenStagesWarning)
+    if mixing is not None:
+        warn(mixing, MicrobatchWarning)
 
 
 def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> str:

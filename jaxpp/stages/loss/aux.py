@@ -1,35 +1,51 @@
 """How the aux values of the microbatches become those of the step.
 
-By default a leaf with one row an example is joined; the rest is averaged with the weights of the loss, in running sums. All else is
-held until the end of the step. An output that is the same for all microbatches (a parameter, a constant) stays as it is.
+By default a leaf becomes what it would be of the whole batch (``example_axis`` says what it is of the examples): rows are joined
+along their own axis, sums are added, means averaged with the weights of the loss, in running sums, and what is the same for all
+microbatches (a parameter, a constant) stays as it is. A leaf that mixes examples otherwise has no such value: a function with such
+a leaf is refused, and a loss averages it with a warning. All but means is held until the end of the step.
 """
 
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 from jaxtyping import Float
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, OutputError
 from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, describe
+from jaxpp.stages.loss.example_axis import Examples, Relation, Value
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
 
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]  # of values and their weights (sum 1)
 
 
-def join(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:  # noqa: ARG001
-    """The values end to end along their first axis."""
-    return jnp.concatenate(values)
+@dataclass(frozen=True)
+class Join:
+    """The values end to end along an axis."""
+
+    axis: int = 0
+
+    def __call__(self, values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:  # noqa: ARG002
+        """One value."""
+        return jnp.concatenate(values, self.axis)
+
+
+def average(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:
+    """The weighted mean of the values, of which integers become floats."""
+    dtype = values[0].dtype if jnp.issubdtype(values[0].dtype, jnp.inexact) else weights.dtype
+    return functools.reduce(jnp.add, [weights[k].astype(dtype) * value.astype(dtype) for k, value in enumerate(values)])
 
 
 REDUCERS: Mapping[str, Reducer | None] = {
     "mean": None,
-    "join": join,
+    "join": Join(),
     "sum": lambda values, weights: jnp.stack(values).sum(0),  # noqa: ARG005
     "max": lambda values, weights: functools.reduce(jnp.maximum, values),  # noqa: ARG005
     "min": lambda values, weights: functools.reduce(jnp.minimum, values),  # noqa: ARG005
@@ -56,9 +72,17 @@ def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.A
 
 
 def reducers_of(
-    loss: TracedLoss, named: Mapping[str, str | Callable[..., jax.Array]], rows: Callable[[], frozenset[int]], *, strict: bool
-) -> dict[int, Reducer]:
-    """The reducer of each aux leaf that is not averaged."""
+    loss: TracedLoss,
+    named: Mapping[str, str | Callable[..., jax.Array]],
+    examples: Callable[[], Examples],
+    *,
+    strict: bool,
+    summed: bool,
+) -> tuple[dict[int, Reducer], list[str]]:
+    """The reducer of each aux leaf that is not averaged, and what of the others is no mean over the examples.
+
+    If the loss is ``summed`` over the microbatches, means are reduced too, because running sums have no weights then.
+    """
     paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
@@ -70,12 +94,22 @@ def reducers_of(
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
     reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
-    same = frozenset() if loss.is_loss else _same_everywhere(loss) - chosen.keys()
-    reducers |= dict.fromkeys(same, REDUCERS["last"])
+    same = _same_everywhere(loss) - chosen.keys()
+    name, mixing = loss.words.aux, list[str]()
     if len(reducers) < len(paths):
-        reducers |= {k: join for k in rows() if k not in reducers}
+        found = examples()
+        for k in range(len(paths)):
+            if k not in reducers:
+                reducer, what = _reducer_of(found.aux[k], found.axes[k], same=k in same)
+                reducers |= {} if reducer is None else {k: reducer}
+                mixing += [f"{name} {paths[k] or 'itself'}: {what}"] if what else []
+    if summed:
+        reducers |= {k: average for k in range(len(paths)) if reducers.get(k) is None}
+    if mixing and not loss.is_loss:
+        rule = "outputs of microbatches are put together to those of the batch, so they are rows, sums or means over the examples"
+        fix = 'run the function on the whole batch, with num_microbatches=1; or say what to do, reduce_aux={"<path>": "stack"}'
+        raise OutputError("fn", rule, mixing, fix)
     _try(loss, paths, reducers)
-    name = loss.words.aux
     wrong = [
         f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
@@ -84,11 +118,29 @@ def reducers_of(
     if wrong:
         rule = f"an {name} leaf without an average needs another reducer"
         raise loss.words.error(loss.words.where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
-    return {k: reducer for k, reducer in reducers.items() if reducer is not None}
+    return {k: reducer for k, reducer in reducers.items() if reducer is not None}, mixing
+
+
+def _reducer_of(value: Value, axes: Sequence[int], *, same: bool) -> tuple[Reducer | None, str]:
+    """What makes the value of the batch of those of the microbatches, None for the mean; and what it is, if there is nothing."""
+    plain = value.count is None and not value.placed
+    if value.kind in (Relation.ROWS, Relation.SAME) and len(axes) == 1 and plain and (value.degree, value.blocks) == (0, 1):
+        return Join(axes[0]), ""
+    if value.kind == Relation.SAME and not axes and plain and value.degree in (0, 1):
+        return (REDUCERS["sum"] if value.degree else REDUCERS["last"] if same else None), ""
+    if value.kind == Relation.TOTAL and not axes and plain and value.degree in (0, -1):
+        return (None if value.degree else REDUCERS["sum"]), ""
+    if value.kind in (Relation.LARGEST, Relation.SMALLEST) and not axes:
+        return REDUCERS["max" if value.kind == Relation.LARGEST else "min"], ""
+    if value.mixing is not None:
+        return None, str(value.mixing)
+    if value.count is not None:
+        return None, f"{value.kind.value}, divided by a sum over the examples"
+    return None, "it depends on the number of examples" if value.kind != Relation.ROWS else "its rows are in another order"
 
 
 def _same_everywhere(loss: TracedLoss) -> frozenset[int]:
-    """The outputs that are the same for all microbatches, such as a parameter: one of these is the output, to the last bit."""
+    """The leaves that are the same for all microbatches, such as a parameter: one of these is the value, to the last bit."""
     batch = [var for k, var in enumerate(loss.batch) if k not in loss.shared]
     state = [var for k, var in enumerate(loss.state) if k not in loss.unchanged]
     differing = descendants(loss.graph, [*batch, *state, *([] if loss.key is None else [loss.key])])
@@ -120,9 +172,9 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> 
     wrong = [
         f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(described))}"
         for k, (path, described) in enumerate(zip(paths, shapes, strict=True))
-        if len(set(described)) > 1 and reducers.get(k) is not join
+        if len(set(described)) > 1 and not isinstance(reducers.get(k), Join)
     ]
     if wrong:
-        rule = f"an {name} leaf has one shape at all microbatches, unless it is joined along its first axis"
+        rule = f"an {name} leaf has one shape at all microbatches, unless it is joined along the axis of the examples"
         fix = f"reduce it in {where}, move the examples to the first axis and join, or let num_microbatches divide the batch size"
         raise error(where, rule, wrong, fix)

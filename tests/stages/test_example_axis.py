@@ -1,0 +1,397 @@
+"""A loss or an output of which microbatches make something else than the whole batch does is told, and no other."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, OutputError
+
+RNG = np.random.default_rng(0)
+PARAMS = {"a": RNG.normal(size=(6, 6)) / 2, "b": RNG.normal(size=(6, 5)) / 2}
+BATCH = {
+    "x": RNG.normal(size=(16, 6)),
+    "y": RNG.integers(0, 5, size=16),
+    "mask": np.array([1.0, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0]),
+    "t": RNG.integers(0, 5, size=(16, 7)),
+}
+
+
+def logits(params, batch):
+    return jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+
+
+def losses(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch), batch["y"])
+
+
+def normalized(params, batch):
+    h = batch["x"] @ params["a"]
+    return jnp.tanh((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)) @ params["b"]
+
+
+def contrastive(params, batch):
+    h = logits(params, batch)
+    h = h / jnp.linalg.norm(h, axis=1, keepdims=True)
+    similar = h @ h.T
+    return optax.softmax_cross_entropy_with_integer_labels(similar, jnp.arange(len(h))).mean()
+
+
+def pooled(params, batch):
+    image = batch["x"].reshape(-1, 2, 3, 1)
+    kernel = params["a"][:2, :2, None, None]
+    image = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME").reshape(len(batch["x"]), -1)
+
+
+def attention(params, batch):
+    embedded = params["a"][batch["t"]]
+    q, k, v = embedded @ params["a"], embedded, jnp.tanh(embedded)
+    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((7, 7), bool)), jnp.einsum("bqd,bkd->bqk", q, k), -1e9))
+    return jnp.einsum("bqk,bkd->bqd", weights, v) @ params["b"]
+
+
+def recurrent(params, batch):
+    def cell(carry, token):
+        carry = jnp.tanh(carry @ params["a"] + jnp.asarray(params["a"])[token])
+        return carry, carry
+
+    _, states = jax.lax.scan(cell, jnp.zeros((len(batch["t"]), 6)), batch["t"].T)
+    return states
+
+
+def accumulated(params, batch):
+    def add(total, row):
+        return total + (jnp.tanh(row @ params["a"]) ** 2).sum(), ()
+
+    return jax.lax.scan(add, 0.0, batch["x"])[0]
+
+
+def smoothed(params, batch):
+    def add(state, row):
+        state = 0.9 * state + (row @ params["a"]).sum()
+        return state, state
+
+    return jax.lax.scan(add, 0.0, batch["x"])[1].mean()
+
+
+def views(params, batch):
+    h, count = jnp.tanh(jnp.concatenate([batch["x"], batch["x"] + 1]) @ params["a"]), len(batch["x"])
+    return ((h[:count] - h[count:]) ** 2).mean()
+
+
+def token_losses(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(attention(params, batch), batch["t"])
+
+
+def masked(losses, mask):
+    return (losses * mask).sum() / mask.sum()
+
+
+MEANS = {
+    "a mean": lambda p, b: losses(p, b).mean(),
+    "a mean by hand": lambda p, b: losses(p, b).sum() / len(b["x"]),
+    "a mean times a number": lambda p, b: 3 * losses(p, b).mean(),
+    "a dot product over the count": lambda p, b: jnp.vdot(losses(p, b), losses(p, b)) / len(b["x"]),
+    "an average with weights of one": lambda p, b: jnp.average(losses(p, b), weights=jnp.ones(len(b["x"]))),
+    "an einsum": lambda p, b: jnp.einsum("ij,ij->", logits(p, b), logits(p, b)) / b["x"].size,
+    "weight decay": lambda p, b: losses(p, b).mean() + 0.1 * (p["a"] ** 2).sum(),
+    "two means": lambda p, b: losses(p, b).mean() + 0.1 * (logits(p, b) ** 2).mean(),
+    "means of two axes": lambda p, b: (logits(p, b) ** 2).mean(0).mean(),
+    "a mean of what is masked": lambda p, b: (losses(p, b) * b["mask"]).mean(),
+    "a log-probability by index": lambda p, b: -jax.nn.log_softmax(logits(p, b))[jnp.arange(len(b["y"])), b["y"]].mean(),
+    "a log-probability along an axis": lambda p, b: -jnp.take_along_axis(logits(p, b), b["y"][:, None], 1).mean(),
+    "one-hot labels": lambda p, b: -(jax.nn.one_hot(b["y"], 5) * jax.nn.log_softmax(logits(p, b))).sum(1).mean(),
+    "a vmap": lambda p, b: jax.vmap(lambda x, y: losses(p, {"x": x[None], "y": y[None]})[0])(b["x"], b["y"]).mean(),
+    "a map": lambda p, b: jax.lax.map(lambda x: (jnp.tanh(x @ p["a"]) ** 2).sum(), b["x"]).mean(),
+    "a scan over the examples": lambda p, b: accumulated(p, b) / len(b["x"]),
+    "a scan over time": lambda p, b: (recurrent(p, b) ** 2).mean(),
+    "attention": lambda p, b: token_losses(p, b).mean(),
+    "tokens in one row": lambda p, b: token_losses(p, b).reshape(-1).mean(),
+    "rows put together and apart": lambda p, b: (attention(p, b).reshape(-1, 5) @ p["b"].T).reshape(-1, 7, 6).var(2).mean(),
+    "a convolution": lambda p, b: pooled(p, b).mean(),
+    "two views": lambda p, b: jnp.square(jnp.subtract(*jnp.split(jnp.concatenate([b["x"], -b["x"]]) @ p["a"], 2))).mean(),
+    "two views by slices": views,
+    "a mask for each example": lambda p, b: ((token_losses(p, b) * (b["t"] > 1)).sum(1) / ((b["t"] > 1).sum(1) + 1)).mean(),
+    "a sort of features": lambda p, b: jnp.sort(logits(p, b), axis=1)[:, :2].mean(),
+    "the largest feature": lambda p, b: logits(p, b).max(1).mean(),
+    "layer normalisation": lambda p, b: jax.nn.standardize(logits(p, b), axis=-1)[:, 0].mean(),
+    "cumulative sums of features": lambda p, b: jnp.cumsum(logits(p, b), axis=1).mean(),
+    "a checkpoint": lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p),
+    "a rule of its own": lambda p, b: jax.nn.relu(logits(p, b)).mean() + jax.nn.gelu(logits(p, b)).mean(),
+    "a loop": lambda p, b: jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["a"]), b["x"]).mean(),
+    "a condition on parameters": lambda p, b: jax.lax.cond(p["a"].sum() > 0, jnp.tanh, jnp.sin, b["x"] @ p["a"]).mean(),
+    "a scatter in each example": lambda p, b: (b["x"] @ p["a"]).at[:, 2].add(1.0).mean(),
+    "a triangular solve": lambda p, b: jax.vmap(lambda x: jnp.linalg.solve(jnp.eye(6) + 0.1 * p["a"], x))(b["x"]).mean(),
+    "a Fourier transform": lambda p, b: (jnp.abs(jnp.fft.rfft(b["x"] @ p["a"], axis=1)) ** 2).mean(),
+    "pairs beside one another": lambda p, b: jnp.tanh(logits(p, b).reshape(len(b["x"]) // 2, 2, 5).sum(1)).sum() / len(b["x"]),
+    "the hinge": lambda p, b: jnp.maximum(0, 1 - logits(p, b)[:, 0]).mean(),
+    "a Huber loss": lambda p, b: optax.huber_loss(logits(p, b)[:, 0], b["mask"]).mean(),
+    "a divergence": lambda p, b: optax.kl_divergence(jax.nn.log_softmax(logits(p, b)), jnp.full((len(b["x"]), 5), 0.2)).mean(),
+    "an unused index": lambda p, b: losses(p, b).mean() + 0 * jnp.arange(len(b["x"])).sum(),
+}
+SUMS = {
+    "a sum": lambda p, b: losses(p, b).sum(),
+    "a sum of squares": lambda p, b: jnp.vdot(logits(p, b), logits(p, b)),
+    "a sum over a constant": lambda p, b: losses(p, b).sum() / 16,
+    "a scan that adds": accumulated,
+    "a sum of what is masked": lambda p, b: (losses(p, b) * b["mask"]).sum(),
+}
+COUNTS = {
+    "a masked mean": lambda p, b: masked(losses(p, b), b["mask"]),
+    "a masked mean of jnp": lambda p, b: losses(p, b).mean(where=b["mask"] > 0),
+    "a masked mean over at least one": lambda p, b: (losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
+    "a masked mean with an epsilon": lambda p, b: (losses(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-12),
+    "a mean over tokens": lambda p, b: masked(token_losses(p, b), b["t"] != 0),
+    "a mean over tokens but the first": lambda p, b: masked(token_losses(p, b)[:, 1:], b["t"][:, 1:] != 0),
+    "a ratio of means": lambda p, b: (losses(p, b) * b["mask"]).mean() / b["mask"].mean(),
+    "weights that add up to one": lambda p, b: (losses(p, b) * (b["mask"] / b["mask"].sum())).sum(),
+    "an average": lambda p, b: jnp.average(losses(p, b), weights=b["mask"]),
+    "a mean or nothing": lambda p, b: jnp.where(b["mask"].sum() > 0, masked(losses(p, b), b["mask"]), 0.0),
+    "a masked mean and weight decay": lambda p, b: masked(losses(p, b), b["mask"]) + 0.1 * (p["a"] ** 2).sum(),
+}
+OTHERS = {
+    "a log of a mean": (lambda p, b: jnp.log(losses(p, b).mean()), "a function (log) of a sum over the examples"),
+    "a root of a mean": (lambda p, b: jnp.sqrt((logits(p, b) ** 2).mean()), "a function (sqrt) of a sum"),
+    "a variance": (lambda p, b: losses(p, b).var(), "goes into the row of each"),
+    "batch normalisation": (lambda p, b: (normalized(p, b) ** 2).mean(), "goes into the row of each"),
+    "a contrastive loss": (contrastive, "examples are compared with each other"),
+    "the largest loss": (lambda p, b: losses(p, b).max(), "the largest over the examples"),
+    "a soft maximum": (lambda p, b: jax.nn.logsumexp(losses(p, b)), "is used further"),
+    "an order": (lambda p, b: jnp.sort(losses(p, b))[:4].mean(), "in another order"),
+    "neighbours": (lambda p, b: ((logits(p, b)[1:] - logits(p, b)[:-1]) ** 2).mean(), "taken by their places"),
+    "the first": (lambda p, b: losses(p, b)[0], "taken by their places"),
+    "weights by place": (lambda p, b: (losses(p, b) * jnp.linspace(0, 1, len(b["x"]))).mean(), "depends on its place"),
+    "a shuffle": (lambda p, b: (losses(p, b) * losses(p, b)[::-1]).mean(), "in another order"),
+    "a product of means": (lambda p, b: losses(p, b).mean() * logits(p, b).mean(), "two sums over the examples are multiplied"),
+    "a sum and weight decay": (lambda p, b: losses(p, b).sum() + (p["a"] ** 2).sum(), "a term that is none"),
+    "means over two counts": (
+        lambda p, b: masked(losses(p, b), b["mask"]) + masked(losses(p, b), b["y"] > 1),
+        "means over different counts are added",
+    ),
+    "a covariance": (lambda p, b: jnp.abs(jnp.cov(logits(p, b).T)).sum(), "goes into the row of each"),
+    "a Gram matrix": (lambda p, b: jnp.tanh(logits(p, b) @ logits(p, b).T).mean(), "compared with each other"),
+    "a running average": (smoothed, "carries something from one to the next"),
+    "halves of the batch": (lambda p, b: jnp.tanh(logits(p, b).reshape(2, -1, 5).sum(0)).mean(), "a reshape puts rows"),
+    "a root of the count": (lambda p, b: losses(p, b).sum() / np.sqrt(len(b["x"])), "depends on the number of examples"),
+    "a whitening": (lambda p, b: jnp.linalg.svd(logits(p, b), compute_uv=False).sum(), "of one matrix"),
+    "a callback": (
+        lambda p, b: (
+            losses(p, b).mean()
+            + jax.pure_callback(lambda x: np.asarray(x).max(0), jax.ShapeDtypeStruct((6,), b["x"].dtype), b["x"]).sum()
+        ),
+        "jaxpp does not know what pure_callback does",
+    ),
+    "a count of parameters": (
+        lambda p, b: (losses(p, b) * jax.nn.sigmoid(logits(p, b)[:, 0])).sum() / jax.nn.sigmoid(logits(p, b)[:, 0]).sum(),
+        "depends on more than the batch",
+    ),
+    "an auxiliary balance of experts": (
+        lambda p, b: losses(p, b).mean() + (jax.nn.softmax(logits(p, b)).mean(0) * (jax.nn.one_hot(b["y"], 5).mean(0))).sum(),
+        "two sums over the examples are multiplied",
+    ),
+}
+
+
+def stepped(loss, **options):
+    """The loss and gradients of a step over four microbatches, and what was told."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = jaxpp.value_and_grad(loss, num_stages=1, num_microbatches=4, **options)(PARAMS, BATCH)
+    return result, [str(warning.message) for warning in told if warning.category is jaxpp.MicrobatchWarning]
+
+
+def equal(loss, result):
+    want = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
+    return all(np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*map(jax.tree.leaves, (result, want)), strict=True))
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_the_examples_is_exact_and_nothing_is_said(name):
+    result, told = stepped(MEANS[name])
+    assert equal(MEANS[name], result)
+    assert not told
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_told_and_exact_with_a_reduction_of_sum(name):
+    result, (told,) = stepped(SUMS[name])
+    assert not equal(SUMS[name], result)
+    assert 'reduction="sum"' in told
+    result, told = stepped(SUMS[name], reduction="sum")
+    assert equal(SUMS[name], result)
+    assert not told
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_mean_over_a_count_is_told_and_exact_with_the_weight_that_was_found(name):
+    result, (told,) = stepped(COUNTS[name])
+    assert not equal(COUNTS[name], result)
+    result, silent = stepped(COUNTS[name], weight="auto")
+    assert equal(COUNTS[name], result)
+    assert not silent
+    line = told.rsplit("weight=", 1)[1].rstrip(".")
+    if line != '"auto"':
+        assert equal(COUNTS[name], stepped(COUNTS[name], weight=eval(line))[0]), line  # noqa: S307
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_mixes_examples_is_told_with_its_place_and_kind(name):
+    loss, expected = OTHERS[name]
+    result, (told,) = stepped(loss)
+    assert not equal(loss, result)
+    assert expected in told, told
+    assert "num_microbatches=1" in told
+    result, told = stepped(loss, weight="auto") if name != "a callback" else (None, [expected])
+    assert expected in told[0]
+
+
+ROWS = {
+    "rows": logits,
+    "rows along another axis": lambda p, b: logits(p, b).T,
+    "several axes": lambda p, b: jnp.moveaxis(attention(p, b), 0, 1),
+    "states of a loop": recurrent,
+    "labels": lambda p, b: logits(p, b).argmax(-1),
+    "an order in each row": lambda p, b: jnp.argsort(logits(p, b), axis=-1),
+    "sums up to a column": lambda p, b: jnp.cumsum(logits(p, b), axis=-1),
+    "empty columns": lambda p, b: b["x"][:, :0],
+    "tokens in one row": lambda p, b: attention(p, b).reshape(-1, 5),
+    "zeros": lambda p, b: jnp.zeros((len(b["x"]), 2)),
+    "a vector as long as a microbatch": lambda p, b: logits(p, b).mean(0)[:4],
+    "the size": lambda p, b: jnp.asarray(len(b["x"])),
+    "the size as a float": lambda p, b: jnp.asarray(len(b["x"]) * 1.0),
+    "a count": lambda p, b: (logits(p, b) > 0).sum(),
+    "counts of labels": lambda p, b: jnp.zeros(5, int).at[b["y"]].add(1),
+    "a sum": lambda p, b: logits(p, b).sum(),
+    "a mean": lambda p, b: logits(p, b).mean(0),
+    "the largest": lambda p, b: logits(p, b).max(0),
+    "the smallest": lambda p, b: logits(p, b).min(),
+    "whether any": lambda p, b: (logits(p, b) > 2).any(),
+    "whether all": lambda p, b: jnp.isfinite(logits(p, b)).all(),
+    "a parameter": lambda p, b: p["b"],
+    "a number": lambda p, b: 3,
+}
+REFUSED = {
+    "centred rows": (lambda p, b: logits(p, b) - logits(p, b).mean(0), "goes into the row of each"),
+    "an order": (lambda p, b: jnp.argsort(logits(p, b)[:, 0]), "in another order"),
+    "sorted rows": (lambda p, b: jnp.sort(logits(p, b), axis=0), "in another order"),
+    "reversed rows": (lambda p, b: logits(p, b)[::-1], "in another order"),
+    "sums up to a row": (lambda p, b: jnp.cumsum(logits(p, b), axis=0), "in another order"),
+    "the first row": (lambda p, b: logits(p, b)[0], "taken by their places"),
+    "a Gram matrix": (lambda p, b: logits(p, b) @ logits(p, b).T, "compared with each other"),
+    "a variance": (lambda p, b: logits(p, b).var(0), "goes into the row of each"),
+    "a masked mean": (lambda p, b: masked(losses(p, b), b["mask"]), "a sum over the examples, divided by a sum"),
+    "the number of each row": (lambda p, b: logits(p, b) + jnp.arange(len(b["x"]))[:, None], "depends on its place"),
+    "the best row": (lambda p, b: losses(p, b).argmax(), "searched or multiplied (argmax)"),
+    "a share of all": (lambda p, b: losses(p, b) / losses(p, b).sum(), "one row for each example, divided by a sum over the examples"),
+}
+
+
+def applied(fn, num_microbatches=4):
+    forward = jaxpp.Forward(fn, num_stages=1, num_microbatches=num_microbatches)
+    return forward.apply(forward.init(PARAMS, BATCH), BATCH)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_output_is_that_of_the_whole_batch_in_shape_and_type(name):
+    found, wanted = applied(ROWS[name]), jnp.asarray(ROWS[name](PARAMS, BATCH))
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_output_that_mixes_examples_is_refused_unless_there_is_one_microbatch(name):
+    fn, expected = REFUSED[name]
+    with pytest.raises(OutputError) as caught:
+        applied(fn)
+    assert expected in str(caught.value), str(caught.value)
+    assert "num_microbatches=1" in str(caught.value)
+    np.testing.assert_allclose(applied(fn, 1), fn(PARAMS, BATCH), rtol=1e-10)
+
+
+def test_aux_of_a_step_and_of_an_evaluation_is_that_of_the_whole_batch():
+    def loss(params, batch):
+        h = logits(params, batch)
+        aux = {"right": (h.argmax(-1) == batch["y"]).sum(), "rate": (h.argmax(-1) == batch["y"]).mean(), "top": h.max(), "t": h.T}
+        return losses(params, batch).mean(), aux
+
+    wanted = loss(PARAMS, BATCH)[1]
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=2, num_microbatches=4, has_aux=True)
+    state = pipe.init(PARAMS, BATCH)
+    pipe.verify(state, BATCH)
+    for found in (pipe.evaluate(state, BATCH).aux, pipe.step(state, BATCH)[1].aux):
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), found) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), wanted
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, wanted)
+
+
+def test_aux_that_mixes_examples_is_told_once_unless_the_user_says_what_becomes_of_it():
+    def loss(params, batch):
+        return losses(params, batch).mean(), {"spread": losses(params, batch).std()}
+
+    with pytest.warns(jaxpp.MicrobatchWarning, match="aux spread: what is computed of all examples goes into the row of each"):
+        jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=4, has_aux=True)(PARAMS, BATCH)
+    grad_fn = jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=4, has_aux=True, reduce_aux={"spread": "stack"})
+    assert grad_fn(PARAMS, BATCH)[0][1]["spread"].shape == (4,)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_pipeline_of_a_sum_steps_verifies_and_evaluates_as_the_sum(schedule):
+    def loss(params, batch):
+        return losses(params, batch).sum(), losses(params, batch).mean()
+
+    options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule, "has_aux": True, "reduction": "sum"}
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.01), data_parallel=2, **options)
+    state = pipe.init(PARAMS, BATCH)
+    pipe.verify(state, BATCH)
+    (wanted, mean), grads = jax.value_and_grad(loss, has_aux=True)(PARAMS, BATCH)
+    odd = jax.tree.map(lambda leaf: leaf[:11], BATCH)
+    found = pipe.evaluate(state, odd)
+    np.testing.assert_allclose((found.loss, found.aux), loss(PARAMS, odd), rtol=1e-10)
+    after, metrics = pipe.step(state, BATCH)
+    np.testing.assert_allclose((metrics.loss, metrics.aux), (wanted, mean), rtol=1e-10)
+    jax.tree.map(
+        lambda a, p, g: np.testing.assert_allclose(a, p - 0.01 * g, rtol=1e-9), jax.device_get(after.params), PARAMS, grads
+    )
+
+
+def test_with_a_count_found_by_itself_unequal_microbatches_replicas_and_verify_are_exact():
+    loss = COUNTS["a mean over tokens"]
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.01), num_stages=2, num_microbatches=3, data_parallel=2, weight="auto")
+    state = pipe.init(PARAMS, BATCH)
+    pipe.verify(state, BATCH)
+    np.testing.assert_allclose(pipe.step(state, BATCH)[1].loss, loss(PARAMS, BATCH), rtol=1e-10)
+
+
+def test_nothing_is_said_where_the_batch_is_one_microbatch_or_the_user_gave_the_weight():
+    assert not stepped_whole(contrastive)
+    assert not stepped(COUNTS["a masked mean"], weight=lambda batch: batch["mask"].sum())[1]
+
+
+def stepped_whole(loss):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=1)(PARAMS, BATCH)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"reduction": "total"}, 'the "mean" over the microbatches, or their "sum"'),
+        ({"reduction": "sum", "weight": len}, "weights are those of a mean"),
+        ({"weight": "count"}, '"auto"'),
+    ],
+)
+def test_a_reduction_or_weight_that_cannot_be_is_refused(options, line):
+    with pytest.raises(ArgumentError) as caught:
+        jaxpp.value_and_grad(contrastive, num_stages=2, **options)
+    assert line in str(caught.value)
