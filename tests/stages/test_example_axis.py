@@ -290,7 +290,10 @@ REFUSED = {
     "a masked mean": (lambda p, b: masked(losses(p, b), b["mask"]), "a sum over the examples, divided by a sum"),
     "the number of each row": (lambda p, b: logits(p, b) + jnp.arange(len(b["x"]))[:, None], "depends on its place"),
     "the best row": (lambda p, b: losses(p, b).argmax(), "searched or multiplied (argmax)"),
-    "a share of all": (lambda p, b: losses(p, b) / losses(p, b).sum(), "one row for each example, divided by a sum over the examples"),
+    "a share of all": (
+        lambda p, b: losses(p, b) / losses(p, b).sum(),
+        "one row for each example, divided by a sum over the examples",
+    ),
 }
 
 
