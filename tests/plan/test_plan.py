@@ -20,7 +20,7 @@ from jaxpp.schedule import SCHEDULES, Kind, make, simulate
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.models import gpt_case, mlp_case
+from tests.models import PARAMS, X, gpt_case, loss_fn, mlp_case
 
 SHORT = {"1f1b"}
 """The schedules of the short tier, where the others prove the same."""
@@ -323,6 +323,14 @@ def test_a_batch_the_user_overwrites_while_the_step_runs_is_not_read_again():
         for leaf in jax.tree.leaves(mine):
             leaf[...] = 0
         np.testing.assert_array_equal(found[0][0], want[0][0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_large_sums_of_gradients_are_begun_by_the_first_backward_and_added_to_by_the_others(schedule, monkeypatch):
+    monkeypatch.setattr("jaxpp.plan.step.ZEROED", 0)
+    grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=4, schedule=schedule)
+    for found, wanted in zip(*map(jax.tree.leaves, (grad_fn(PARAMS, X), jax.value_and_grad(loss_fn)(PARAMS, X))), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_each_microbatch_has_its_share_and_its_own_key():

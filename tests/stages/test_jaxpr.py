@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxpp.stages import jaxpr as inside
-from jaxpp.stages.graph import trace
+from jaxpp.stages.graph import marked, trace
 from jaxpp.stages.layers import _Integers
 
 X = jnp.ones((6, 4))
@@ -125,6 +125,12 @@ def test_the_names_of_scopes_are_the_module_path():
 
     eqn = only("tanh", function, X)
     assert inside.module_path(eqn) == "outer/inner", "source_info.name_stack prints otherwise: see module_path"
+
+
+def test_a_value_has_the_marks_of_all_that_it_is_made_of():
+    graph, _ = trace(lambda a, b, c: (a * b + 1, b - c, -c), X, X, X)
+    marks = marked(graph, {var: 1 << k for k, var in enumerate(graph.inputs)})
+    assert [marks[var] for var in graph.outputs] == [0b011, 0b110, 0b100]
 
 
 def test_an_equation_says_which_line_of_the_model_it_is_of():

@@ -26,9 +26,12 @@ from jaxpp.schedule.registry import make_for_stages
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
+from jaxpp.stages.graph import trace
+from jaxpp.stages.jaxpr import kind_of
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.program import Role
 from jaxpp.stages.remat import Least, RematPolicy, policies_of
+from jaxpp.stages.repeatable import settled
 from jaxpp.stages.stacked import assembled
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
@@ -316,6 +319,30 @@ def test_what_is_named_is_kept_and_not_made_again():
     ((code,),) = cut_with(loss, 1, Least())
     assert work(code, "B")["tanh"] == 1
     assert kept(code) == 3 * 4 * 8 * 4  # the input, what is named, the second product
+
+
+def test_a_part_of_an_input_is_kept_where_the_whole_would_take_more():
+    def loss_fn(params, x):
+        x = x @ params[0]
+        return ((x[:, :2] ** 2).sum(1) + x.sum(1) + (x @ params[1]).sum(1)).mean()
+
+    params = [jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((64, 2), jnp.float32)]
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 8), jnp.float32), None, has_aux=False, frozen=frozenset({1}))
+    (codes,) = cut_with(loss, 2, Least())
+    assert kept(codes[1]) == 4 * 2 * 4, "two columns of what came from stage 0"
+
+
+def test_a_decision_of_the_backward_is_not_made_on_a_value_that_is_made_again():
+    def function(x, y):
+        z = x * y + y  # another program may round it otherwise
+        return jnp.exp(z), jnp.where(z > 1, x, y)
+
+    graph, _ = trace(function, jnp.ones(4), jnp.ones(4))
+    kinds = [kind_of(eqn) for eqn in graph.eqns]
+    decision = kinds.index("gt")
+    made = kinds.index("add")
+    assert settled(graph, range(len(kinds)))[made]
+    assert not settled(graph, [k for k in range(len(kinds)) if k != decision])[made]
 
 
 def test_a_value_and_its_maximum_are_made_again_together():
