@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from flax.training.dynamic_scale import DynamicScale
 import jaxpp
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.errors.tracebacks import entry
+from jaxpp.observe.profile import record
 from jaxpp.runtime import compile as compiling
 from jaxpp.runtime import interrupts
 from jaxpp.runtime.interrupts import Hold
@@ -232,6 +234,29 @@ class Compiling:
         self.work()
 
 
+class Profiles:
+    """A trace of JAX's profiler is ended, whatever broke it off: the next profile has one of its own. (It was refused.)"""
+
+    def __init__(self):
+        self.folder = tempfile.mkdtemp()
+
+    def prepare(self):
+        with contextlib.suppress(RuntimeError):
+            jax.profiler.stop_trace()
+            pytest.fail("a trace that nobody ends")
+
+    def work(self):
+        with record._session(self.folder):
+            pass
+
+    holds = end = prepare
+
+
+def around_the_profiler(code):
+    """Where a trace begins and ends."""
+    return code.co_filename == record.__file__ or (code.co_filename == inspect.getfile(jax.profiler.start_trace))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What runs, where Ctrl-C hits, at how many places, and how many of these must have interrupted it."""
@@ -249,6 +274,7 @@ CASES = {
     "a stream, in JAX's contexts": Case(stream, in_contexts_of_jax, 6, 3),
     "a generation, in JAX's contexts": Case(generation, in_contexts_of_jax, 6, 3),
     "compiling, in Python's pools": Case(Compiling, in_pools, 60, 20),
+    "a profile, where its trace begins and ends": Case(Profiles, around_the_profiler, 30, 15),
 }
 LONG = ("a step of a bank", "init and a step", "a stream", "a generation")
 

@@ -33,6 +33,7 @@ from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.execute import Observer
+from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place, devices_of
 from jaxpp.runtime.processes.channel import Alignment, align_clocks, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
@@ -428,15 +429,26 @@ def _from_zero(step: SeenStep) -> list[Run | None]:
 def _session(folder: str) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
+    takes, interrupt = False, None
     try:
-        jax.profiler.start_trace(folder, profiler_options=options)
-    except RuntimeError as error:
-        rule, fix = "it takes a trace with JAX's profiler, which takes one at a time", "jax.profiler.stop_trace()"
-        raise ArgumentError("pipe.profile", rule, str(error), f"end the other trace first: {fix}") from None
-    try:
+        with held():  # Ctrl-C comes before there is a trace, or when there is one that is known
+            try:
+                jax.profiler.start_trace(folder, profiler_options=options)
+            except RuntimeError as error:
+                rule, fix = "it takes a trace with JAX's profiler, which takes one at a time", "jax.profiler.stop_trace()"
+                raise ArgumentError("pipe.profile", rule, str(error), f"end the other trace first: {fix}") from None
+            takes = True
         yield
     finally:
-        jax.profiler.stop_trace()
+        while takes:
+            try:
+                with held():
+                    takes = False
+                    jax.profiler.stop_trace()
+            except KeyboardInterrupt as error:  # before signals were held, or held until now
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 def _watched(
