@@ -35,7 +35,7 @@ from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
 from jaxpp.tasks.runner import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
-from jaxpp.verify import verify_step
+from jaxpp.verify import Comparisons, verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
 
@@ -382,7 +382,7 @@ class Pipeline(Forward):
             outcome = engine.run("forward", leaves, batch, key, loss_fn=other)
         return Metrics(loss=outcome.loss, aux=outcome.aux, step=steps_of(state))
 
-    def verify(self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> None:
+    def verify(self, state: State, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Comparisons:
         """Check that a step equals the plain single-device step, leaf by leaf; the state is left as it is.
 
         The loss, aux and every gradient are compared with those of single-device gradient accumulation; then the updated parameters
@@ -391,7 +391,13 @@ class Pipeline(Forward):
         float32, 6% in bfloat16. A gradient that moves further when the parameters' last digits change (a bias before a batch
         normalisation) may differ by as much.
 
+        Where the loss is known to be a mean over the examples (or a sum, with ``reduction="sum"``, or a mean over a count, with
+        ``weight="auto"``) and takes no key, ``jax.value_and_grad`` of the whole batch is compared too.
+
         Of several processes all call it with the whole batch. Each is sent the whole model, and raises what any of them finds.
+
+        Returns:
+            what the step was compared with, which prints itself.
 
         Raises:
             VerifyError: naming the first leaf that differs, with both values; or what is NaN in both.
@@ -400,7 +406,7 @@ class Pipeline(Forward):
             rule = "verify compares with the plain step, whose gradient crosses every boundary"
             raise ArgumentError("pipe.verify", rule, f"cut_gradient={boundaries}", "make a pipeline without cut_gradient")
         with self._whole("verify", state, batch, key, task) as (engine, leaves):
-            verify_step(engine, leaves, batch, key)
+            return verify_step(engine, leaves, batch, key)
 
     def collectives(self, batch: Batch, key: Key | None = None, *, task: TaskNames = None) -> Collectives:
         """What a step communicates inside its stages: the collectives of its compiled programs, read from their HLO.

@@ -6,6 +6,7 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stacked import assembled
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
+_UPDATED = "the update equals plain optax's of these gradients, leaf by leaf"
 GRAD_FLOOR = 0.01  # a gradient smaller than this part of the largest one is compared as if it had that size
 COARSE_FLOOR = 0.1  # the same for losses with fewer digits than float32's: their noise is larger beside what is allowed
 _NOISE = 8  # how many times what a change of the parameters' last digits does to a gradient is still rounding
@@ -153,14 +155,26 @@ def compare(what: str, got: Tree, want: Tree, *, floor: float = 0.0, coarsest: D
             raise VerifyError("verify", rule, [values, f"difference {error.max():.3g}, allowed {bound:.3g}"], fix)
 
 
-def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> None:
+@dataclass(frozen=True)
+class Comparisons:
+    """What a step was compared with, a line each, and found equal to."""
+
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+
+def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None) -> Comparisons:
     """Compare a step with the plain step on each process's first device, and leave the state as it is; all raise what one finds."""
     where, rule = "pipe.verify", "every process computes the plain step, and needs the whole batch for it"
     if engine.alone:
         found = engine.run("grads", leaves, batch, key)
-        verify_grads(engine, leaves, batch, key, found)
+        compared = verify_grads(engine, leaves, batch, key, found)
         verify_update(engine, leaves, found, engine.run("update", leaves, batch, key, donate=False).state)
-        return
+        return Comparisons((*compared, _UPDATED))
     with agreement(where, engine.options.devices) as agree:
         parts = jax.tree_util.tree_leaves_with_path(batch)
         shapes = [path_name(path) for path, leaf in parts if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -170,12 +184,14 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
     found = engine.run("grads", leaves, batch, key)._replace(squares=())
     after = engine.run("update", leaves, batch, key, donate=False).state
     found, after, leaves, batch, key = gather((found, after, leaves, batch, key))
+    compared = []
 
     def check() -> None:
-        verify_grads(engine, leaves, batch, key, found)
+        compared.extend(verify_grads(engine, leaves, batch, key, found))
         verify_update(engine, leaves, found, after)
 
     raise_alike(where, check, VerifyError)
+    return Comparisons((*compared, _UPDATED))
 
 
 def _on_one_device(tree: Tree) -> Tree:
@@ -184,8 +200,11 @@ def _on_one_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 
 
-def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> None:
-    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's."""
+def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:  # noqa: PLR0915  (a comparison after the other)
+    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's; return what was compared.
+
+    Where the loss is known to be that of the whole batch, ``jax.value_and_grad`` of the whole batch is compared too.
+    """
     config, layout = engine.options, engine.layout
     state = states_of(engine).wrap(leaves)
     traced = engine.preparer.step(batch, key).cuts[0].loss
@@ -217,16 +236,36 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
         kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in range(len(leaves))]
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
 
-    try:
-        compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
-    except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
-        moved = jax.tree.map(_shaken, given)
-        _, _, shaken, *_ = oracle(config.loss_fn, moved, batch, key, config.schedule.num_microbatches, **options)
-        noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
-        compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
+    def plain(params: Params) -> Grads:
+        return oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)[2]
+
+    def compare_grads(grads: Grads, plain: Callable[[Params], Grads]) -> None:
+        try:
+            compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
+        except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
+            shaken = plain(jax.tree.map(_shaken, given))
+            noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
+            compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
+
+    compare_grads(grads, plain)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
+    compared = [f"equals gradient accumulation on one device, {config.schedule.num_microbatches} microbatches, leaf by leaf"]
+    reason = "" if layout.whole else "its loss is not known to be a mean over the examples"
+    reason = "its microbatches have random keys of their own" if key is not None else reason
+    reason = reason or (
+        "it has a model state, a loss scale or sets of a bank" if config.has_state or config.loss_scale or groups else ""
+    )
+    if reason:
+        compared.append(f"not compared with the loss of the whole batch: {reason}")
+    else:
+        differentiated = jax.jit(jax.value_and_grad(config.loss_fn, has_aux=config.has_aux))
+        value, grads = differentiated(given, batch)
+        compare("loss", found.loss, value[0] if config.has_aux else value, coarsest=coarsest)
+        compare_grads(grads, lambda params: differentiated(params, batch)[1])
+        compared.append("equals jax.value_and_grad of the whole batch on one device, leaf by leaf")
     # The gradients of a scaled loss may overflow; the step is then skipped, which is what is to be seen.
     _check_numbers({"loss": found.loss} | ({} if config.loss_scale else {"grads": spread}))
+    return compared
 
 
 def _check_numbers(found: Mapping[str, Tree]) -> None:

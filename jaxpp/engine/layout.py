@@ -62,6 +62,7 @@ class Layout:
     unevenness: str | None  # what to warn of, where the cut that was found is uneven
     mixing: str | None  # what to warn of, where a step is not what the loss says of the whole batch
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
+    whole: bool  # whether the loss of a step is known to be that of the whole batch
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -176,6 +177,7 @@ class _Layouts:
             unevenness=uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None,
             mixing=merge.warning,
             weight=merge.weight,
+            whole=merge.whole,
         )
         return layout, first
 

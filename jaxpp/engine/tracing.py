@@ -142,11 +142,12 @@ class Tracing:
         reducers, mixing = reducers_of(loss, options.reduce_aux, lambda: examples, strict=own, summed=summed)
         weight = options.weight if callable(options.weight) else None
         if trial is None or not loss.is_loss:
-            return Merge(reducers, None, weight)
+            return Merge(reducers, None, weight, whole=count == 1)
         verdict, remarks = judge(trial[0], examples.loss), list[str]()
+        whole = verdict.what == options.reduction and weight is None
         if automatic and verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
             place = place_of(trial[0].graph, verdict.divisor.var)
-            weight = _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
+            whole, weight = True, _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
         elif not callable(options.weight) or verdict.what == "mixed":
             paths = jax.tree_util.tree_leaves_with_path(microbatch)
             leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
@@ -156,7 +157,7 @@ class Tracing:
             got = "\n       ".join(mixing[:4])
             fix = 'say what becomes of it, for example reduce_aux={"<path>": "stack"}, or pass num_microbatches=1'
             remarks.append(f"aux: the step has the mean over {count} microbatches of each leaf.\n  Got: {got}.\n  Fix: {fix}.")
-        return Merge(reducers, "\n".join(remarks) or None, weight)
+        return Merge(reducers, "\n".join(remarks) or None, weight, whole)
 
     def _trial(
         self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None
@@ -181,6 +182,7 @@ class Merge(NamedTuple):
     reducers: Mapping[int, Reducer]  # of the aux leaves that are not averaged
     warning: str | None  # where that is not what the loss says of the whole batch
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
+    whole: bool  # whether the loss of the step is known to be that of the whole batch
 
 
 @dataclass(frozen=True)
