@@ -229,7 +229,10 @@ class _Follower:
             outs = [
                 _Operand(Value(), aval_of(a).shape, aval_of(b).shape, a) for a, b in zip(eqn.outvars, other.outvars, strict=True)
             ]
-            results = self._results(eqn, other, operands, outs)
+            try:
+                results = self._results(eqn, other, operands, outs)
+            except (AttributeError, IndexError, KeyError, TypeError):  # another JAX's parameters: a warning stops no training
+                results = [self._unknown(kind_of(eqn), operands, out) for out in outs]
             for out, value in zip(outs, results, strict=True):
                 self.values[out.atom] = self._tidied(eqn, out, value)  # type: ignore[index]
                 self._made[out.atom] = eqn, other  # type: ignore[index]
@@ -451,6 +454,10 @@ class _Follower:
             return self._joined(values, sums=False)
         if kind in _ELEMENTWISE or kind.startswith("random_"):
             return self._applied(kind, values)
+        return self._unknown(kind, operands, out)
+
+    def _unknown(self, kind: str, operands: Sequence[_Operand], out: _Operand) -> Value:
+        values = [operand.value for operand in operands]
         if all(value.kind == Relation.SAME for value in values):
             placed = any(value.placed for value in values) or (bool(out.axes) and not any(operand.axes for operand in operands))
             return Value(degree=0 if all(value.degree == 0 for value in values) else None, placed=placed)
