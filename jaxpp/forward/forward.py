@@ -286,8 +286,9 @@ class Forward:
             group_size: how many sequences a group has; they are computed together, each with a carry of its own.
             chunk: the most tokens of a prompt that one pass takes. Passes take ``chunk`` tokens, an eighth of it, and so on down to
                 1, so a few programs serve prompts of all lengths. A model that takes one token a call is given one at a time.
-            max_length: the most tokens that a sequence may have, its prompt included. Default: what the carry has room for, read
-                off the traced function where it writes into the carry; if that does not tell (a recurrent network), no limit.
+            max_length: the most tokens that a sequence may have, its prompt included. Default, and at most: what the carry has
+                room for, read off the traced function where it writes into the carry; if that does not tell (a recurrent network),
+                no limit.
             progress: whether to show a progress bar where somebody watches.
             task: as for ``apply``.
 
@@ -296,8 +297,10 @@ class Forward:
             it is the prompt's last. ``.collect()`` gives an array for each prompt, ``.forecast()`` says what the devices will hold.
 
         Raises:
-            OutputError: ``fn`` does not return a pair of a like carry and logits.
-            ArgumentError: counts below 1, a rule of sampling or stop tokens that cannot be what they stand for.
+            OutputError: ``fn`` does not return a pair of a like carry and logits; or, when it is reached: its logits are NaN, or
+                the rule of sampling chose a token that has none. That sequence ends, and the others go on with the next call.
+            ArgumentError: counts below 1, a ``max_length`` beyond the carry's room, a rule of sampling or stop tokens that cannot be
+                what they stand for.
             BatchError: when it is reached: a prompt that is no sequence of tokens, or that is too long for the carry.
             JaxppError: as ``apply``.
         """

@@ -263,7 +263,7 @@ def _only_shapes(where: str) -> StateError:
     return StateError(where, rule, "parameters that are shapes without values", fix)
 
 
-def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tuple[Token, ...]:
+def _read(drawn: NextToken, rows: Rows, places: Places, bar: tqdm | None) -> tuple[Token | Exception, ...]:
     tokens = places.read(rows, *map(np.asarray, drawn))
     if bar is not None:
         bar.total = places.most_tokens
@@ -283,11 +283,26 @@ def generation(
     if leaves is None:
         return Generation(None, make(iter(prompts)), shown=False, foresee=foresee)
     (sizes, room, vocab), limit = prompts_of(request), request.max_length
-    if limit is None and room is not None:
-        limit = room + 1  # the last token does not enter the carry
+    if room is not None:
+        most = room + 1  # the last token does not enter the carry
+        if limit is not None and limit > most:
+            rule, got = (
+                "a sequence is at most as long as its carry has room for",
+                f"a carry with room for {room} tokens, and one more",
+            )
+            fix = "leave max_length out, and the carry says it; or make a carry with more room"
+            raise ArgumentError(f"{request.where}(..., max_length={limit})", rule, got, fix)
+        limit = most if limit is None else limit
     places_of = functools.partial(make, prompts, sizes=sizes, vocab=vocab, max_length=limit)
     places = places_of()
-    ring = Ring(*passes_of(request, Lasting(leaves)), request)
+    try:
+        ring = Ring(*passes_of(request, Lasting(leaves)), request)
+    except Exception as error:
+        lengths = {leaf.shape[0] for leaf in jax.tree.leaves(request.carry) if leaf.shape}
+        if len(lengths) == 1 and (length := lengths.pop()) > 1:
+            each = f"tokens [1, length]; each array of the carry is {length} long along its first axis"
+            error.add_note(f"jaxpp: {request.where} calls fn with {each}: if these are sequences, make the carry for one")
+        raise
     again = None if isinstance(prompts, Iterator) else places_of
     return Generation(ring, places, shown=shown, again=again, foresee=foresee)
 

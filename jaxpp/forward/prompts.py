@@ -5,6 +5,7 @@ The host begins passes before it has read the tokens of earlier ones, and only t
 another prompt at once; one that ends at a stop token makes room when it is read, and what was begun since is discarded.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpp.errors import ArgumentError, BatchError, shown
+from jaxpp.errors import ArgumentError, BatchError, OutputError, shown
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Tree
@@ -134,20 +135,36 @@ class Places:
             held.num_begun += 1
         return rows
 
-    def read(self, rows: Rows, tokens: Any, logprobs: Any) -> tuple[Token, ...]:
-        """The tokens that have come of a pass, one for each row that had not ended; passes are read in the order of their begin."""
+    def read(self, rows: Rows, tokens: Any, logprobs: Any) -> tuple[Token | OutputError, ...]:
+        """The tokens that have come of a pass, one for each row that had not ended; passes are read in the order of their begin.
+
+        A token that has no logit, or was chosen among logits that are NaN, ends its sequence with an error in its place.
+        """
         tokens, logprobs = np.ravel(tokens).tolist(), np.ravel(logprobs).tolist()
-        made: list[Token] = []
+        made: list[Token | OutputError] = []
         for row, held in rows:
             if not held.ended:
                 index, token = held.num_read, tokens[row]
                 held.num_read += 1
-                held.ended = token in self._stop or held.num_read == held.num_tokens
+                wrong = math.isnan(logprobs[row])
+                held.ended = wrong or token in self._stop or held.num_read == held.num_tokens
                 self.num_ended += held.ended
                 self._num_spared += (held.num_tokens - held.num_read) * held.ended
-                made.append(Token(held.prompt, index, token, logprobs[row], held.ended))
+                one = Token(held.prompt, index, token, logprobs[row], held.ended)
+                made.append(self._no_token(one) if wrong else one)
         self.num_made += len(made)
         return tuple(made)
+
+    def _no_token(self, token: Token) -> OutputError:
+        place = f"token {token.index} of prompt {token.prompt}, counted from 0"
+        if 0 <= token.token < self._vocab:
+            rule = "the next token is chosen among logits that are numbers, and the likeliest of them is no infinity"
+            fix = "look at the parameters and at the carry; jax.config.update('jax_debug_nans', True) finds where NaN begins"
+            return OutputError("fn(params, carry, tokens)", rule, f"NaN for {place}; this sequence ends here", fix)
+        rule = "a sampling function returns the number of a token that has a logit"
+        known = f" where there are logits for {self._vocab} tokens" if self._vocab <= _LARGEST else ""
+        got, fix = f"{token.token}{known}, for {place}; this sequence ends here", "return a number from 0 to len(logits) - 1"
+        return OutputError("sample(logits, key)", rule, got, fix)
 
     def _checked(self, prompts: Sequence[Tree]) -> list[np.ndarray]:
         if not prompts:

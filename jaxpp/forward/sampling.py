@@ -30,6 +30,7 @@ Sampler = Callable[[Float[Array, " vocab"], Key], Int[Array, ""]]  # the token d
 _SMALL, _SMALLEST = 1e-6, 1e-30  # below the first temperature the maximum is subtracted first; below the second it is used instead
 
 _FN = "fn(params, carry, tokens)"  # what messages call the user's function
+_ONE_SEQUENCE = "return (new_carry, logits) for a batch of one sequence, with a carry made for one"
 
 
 @entries
@@ -149,7 +150,10 @@ def sampler_of(sample: SampleRule) -> Sampler:
 
 
 def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[Int[Array, ""], Float[Array, ""]]:
-    """A token, and the logarithm of its probability in the model's own distribution: at temperature 1, with every token allowed."""
+    """A token, and the logarithm of its probability in the model's own distribution: at temperature 1, with every token allowed.
+
+    That is NaN for a token that has no logit, and where logits are NaN.
+    """
     logits = _wide(logits)
     try:
         token = sampler(logits, key)
@@ -162,7 +166,7 @@ def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[In
         fix = "return for example jax.random.categorical(key, logits), which is an integer"
         raise ArgumentError("sample(logits, key)", rule, got if isinstance(token, Aval) else shown(got), fix)
     token = jnp.asarray(token, jnp.int32)
-    return token, jax.nn.log_softmax(logits)[token]
+    return token, jnp.where((token >= 0) & (token < logits.shape[0]), jax.nn.log_softmax(logits)[token], jnp.nan)
 
 
 def _is_token(value: object) -> bool:
@@ -251,7 +255,7 @@ def _last(logits: Tree, length: int) -> Float[Array, " vocab"]:
         if logits.ndim == 3 and logits.shape[1] in (1, length):
             return jnp.asarray(logits[0, -1])
     rule = f"it returns the logits of the next token: floats [1, {length}, vocab], or [1, vocab] of the last position"
-    raise OutputError(_FN, rule, _called(logits), "return (new_carry, logits) for a batch of one sequence")
+    raise OutputError(_FN, rule, _called(logits), _ONE_SEQUENCE)
 
 
 def _called(result: Tree) -> str:

@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -239,17 +239,22 @@ def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) 
     wrong = [
         f"stage {k}: {value!r}"
         for k, value in enumerate(values)
-        if not (callable(value) or isinstance(value, Offload) or ((value is None or isinstance(value, str)) and value in words))
+        if not (_is_policy(value) or isinstance(value, Offload) or ((value is None or isinstance(value, str)) and value in words))
     ]
     wrong += [f"{len(values)} for {num_stages} stages"] if len(values) != num_stages else []
     if wrong:
         rule = 'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
         fix = 'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage'
+        fix = "call it: remat=jaxpp.Offload()" if Offload in values else fix
         raise ArgumentError("remat", rule + "or what a policy says", wrong, fix)
     policies: tuple[RematPolicy, ...] = tuple(
-        least if isinstance(value, Offload) else ByPolicy(value) if callable(value) else words[value] for value in values
+        least if isinstance(value, Offload) else ByPolicy(value) if _is_policy(value) else words[value] for value in values
     )
     return None if all(policy == everything for policy in policies) else policies
+
+
+def _is_policy(value: Remat) -> TypeGuard[Policy]:
+    return callable(value) and not isinstance(value, type)
 
 
 def offload_of(remat: Remat | Sequence[Remat], num_stages: int) -> tuple[int | None, ...]:

@@ -441,6 +441,13 @@ WRONG = {
         "Got: prompt 1: 9 tokens and 4 to generate are 13",
         "more than 10",
     ),
+    "more tokens than the carry has room for": (
+        {"max_length": 10**6},
+        ArgumentError,
+        "forward.generate(..., max_length=1000000): ",
+        "Got: a carry with room for 32 tokens, and one more.",
+        "leave max_length out",
+    ),
     "no prompts": ({"prompts": []}, BatchError, "forward.generate(", "Got: none.", "pass a list"),
     "counts": (
         {"num_groups": 0, "group_size": -1, "chunk": 1.5, "max_length": 0},
@@ -531,6 +538,54 @@ def test_what_the_model_raises_comes_out_as_it_is(two_stages):
     (note,) = [note for note in error.value.__notes__ if note.startswith("jaxpp: raised while tracing fn with i32[")]
     assert note.endswith("beside its parameters")
     assert "microbatch" not in note
+
+
+def test_a_carry_for_four_sequences_is_named_where_the_model_stumbles_over_it(two_stages):
+    forward, params = two_stages
+
+    def fn(params, carry, tokens):
+        assert carry["state"].shape[0] == len(tokens)
+        return carry, jnp.zeros((1, 23))
+
+    with pytest.raises(AssertionError) as error:
+        forward.generate(params, fn, {"state": jnp.zeros((4, 8)), "position": jnp.int32(0)}, SHORT, FEW)
+    (note,) = [note for note in error.value.__notes__ if "make the carry for one" in note]
+    assert "each array of the carry is 4 long along its first axis" in note
+
+
+def refused_at(token):
+    """A rule of sampling, and a function, that fail where the likeliest token is this one."""
+
+    def sample(logits, _):
+        return jnp.where(logits.argmax() == token, 23 + token, logits.argmax())
+
+    return sample, with_logits(lambda logits: jnp.where(logits.argmax(-1, keepdims=True) == token, jnp.nan, logits))
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("what", ["a token without a logit", "NaN"])
+def test_what_is_no_token_ends_its_sequence_with_an_error_and_the_others_go_on(two_stages, what, group_size):
+    forward, params = two_stages
+    wanted = [each.tokens for each in loop(SMALL, SHORT, FEW)]
+    token = next(token for token in wanted[0] if any(token not in tokens for tokens in wanted))
+    sample, fn = refused_at(token)
+    options = {"sample": sample} if what != "NaN" else {}
+    fn = fn if what == "NaN" else SMALL.fn
+    generation = forward.generate(params, fn, SMALL.carry, SHORT, FEW, chunk=8, group_size=group_size, **options)
+    made, errors = [[] for _ in SHORT], []
+    while True:
+        try:
+            each = next(generation)
+            made[each.prompt].append(each.token)
+        except OutputError as error:
+            errors.append(str(error))
+        except StopIteration:
+            break
+    assert made == [tokens[: tokens.index(token)] if token in tokens else tokens for tokens in wanted]
+    stopped = [number for number, tokens in enumerate(wanted) if token in tokens]
+    assert sorted(int(re.search(r"of prompt (\d+)", error).group(1)) for error in errors) == stopped
+    told = "Got: NaN for token" if what == "NaN" else f"Got: {23 + token} where there are logits for 23 tokens, for token"
+    assert all(told in error for error in errors), errors
 
 
 def test_a_prompt_that_is_none_comes_out_at_its_place_and_the_others_go_on(two_stages):

@@ -120,7 +120,7 @@ def test_a_pipeline_that_recomputes_trains_and_verifies():
     assert jnp.isfinite(metrics.loss)
 
 
-@pytest.mark.parametrize("wrong", ["all", ["keep", "none"], ["keep"], 3, [None, 1]])
+@pytest.mark.parametrize("wrong", ["all", ["keep", "none"], ["keep"], 3, [None, 1], jaxpp.Offload])
 def test_what_is_no_way_to_keep_is_refused(wrong):
     with pytest.raises(ArgumentError, match='everything \\("keep"\\)') as error:
         jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2, remat=wrong)
