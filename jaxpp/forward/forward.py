@@ -299,8 +299,8 @@ class Forward:
         Raises:
             OutputError: ``fn`` does not return a pair of a like carry and logits; or, when it is reached: its logits are NaN, or
                 the rule of sampling chose a token that has none. That sequence ends, and the others go on with the next call.
-            ArgumentError: counts below 1, a ``max_length`` beyond the carry's room, a rule of sampling or stop tokens that cannot be
-                what they stand for.
+            ArgumentError: counts below 1, a ``max_length`` beyond the carry's room, a rule of sampling or stop tokens that cannot
+                be what they stand for.
             BatchError: when it is reached: a prompt that is no sequence of tokens, or that is too long for the carry.
             JaxppError: as ``apply``.
         """
