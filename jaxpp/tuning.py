@@ -132,7 +132,7 @@ class Tuning:
         table = [["", *(knob.name for knob in knobs), "predicted", "measured", "peak of each device"]]
         for row in self._shown():
             choice = ">" * (row.candidate == self.found.best.candidate)
-            times = time_in_words(row.predicted), "" if row.measured is None else time_in_words(row.measured)
+            times = time_in_words(row.predicted), _measured(row)
             table.append([choice, *(str(knob.value(row.candidate)) for knob in knobs), *times, self._memory(row)])
         return table
 
@@ -145,7 +145,8 @@ class Tuning:
         """What the table leaves out, and why the choice was made."""
         shown, found = len(self._shown()), self.found
         room = "" if self.hbm is None else f", of {bytes_in_words(self.hbm)}"
-        lines = [f"> the choice; peak: the most bytes at once{room}"]
+        ran = "; measured: the median of its steps, ± the middle half" * bool(self.measured)
+        lines = [f"> the choice{ran}; peak: the most bytes at once{room}"]
         if shown < len(self.rows):
             lines.append(f"{self.heading}: the table has {shown}, with the best of each schedule, and tuning.rows has all")
         if found.unseen:
@@ -167,6 +168,13 @@ class Tuning:
     def _repr_html_(self) -> str:
         picture = figure_html(self.figure(), self.heading) if has_matplotlib() else ""
         return f"{picture}{html_table(self._cells())}{html_remarks(self.remarks())}"
+
+
+def _measured(row: Row) -> str:
+    if row.measured is None or row.middle is None:
+        return ""
+    low, high = row.middle
+    return f"{time_in_words(row.measured)} ±{50 * (high - low) / row.measured:.0f}%"
 
 
 def _sizes(peaks: Sequence[int]) -> str:
@@ -222,7 +230,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         remat: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, or several of these. Default: ``"least"``; and, if the
             fastest candidate does not fit into ``hbm``, ``"offload"`` and ``"recompute"`` as well.
         balance: what stages have equal amounts of, as for ``Pipeline``; or several of these.
-        num_measured: how many candidates are run. With 0, the best by prediction is chosen.
+        num_measured: how many candidates are run, by turns in several rounds. With 0, the best by prediction is chosen.
         keep: whether measurements are kept for later calls, in the user's cache folder or in a folder of this name.
         **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``loss_scale``, ...
 

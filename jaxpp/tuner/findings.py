@@ -1,6 +1,7 @@
 """What a search found: why a candidate was chosen, in sentences, and the time of a step against memory, as a figure.
 
-Each sentence tells of one choice, from its neighbours that differ in this choice alone. In the figure, the frontier is the line
+Each sentence tells of one choice, from its neighbours that differ in this choice alone: how long they took where both ran, and else
+how long they would take by prediction. In the figure, the frontier is the line
 through the candidates to which no other is superior in both. A candidate that ran has a cross at the time it took; the line from
 its mark to the cross is what the prediction missed.
 """
@@ -54,10 +55,12 @@ class _Reasons(NamedTuple):
         step = f"{best.candidate.words}: a step takes {time_in_words(best.predicted)} by prediction"
         if best.measured is None:
             return f"{step}; it did not run."
-        others = sum(row.measured is not None for row in self.found.rows) - 1
+        others = [row for row in self.found.rows if row.measured is not None and row is not best]
         off = _percent(abs(best.predicted / best.measured - 1))
-        fastest = f", the fastest of {others + 1} candidates that ran" * bool(others)
-        return f"{step}, {time_in_words(best.measured)} when it ran (the prediction is {off} off){fastest}."
+        fastest = f", the fastest of {len(others) + 1} candidates that ran" * bool(others)
+        alike = " and ".join(_short(row.candidate, best.candidate) for row in others if not row.told_apart(best))
+        unsure = f", too near to {alike} to tell them apart" * bool(alike)
+        return f"{step}, {time_in_words(best.measured)} when it ran (the prediction is {off} off){fastest}{unsure}."
 
     def about(self, knob: Knob) -> str:
         """One sentence about a choice: what the neighbours would take instead; empty if there is nothing to say."""
@@ -98,20 +101,20 @@ class _Reasons(NamedTuple):
     def _compared(self, row: Row) -> str:
         best = self.found.best
         ratio = row.predicted / best.predicted
+        if row.measured is not None and best.measured is not None:
+            times = f"{time_in_words(row.measured)} instead of {time_in_words(best.measured)}"
+            if not row.told_apart(best):
+                return f"a step took {times} when it ran, which is too near to tell them apart"
+            wrong = ", though by prediction it would take less" * (ratio < 1 - _SAME)
+            return f"a step took {_longer(row.measured / best.measured)} when it ran ({times}){wrong}"
         too_much = self.hbm is not None and row.peak is not None and row.peak > self.hbm
         holds = f"a device would hold {bytes_in_words(row.peak or 0)} of {bytes_in_words(self.hbm or 0)}"
         if ratio < 1 - _SAME:
-            less = f"a step would take {_percent(1 - ratio)} less"
-            if too_much:
-                return f"{less}, but {holds}"
-            if row.measured is not None and best.measured is not None:
-                return f"{less} by prediction, but it took {time_in_words(row.measured)} when it ran"
-            return f"{less}, but it could not be run"
+            return f"a step would take {_percent(1 - ratio)} less, but {holds if too_much else 'it could not be run'}"
         if ratio <= 1 + _SAME:
             return f"a step would take as long{f', but {holds}' * too_much}"
-        more = f"a step would take {_percent(ratio - 1)} more" if ratio < 2 else f"a step would take {ratio:.2g} times as long"
         name, a, b = max(zip(Parts._fields, self._parts(best), self._parts(row), strict=True), key=lambda part: part[2] - part[1])
-        return f"{more} ({_PARTS[name]}: {time_in_words(b)} instead of {time_in_words(a)})"
+        return f"a step would take {_longer(ratio)} ({_PARTS[name]}: {time_in_words(b)} instead of {time_in_words(a)})"
 
     def _parts(self, row: Row) -> Parts:
         candidate = row.candidate
@@ -124,7 +127,7 @@ class _Reasons(NamedTuple):
         seconds = alone(best.schedule, self.found.costs[best.family])
         ratio = seconds / self.found.best.predicted
         if ratio >= 1:
-            return (f"One device alone would take {ratio:.2g} times as long, by the same costs.",)
+            return (f"One device alone would take {_longer(ratio)}, by the same costs.",)
         faster = f"One device alone would be faster by the same costs ({time_in_words(seconds)} a step)"
         return (f"{faster}: pass num_ranks=(1, {best.schedule.num_ranks}) to have it looked at.",)
 
@@ -135,8 +138,20 @@ def _beside(knob: Knob, one: Candidate, other: Candidate) -> str:
     return f" ({', '.join(differ)})" * bool(differ)
 
 
+def _short(one: Candidate, other: Candidate) -> str:
+    """What a candidate is, as far as it differs from another one."""
+    differ = [knob.phrase(knob.value(one)) for knob in KNOBS if knob.value(one) != knob.value(other)]
+    return f"the one with {', '.join(differ)}"
+
+
 def _percent(part: float) -> str:
     return f"{100 * part:.0f}%" if part >= 0.095 else f"{100 * part:.2g}%" if part >= 1e-3 else "less than 0.1%"
+
+
+def _longer(ratio: float) -> str:
+    if ratio <= 1 + _SAME:
+        return "as long"
+    return f"{_percent(ratio - 1)} more" if ratio < 2 else f"{ratio:.2g} times as long"
 
 
 def time_in_words(seconds: float) -> str:

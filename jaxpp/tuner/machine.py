@@ -52,12 +52,14 @@ from jaxpp.tuner.search import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
 _MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
-_TIMED = 2.0  # seconds for the steps of a candidate
+_TIMED = 2.0  # seconds for the steps of a candidate, in all rounds
+_ROUNDS = 3  # in each, every candidate runs some steps: what disturbs the machine for a while disturbs all of them
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
+_LEAST = 6  # steps that are timed, however long they take; half as many in a round
 _LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
-_KIND = "jaxpp tune 2"  # what a file of results says of itself; another number for other contents
+_KIND = "jaxpp tune 3"  # what a file of results says of itself; another number for other contents
 
 
 class Devices:
@@ -111,22 +113,33 @@ class Devices:
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
-        return tuple(self._result("peaks", candidate, lambda: self._peaks_of(self._steps(candidate), candidate.family)))
+        return tuple(self._result("peaks", [candidate], lambda: self._peaks_of(self._steps(candidate), candidate.family)))
 
-    def step(self, candidate: Candidate) -> float:
-        """The median seconds of some steps, from call to results; where devices share cores, at the first pace (``_Pace``)."""
+    def steps(self, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
+        """The seconds of some steps of each, from call to results, in rounds; on shared cores, at the first pace (``_Pace``).
 
-        def run() -> float:
-            self.num_measured += 1
+        Only the candidate that runs has its state on the devices.
+        """
+
+        def run() -> list[list[float]]:
+            self.num_measured += len(candidates)
             self._open_reference()
-            return self._pace.timed(self._steps(candidate), _TIMED).seconds
+            opened, seconds = [self._steps(candidate) for candidate in candidates], [list[float]() for _ in candidates]
+            for number in range(_ROUNDS):
+                warm_up = 1 if number else _WARM_UP
+                for steps, taken in zip(opened, seconds, strict=True):
+                    taken.extend(self._pace.timed(steps, _TIMED / _ROUNDS, warm_up=warm_up, least=_LEAST // 2).steps)
+                    steps.leaves = None
+            return seconds
 
-        return self._result("steps", candidate, run)
+        return [tuple(taken) for taken in self._result("steps", candidates, run)]
 
-    def _result(self, kind: str, candidate: Candidate, ask: Callable[[], Any]) -> Any:
-        rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
-        name = " ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), rows])
-        return self._results.known(kind, name, ask)
+    def _result(self, kind: str, candidates: Sequence[Candidate], ask: Callable[[], Any]) -> Any:
+        names: list[str] = []
+        for candidate in candidates:
+            rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
+            names.append(" ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), rows]))
+        return self._results.known(kind, ", ".join(names), ask)
 
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
@@ -260,12 +273,17 @@ class _Steps:
 
 
 class _Paced(NamedTuple):
-    """What some turns found; both numbers are medians."""
+    """What some turns found."""
 
-    seconds: float  # of a step, at the speed that the machine had at first
-    factor: float  # how much longer a step took than at that speed
+    steps: tuple[float, ...]  # seconds of each, at the speed that the machine had at first
+    factor: float  # how much longer a step took than at that speed, the median
     free: tuple[SeenStep, ...]  # steps at full speed that were looked at
     apart: tuple[SeenStep, ...]  # steps in which each instruction waited for the one before
+
+    @property
+    def seconds(self) -> float:
+        """The median of a step."""
+        return statistics.median(self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,17 +298,17 @@ class _Pace:
     reference: _Steps | None = None
     usual: float = 0.0  # seconds of its step at the speed that counts
 
-    def timed(self, steps: _Steps, budget: float, *, looks: bool = False) -> _Paced:
+    def timed(self, steps: _Steps, budget: float, *, looks: bool = False, warm_up: int = _WARM_UP, least: int = _LEAST) -> _Paced:
         """Run steps by turns with the reference, for so many seconds; before that, some are looked at if ``looks``."""
-        first = min(steps.timed() for _ in range(_WARM_UP))
+        first = min(steps.timed() for _ in range(warm_up))
         seen = [steps.step(Stamps(waits=waits)).timed() for waits in (True, False) * (_LOOKS if looks else 0)]
-        count = min(40, max(6, math.ceil(budget / (first + self.usual))))
+        count = min(40, max(least, math.ceil(budget / (first + self.usual))))
         seconds, factors = list[float](), [self._factor()]
         for _ in range(count):
             seconds.append(steps.timed())
             factors.append(self._factor())
         between = [(before + after) / 2 for before, after in itertools.pairwise(factors)]
-        own = statistics.median(taken / factor for taken, factor in zip(seconds, between, strict=True))
+        own = tuple(taken / factor for taken, factor in zip(seconds, between, strict=True))
         seen = steps.told(seen)
         return _Paced(own, statistics.median(between), tuple(seen[1::2]), tuple(seen[::2]))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, JaxppError, ScheduleError
@@ -192,8 +193,8 @@ class Machine(Protocol):
         """The bytes that the device of each rank holds at its peak; of a family that was measured."""
         ...
 
-    def step(self, candidate: Candidate) -> float:
-        """The seconds of a step, from the call until all its results are there."""
+    def steps(self, candidates: Sequence[Candidate]) -> Sequence[tuple[float, ...]]:
+        """The seconds of some steps of each, from the call until all its results are there; they run by turns."""
         ...
 
 
@@ -213,12 +214,18 @@ class Row(NamedTuple):
     candidate: Candidate  # its options
     predicted: float  # seconds of a step
     peaks: tuple[int, ...] | None = None  # bytes that the device of each rank holds at its peak; None if that was not asked
-    measured: float | None = None  # seconds of a step as it ran; None if it did not run
+    measured: float | None = None  # seconds of a step as it ran, the median; None if it did not run
+    middle: tuple[float, float] | None = None  # the middle half of its steps took between these seconds
 
     @property
     def peak(self) -> int | None:
         """Bytes on the device that holds most."""
         return None if self.peaks is None else max(self.peaks)
+
+    def told_apart(self, other: "Row") -> bool:
+        """Whether two that ran differ by more than their steps do: the middle halves have nothing in common."""
+        assert self.middle and other.middle, "both ran"
+        return self.middle[1] < other.middle[0] or other.middle[1] < self.middle[0]
 
 
 class SearchResult(NamedTuple):
@@ -317,29 +324,30 @@ class _Search:
         return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
     def result(self) -> SearchResult:
-        fitting, measured = list[Candidate](), dict[Candidate, float]()
+        fitting, steps = list[Candidate](), dict[Candidate, tuple[float, ...]]()
         self.bar.total += self.limits.num_measured
         ordered = self.ordered()
         for candidate in ordered:
             try:
                 if len(fitting) < max(1, self.limits.num_measured) and self.evaluator.fits(candidate):
-                    if self.limits.num_measured:
-                        self.bar.set_description(f"running {candidate.schedule.name}")
-                        measured[candidate] = self.machine.step(candidate)
+                    self.evaluator.peaks(candidate)  # what cannot be compiled is left out before any runs
                     fitting.append(candidate)
-                    self.bar.update()
             except JaxppError as error:
                 self.left_out[candidate] = error
         if not fitting:
             raise self._nothing_fits()
-        for candidate in (*fitting, *{each.schedule.name: each for each in reversed(ordered)}.values()):
+        if self.limits.num_measured:
+            self.bar.set_description("running " + ", ".join(dict.fromkeys(candidate.schedule.name for candidate in fitting)))
+            steps = dict(zip(fitting, self.machine.steps(fitting), strict=True))
+            self.bar.update(self.limits.num_measured)
+        for candidate in {each.schedule.name: each for each in reversed(ordered)}.values():
             try:  # the memory of what a table shows, the best of each schedule
                 self.evaluator.peaks(candidate)
             except JaxppError as error:
                 self.left_out[candidate] = error
         prices, weights = self.evaluator.prices, self.evaluator.weights
-        rows = {one: Row(one, prices[one], weights.get(one), measured.get(one)) for one in ordered}
-        best = rows[min(fitting, key=lambda candidate: measured.get(candidate, 0.0))]
+        rows = {one: Row(one, prices[one], weights.get(one), *_middle(steps.get(one))) for one in ordered}
+        best = rows[min(fitting, key=lambda candidate: rows[candidate].measured or 0.0)]
         return SearchResult(best, tuple(rows.values()), self.costs, self.left_out, tuple(self.unseen))
 
     def _nothing_fits(self) -> JaxppError:
@@ -351,6 +359,14 @@ class _Search:
         got = [f"{len(lightest)} candidates, none of which fits into {room}", f"the least is {need}, of {lightest[0].words}"]
         fix = "use more devices or smaller batches, or pass a larger hbm if the devices have it"
         return ArgumentError(f"jaxpp.tune(..., hbm={room!r})", rule, got, fix)
+
+
+def _middle(seconds: Sequence[float] | None) -> tuple[float | None, tuple[float, float] | None]:
+    """The median, and between which times the middle half lies."""
+    if seconds is None:
+        return None, None
+    low, median, high = map(float, np.quantile(seconds, (0.25, 0.5, 0.75)))
+    return median, (low, high)
 
 
 def nearest(family: Family, known: Sequence[Family]) -> Family:

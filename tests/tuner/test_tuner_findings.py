@@ -102,7 +102,42 @@ def test_a_prediction_that_was_wrong_is_told():
     best = told.found.best
     assert best == told.rows[1]
     assert f"{time_in_words(best.measured)} when it ran (the prediction is 9.1% off), the fastest of 3" in told.why[0]
-    assert "less by prediction, but it took" in " ".join(told.why)
+    row = told.rows[0]
+    times = f"{time_in_words(row.measured)} instead of {time_in_words(best.measured)}"
+    assert f"when it ran ({times}), though by prediction it would take less" in " ".join(told.why)
+
+
+def test_where_both_ran_the_sentences_say_what_the_column_says():
+    class Slower(Virtual):
+        def step(self, candidate):
+            return super().step(candidate) * (1.25 if len(self.ran) > 1 else 1.0)
+
+    told = findings(Slower(), Space(64, (4,), ("1f1b", "gpipe"), (1,), (8,)))
+    best, other = told.measured
+    assert f"{best.measured / best.predicted:.3f} {other.measured / other.predicted:.3f}" == "1.000 1.250"
+    more = f"{100 * (other.measured / best.measured - 1):.0f}% more"
+    times = f"{time_in_words(other.measured)} instead of {time_in_words(best.measured)}"
+    assert f"with 1f1b a step took {more} when it ran ({times})." in choices(told)["Schedule"]
+    assert "cannot tell" not in told.why[0]
+    assert f"{time_in_words(best.measured)} ±0%" in str(told) and "the median of its steps, ± the middle half" in str(told)
+
+
+def test_what_differs_by_less_than_steps_do_is_not_told_apart():
+    space = Space(64, (4,), ("1f1b", "gpipe"), (1,), (8,))
+    told = findings(Virtual(noise=(0.9, 0.95, 1.0, 1.05, 1.1, 2.0)), space)
+    best, other = told.measured
+    assert best.middle == pytest.approx((best.measured * 0.9625 / 1.025, best.measured * 1.0875 / 1.025))
+    assert told.why[0].endswith(f", too near to the one with {other.candidate.schedule.name} to tell them apart.")
+    assert f"{time_in_words(best.measured)} ±6%" in str(told)
+    times = f"{time_in_words(other.measured)} instead of {time_in_words(best.measured)}"
+    assert f"a step took {times} when it ran, which is too near to tell them apart" in choices(told)["Schedule"]
+
+
+@pytest.mark.parametrize(("ratio", "words"), [(1.0002, "as long"), (1.04, "4% more"), (3.0, "3 times as long")])
+def test_ratios_are_told_as_people_say_them(ratio, words, monkeypatch):
+    best = findings().found.best.predicted
+    monkeypatch.setattr("jaxpp.tuner.findings.alone", lambda *_: ratio * best)
+    assert findings().why[-1] == f"One device alone would take {words}, by the same costs."
 
 
 def test_the_table_of_many_has_the_best_of_each_schedule_and_says_so():

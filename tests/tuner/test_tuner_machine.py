@@ -18,7 +18,7 @@ from jaxpp.observe.evaluate import step_seconds
 from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
-from jaxpp.tuner.machine import Devices, _Pace, fitted, one_at_a_time, plain_schedule
+from jaxpp.tuner.machine import Devices, _Pace, _Steps, fitted, one_at_a_time, plain_schedule
 from jaxpp.tuner.search import Candidate, Family
 from tests.models import gpt_case, mlp_case
 
@@ -88,7 +88,7 @@ def test_peaks_know_what_is_offloaded(machine):
     forecast = pipe.forecast(jax.eval_shape(CASE.init, jax.random.key(0)), CASE.batch)
     assert moved == tuple(forecast.peaks.values())
     assert sum(moved) < sum(least)
-    assert machine.step(Candidate(schedule, remat="offload")) > 0
+    assert min(*machine.steps([Candidate(schedule, remat="offload")])) > 0
 
 
 @pytest.mark.long
@@ -105,9 +105,9 @@ def test_peaks_know_keys_and_dropout(tmp_path):
 def test_a_second_machine_measures_nothing(tmp_path, monkeypatch):
     candidates = [Candidate(make(name, num_ranks=2, num_microbatches=2)) for name in ("1f1b", "gpipe")]
     first = devices(tmp_path, devices=jax.devices()[:2])
-    found = [(first.costs(each.family), first.peaks(each), first.step(each)) for each in candidates]
+    found = [(first.costs(each.family), first.peaks(each)) for each in candidates], first.steps(candidates)
     assert first.num_measured == 3  # one family, two candidates
-    assert all(seconds > 0 for _, _, seconds in found)
+    assert [len(seconds) >= 9 and min(seconds) > 0 for seconds in found[1]] == [True, True]
 
     def opened(*args):
         raise AssertionError("nothing is run")
@@ -115,7 +115,7 @@ def test_a_second_machine_measures_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxpp.tuner.machine._Steps.step", opened)
     monkeypatch.setattr(Programs, "compile", opened)
     second = devices(tmp_path, devices=jax.devices()[:2])
-    assert [(second.costs(each.family), second.peaks(each), second.step(each)) for each in candidates] == found
+    assert ([(second.costs(each.family), second.peaks(each)) for each in candidates], second.steps(candidates)) == found
     assert (second.num_measured, second.remark) == (0, "")
 
 
@@ -153,7 +153,7 @@ OTHER_TEXTS = ["", "{", "[]", '{"kind": "something else", "found": {}}']
 
 
 @pytest.mark.parametrize(
-    "text", ['{"kind": "jaxpp tune 2", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
+    "text", ['{"kind": "jaxpp tune 3", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
 )
 @pytest.mark.long
 def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
@@ -164,7 +164,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     machine = devices(tmp_path)
     assert machine.remark.startswith(f"{file} is ignored, and will be written anew: ")
     assert machine.peaks(candidate) == peaks
-    assert json.loads(file.read_text())["kind"] == "jaxpp tune 2"
+    assert json.loads(file.read_text())["kind"] == "jaxpp tune 3"
     assert list(tmp_path.iterdir()) == [file]
     assert devices(tmp_path).remark == ""
 
@@ -186,12 +186,32 @@ def test_a_folder_that_cannot_be_written_is_a_remark(tmp_path):
 
 
 @pytest.mark.long
+def test_candidates_run_by_turns_and_only_the_one_that_runs_has_its_state_on_the_devices(tmp_path, monkeypatch):
+    candidates = [Candidate(make(name, num_ranks=2, num_microbatches=2)) for name in ("1f1b", "gpipe")]
+    machine, ran = devices(tmp_path, devices=jax.devices()[:2]), []
+    machine.costs(candidates[0].family)
+    step = _Steps.step
+
+    def noted(self, *given):
+        if self is not machine._pace.reference:
+            if not ran or ran[-1] is not self:
+                ran.append(self)
+            assert all(other.leaves is None for other in ran if other is not self)
+        return step(self, *given)
+
+    monkeypatch.setattr("jaxpp.tuner.machine._Steps.step", noted)
+    machine.steps(candidates)
+    assert len(ran) == 6 and ran[0] is ran[2] is ran[4] and ran[1] is ran[3] is ran[5]
+    assert all(steps.leaves is None for steps in ran)
+
+
+@pytest.mark.long
 def test_parameters_that_were_given_stay_as_they_are(tmp_path):
     params = jax.tree.map(jnp.array, CASE.params)
     before = jax.tree.map(np.array, params)
     machine = devices(tmp_path, made=params, devices=jax.devices()[:2])
     machine.costs(Family(2, 2, "least", "flops", splits=False))
-    assert machine.step(Candidate(make("1f1b", num_ranks=2, num_microbatches=2))) > 0
+    assert min(*machine.steps([Candidate(make("1f1b", num_ranks=2, num_microbatches=2))])) > 0
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), params, before))
 
 

@@ -36,6 +36,7 @@ class Virtual:
     seed: int | None = None
     most_stages: int = 64
     wrong: float = 1.0
+    noise: tuple[float, ...] = (1.0,)
     remark: str = ""
     param_bytes: int = 4 * MIB
     asked: list = dataclasses.field(default_factory=list)
@@ -111,6 +112,9 @@ class Virtual:
     def step(self, candidate):
         self.ran.append(candidate)
         return self.wrong * self.seconds(candidate)
+
+    def steps(self, candidates):
+        return [tuple(time * part for part in self.noise) for time in map(self.step, candidates)]
 
 
 def everything(num_ranks, counts, remat=("least",)):
