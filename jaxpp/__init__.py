@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.grad import value_and_grad
     from jaxpp.observe.dead_stages import DeadStageWarning
     from jaxpp.pipeline import Pipeline
+    from jaxpp.runtime.place import DevicesWarning
     from jaxpp.runtime.processes.trees import array_handler, gather
     from jaxpp.stages.cuts.balance import UnevenStagesWarning
     from jaxpp.stages.loss.example_axis import MicrobatchWarning
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
 __all__ = [
     "Bank",
     "DeadStageWarning",
+    "DevicesWarning",
     "Forward",
     "Generation",
     "JaxppError",
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Bank": "tasks.bank",
     "DeadStageWarning": "observe.dead_stages",
+    "DevicesWarning": "runtime.place",
     "Forward": "forward.forward",
     "Generation": "forward.generate",
     "JaxppError": "errors",

@@ -13,7 +13,7 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import MODEL, Place, Placement, place, submeshes
+from jaxpp.runtime.place import MODEL, Place, Placement, place, submeshes, warn_of_devices
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward
@@ -102,6 +102,8 @@ class Options:
             raise ArgumentError(where, rule, got, fix)
         if any(each is not None for each in found.offload):
             _check_memories(found.devices)
+        if devices is None and mesh is None:
+            warn_of_devices(made, places, data_parallel, by_name=isinstance(schedule, str))
         return found
 
     @cached_property

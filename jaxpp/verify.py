@@ -250,7 +250,7 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     compare_grads(grads, plain)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
     compared = [f"equals gradient accumulation on one device, {config.schedule.num_microbatches} microbatches, leaf by leaf"]
-    reason = "" if layout.whole else "its loss is not known to be a mean over the examples"
+    reason = "" if engine.preparer.is_whole(batch, key) else "its loss is not known to be a mean over the examples"
     reason = "its microbatches have random keys of their own" if key is not None else reason
     reason = reason or (
         "it has a model state, a loss scale or sets of a bank" if config.has_state or config.loss_scale or groups else ""

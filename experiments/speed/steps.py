@@ -155,7 +155,7 @@ def prepare() -> None:
     w, batch = jax.numpy.ones((2, 2)), jax.numpy.ones((2, 2))
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return (batch @ params["a"] @ params["b"]).sum()
+        return (batch @ params["a"] @ params["b"]).mean()
 
     problem = Problem(loss_fn, lambda key: {"a": w * jax.random.uniform(key), "b": w}, batch)
     _Pipelined(problem, batch, jaxpp.schedule.make("gpipe", num_ranks=2, num_microbatches=2))

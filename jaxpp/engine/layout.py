@@ -62,7 +62,6 @@ class Layout:
     unevenness: str | None  # what to warn of, where the cut that was found is uneven
     mixing: str | None  # what to warn of, where a step is not what the loss says of the whole batch
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
-    whole: bool  # whether the loss of a step is known to be that of the whole batch
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -177,7 +176,6 @@ class _Layouts:
             unevenness=uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None,
             mixing=merge.warning,
             weight=merge.weight,
-            whole=merge.whole,
         )
         return layout, first
 
@@ -341,6 +339,13 @@ class Preparer:
             warn_of(mixing=merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
         return self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known)
+
+    def is_whole(self, batch: Batch, key: Key | None) -> bool:
+        """Whether the loss of a step is known to be that of the whole batch of these shapes."""
+        options, shared = self.options, self.tracing.shared(batch)
+        parts = [resized(batch_avals(batch), size, shared) for size in dict.fromkeys(_split_of(options, batch, train=True).sizes)]
+        losses = [(self.cut_for(options.loss_fn, part, key, train=True).loss, part) for part in parts]
+        return all(self.tracing.merge(loss, options.loss_fn, self.layout.variables, part, key).whole for loss, part in losses)
 
     @property
     def num_cuts(self) -> int:

@@ -136,44 +136,58 @@ class Tracing:
         options, own = self.options, loss_fn == self.options.loss_fn
         count = options.schedule.num_microbatches * options.placement.num_replicas
         summed, automatic = options.reduction == "sum", options.weight == "auto"
-        trial = None if count == 1 else self._trial(loss, loss_fn, variables, microbatch, key)
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
-        examples = Examples.by_shape(loss, size) if trial is None else trial[1]
+        trial = None if count == 1 else self._trial(loss, loss_fn, variables, microbatch, key, count)
+        examples = Examples.by_shape(loss, size) if trial is None else trial.examples
         reducers, mixing = reducers_of(loss, options.reduce_aux, lambda: examples, strict=own, summed=summed)
         weight = options.weight if callable(options.weight) else None
         if trial is None or not loss.is_loss:
             return Merge(reducers, None, weight, whole=count == 1)
-        verdict, remarks = judge(trial[0], examples.loss), list[str]()
-        whole = verdict.what == options.reduction and weight is None
+        verdict, remarks = judge(trial.loss, examples.loss), list[str]()
+        whole = trial.whole and verdict.what == options.reduction and weight is None
         if automatic and verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
-            place = place_of(trial[0].graph, verdict.divisor.var)
-            whole, weight = True, _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
+            place = place_of(trial.loss.graph, verdict.divisor.var)
+            whole, weight = trial.whole, _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
         elif not callable(options.weight) or verdict.what == "mixed":
             paths = jax.tree_util.tree_leaves_with_path(microbatch)
             leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
-            told = advice(trial[0], verdict, count, options.reduction, leaves)
+            told = advice(trial.loss, verdict, count, options.reduction, leaves)
             remarks = [told] if told else []
         if mixing and not callable(options.weight):
             got = "\n       ".join(mixing[:4])
             fix = 'say what becomes of it, for example reduce_aux={"<path>": "stack"}, or pass num_microbatches=1'
-            remarks.append(f"aux: the step has the mean over {count} microbatches of each leaf.\n  Got: {got}.\n  Fix: {fix}.")
+            remarks.append(
+                f"aux: the step has the rows of {count} microbatches, or the mean over them.\n  Got: {got}.\n  Fix: {fix}."
+            )
         return Merge(reducers, "\n".join(remarks) or None, weight, whole)
 
     def _trial(
-        self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None
-    ) -> tuple[TracedLoss, Examples] | None:
-        """What the loss does with the examples, and its trace; None for a model that takes one batch size only."""
+        self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None, count: int
+    ) -> "_Trial | None":
+        """What the loss does with the examples, from its traces at two batch sizes; None for a model that takes one size only.
+
+        The first sizes are those of a microbatch and of a whole batch. Equations that depend on the size are compared at others.
+        """
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
         known = {size: loss} if size > 1 else {}  # with one example, axes of length one would be taken for others
-        for first, second in ((size, 2 * size), (2 * size, 3 * size))[size == 1 :]:
+        pairs = (max(size, 2), max(count * size, 3)), (size, 2 * size), (2 * size, 3 * size)
+        for first, second in (pair for pair in dict.fromkeys(pairs) if pair[0] > 1):
             try:
-                for count in {first, second} - known.keys():
-                    known[count] = self.trace(loss_fn, variables, resized(microbatch, count, loss.shared), key, train=False)
+                for other in {first, second} - known.keys():
+                    known[other] = self.trace(loss_fn, variables, resized(microbatch, other, loss.shared), key, train=False)
             except Exception:  # noqa: BLE001  (what the model says of other sizes is nothing that the user did)
                 return None
             if (examples := follow(known[first], known[second], (first, second))) is not None:
-                return known[first], examples
+                return _Trial(known[first], examples, whole=(first, second) == pairs[0])
         return None
+
+
+class _Trial(NamedTuple):
+    """What a loss does with the examples, and its trace at the first of two sizes."""
+
+    loss: TracedLoss
+    examples: Examples
+    whole: bool  # whether the sizes were those of a microbatch and of the whole batch
 
 
 class Merge(NamedTuple):

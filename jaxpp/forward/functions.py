@@ -120,7 +120,6 @@ def _derived(
         unevenness=None,
         mixing=None,
         weight=None,
-        whole=False,
         copies=copies,
     )
     placed = place_leaves(options, None, layout, first)

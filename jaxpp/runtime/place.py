@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, warn
 from jaxpp.errors.checks import check_devices
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import is_count
@@ -284,6 +284,32 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
     if grid.shape[1:] == (1, 1):
         return tuple(map(OneDevice, grid.flat))
     return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
+
+
+class DevicesWarning(UserWarning):
+    """Nobody named the devices, and ``jax.devices()`` has fewer than there are ranks; or some of them have nothing to do."""
+
+
+def warn_of_devices(schedule: Schedule, places: Sequence[Place], data_parallel: int, *, by_name: bool) -> None:
+    """Warn where devices that nobody named are too few, or stay idle, because a schedule ``by_name`` has several stages a rank."""
+    ranks, stages = schedule.num_ranks, schedule.num_stages
+    devices = jax.devices()
+    if len(places) < ranks:
+        where, rule = f"num_stages={stages}", "each rank of a pipeline has a device of its own"
+        got = f"{ranks * data_parallel} wanted, and jax.devices() has {len(devices)}: ranks that share one take turns"
+        fix = f"pass num_stages={max(1, stages * len(places) // ranks)} or less"
+        if devices[0].platform == "cpu":
+            fix = f'write jax.config.update("jax_num_cpu_devices", {ranks * data_parallel}) before JAX is first used'
+        fix += "; or pass devices=jax.devices(), if they shall share"
+    elif by_name and ranks < stages and stages * data_parallel == len(devices):
+        where, rule = f"schedule={schedule.name!r}", "it has several stages on a rank, and a rank has a device"
+        idle = len(devices) - ranks * data_parallel
+        got = f"{stages} stages on {ranks} ranks: {idle} of {len(devices)} devices have nothing to do"
+        these = f"devices=jax.devices()[:{ranks * data_parallel}]"
+        fix = f"pass num_stages={stages * stages // ranks} to use all; or {these} to use no more"
+    else:
+        return
+    warn(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.", DevicesWarning)
 
 
 def _grid(mesh: object, num_ranks: int) -> np.ndarray:

@@ -22,6 +22,7 @@ def test_init_from_parameters_works_for_a_loss_that_takes_a_key():
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # it takes means over the microbatch
 def test_aux_is_right_where_microbatch_sizes_are_cut_differently():
     # At size one a mean over the batch traces otherwise, so the cuts differ; aux was read from the first size's stages alone.
     def with_aux(params, x):

@@ -1,6 +1,7 @@
 """The first hour: what init and the loss may be given, and what is said of the rest."""
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -246,3 +247,44 @@ def test_a_loss_that_cannot_be_hashed_runs():
     pipe = pipeline(loss)
     state = pipe.init(PARAMS, BATCH)
     compare("loss", pipe.evaluate(state, BATCH, loss_fn=loss).loss, oracle(loss_fn, PARAMS, BATCH, None, 4)[0])
+
+
+def told_of_devices(**options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxpp.Pipeline(lambda params, batch: jnp.mean(batch @ params), optax.sgd(0.1), **options)
+        if "data_parallel" not in options:
+            jaxpp.value_and_grad(lambda params, batch: jnp.mean(batch @ params), **options)
+        jaxpp.Forward(lambda params, batch: batch @ params, **{k: v for k, v in options.items() if k != "schedule"})
+    assert all(each.category is jaxpp.DevicesWarning and each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def test_too_few_devices_that_nobody_named_are_told_with_the_line_to_write():
+    told = told_of_devices(num_stages=16)
+    assert told == [told[0]] * 3
+    assert told[0] == (
+        "num_stages=16: each rank of a pipeline has a device of its own.\n"
+        "  Got: 16 wanted, and jax.devices() has 8: ranks that share one take turns.\n"
+        '  Fix: write jax.config.update("jax_num_cpu_devices", 16) before JAX is first used; '
+        "or pass devices=jax.devices(), if they shall share."
+    )
+    assert '("jax_num_cpu_devices", 10)' in told_of_devices(num_stages=5, data_parallel=2)[0]
+    for silent in ({"num_stages": 8}, {"num_stages": 16, "devices": jax.devices()}, {"num_stages": 4, "data_parallel": 2}):
+        assert not told_of_devices(**silent)
+
+
+def test_devices_that_a_schedule_by_name_leaves_idle_are_told():
+    (told, again) = told_of_devices(num_stages=8, schedule="interleaved")
+    assert (
+        told
+        == again
+        == (
+            "schedule='interleaved': it has several stages on a rank, and a rank has a device.\n"
+            "  Got: 8 stages on 4 ranks: 4 of 8 devices have nothing to do.\n"
+            "  Fix: pass num_stages=16 to use all; or devices=jax.devices()[:4] to use no more."
+        )
+    )
+    made = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
+    for silent in ({"schedule": made, "num_microbatches": 8}, {"schedule": "interleaved", "devices": jax.devices()[:4]}):
+        assert not told_of_devices(num_stages=8, **silent)

@@ -240,6 +240,7 @@ def test_value_and_grad_and_stages_by_hand_take_it_too():
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # batch normalisation mixes examples
 def test_model_state_passes_on_beside_it(x64):
     pipes = [normed.pipeline(4, 5, "gpipe", remat=remat) for remat in ("least", "offload")]
     found = []

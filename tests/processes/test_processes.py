@@ -28,6 +28,8 @@ from jaxpp.runtime.place import devices_of
 from models.gpt import GPT
 from tests.processes.processes import launch
 
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # a model state has means over a microbatch
+
 STEPS = 3
 DEPTH = 8
 
@@ -336,7 +338,8 @@ def own_moments(lines: Sequence[Any], own: Sequence[Any]) -> list[int]:
 
 def main(folder: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
     """Run cases in one of several processes, on the first devices of each, and write what it holds of their results."""
-    warnings.simplefilter("ignore", jaxpp.UnevenStagesWarning)
+    for category in (jaxpp.UnevenStagesWarning, jaxpp.MicrobatchWarning):
+        warnings.simplefilter("ignore", category)
     for name, options in cases.items():
         begun, case = time.perf_counter(), from_json(options)
         numbers = range(jax.process_count())

@@ -413,6 +413,7 @@ def test_within_a_trace_of_the_user_s_that_trace_goes_on(ctrl_c):
 WIDE = {"a": jnp.full((4, 6), 0.1), "b": jnp.eye(6), "c": jnp.eye(6), "d": jnp.full((6, 2), 0.3)}
 LAYERS = {"w": jnp.stack([jnp.eye(4) * (0.5 + 0.1 * k) for k in range(5)])}
 NUM_STEPS = 20
+WITH_MEANS = pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # a model state has means over a microbatch
 BATCHES = [np.random.default_rng(k).normal(size=(8, 4)).astype("f") for k in range(NUM_STEPS)]
 KEYS = [jax.random.key(k) for k in range(NUM_STEPS)]
 
@@ -479,7 +480,7 @@ RUNS = {
         options={"num_stages": 4, "schedule": "zb-v", "has_state": True, "loss_scale": DynamicScale()},
     ),
     "interleaved, replicas, donate=False": Run(
-        donate=False, options={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2}
+        donate=False, options={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2, "devices": jax.devices()[:4]}
     ),
 }
 
@@ -565,11 +566,13 @@ def interrupted_at_random(run, ctrl_c_after, num_interrupts, seed=0):
         np.testing.assert_array_equal(bank.params("cow")["d"], WIDE["d"])
 
 
+@WITH_MEANS
 @pytest.mark.parametrize("name", ["1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in RUNS if name != "1f1b")])
 def test_after_ctrl_c_at_random_moments_of_steps_every_step_counts_once(name, ctrl_c_after):
     interrupted_at_random(RUNS[name], ctrl_c_after, 48)
 
 
+@WITH_MEANS
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
 @pytest.mark.parametrize("name", RUNS)
@@ -614,6 +617,7 @@ def test_after_ctrl_c_while_anything_is_compiled_every_step_counts_once(ctrl_c_a
     interrupted_while_compiling(RUNS["a bank"], ctrl_c_after, 12)
 
 
+@WITH_MEANS
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_after_hundreds_of_times_ctrl_c_while_anything_is_compiled_every_step_counts_once(name, ctrl_c_after):

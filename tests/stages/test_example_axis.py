@@ -348,6 +348,17 @@ def test_aux_that_mixes_examples_is_told_once_unless_the_user_says_what_becomes_
     assert grad_fn(PARAMS, BATCH)[0][1]["spread"].shape == (4,)
 
 
+def test_aux_rows_that_know_of_one_another_are_joined_and_told():
+    def loss(params, batch):
+        rows = logits(params, batch)
+        return losses(params, batch).mean(), rows - rows.mean(0)
+
+    with pytest.warns(jaxpp.MicrobatchWarning, match="aux itself: what is computed of all examples goes into the row of each"):
+        (_, rows), _ = jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=4, has_aux=True)(PARAMS, BATCH)
+    parts = [jax.tree.map(lambda leaf, k=k: leaf[4 * k : 4 * k + 4], BATCH) for k in range(4)]
+    np.testing.assert_allclose(rows, np.concatenate([loss(PARAMS, part)[1] for part in parts]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_pipeline_of_a_sum_steps_verifies_and_evaluates_as_the_sum(schedule):
     def loss(params, batch):

@@ -132,8 +132,8 @@ def _reducer_of(value: Value, axes: Sequence[int], *, same: bool) -> tuple[Reduc
         return (None if value.degree else REDUCERS["sum"]), ""
     if value.kind in (Relation.LARGEST, Relation.SMALLEST) and not axes:
         return REDUCERS["max" if value.kind == Relation.LARGEST else "min"], ""
-    if value.mixing is not None:
-        return None, str(value.mixing)
+    if value.mixing is not None:  # rows that know of one another, as behind a batch normalisation, are rows nonetheless
+        return Join(axes[0]) if len(axes) == 1 else None, str(value.mixing)
     if value.count is not None:
         return None, f"{value.kind.value}, divided by a sum over the examples"
     return None, "it depends on the number of examples" if value.kind != Relation.ROWS else "its rows are in another order"
