@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the same to Python
     from jaxpp import errors, observe, schedule
+    from jaxpp.engine.layout import ModelStateWarning
     from jaxpp.engine.state import Metrics, State
     from jaxpp.errors import JaxppError
     from jaxpp.forward.forward import Forward
@@ -36,6 +37,7 @@ __all__ = [
     "JaxppError",
     "Metrics",
     "MicrobatchWarning",
+    "ModelStateWarning",
     "Offload",
     "Pipeline",
     "Sampling",
@@ -70,6 +72,7 @@ _HOMES = {
     "Stream": "forward.stream",
     "Token": "forward.prompts",
     "Tuning": "tuning",
+    "ModelStateWarning": "engine.layout",
     "MicrobatchWarning": "stages.loss.example_axis",
     "UnevenStagesWarning": "stages.cuts.balance",
     "array_handler": "runtime.processes.trees",

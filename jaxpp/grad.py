@@ -8,13 +8,13 @@ import jax
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.tracing import same_shapes
+from jaxpp.errors import warn
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
 from jaxpp.runtime.edges import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.runtime.processes.trees import stand_in_for
 from jaxpp.schedule.base import Schedule
-from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.remat import Remat
 from jaxpp.stages.stacked import Slices, is_slices, joined
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Tree
@@ -77,7 +77,8 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         check_alive("grad_fn(params, batch, key)", (params, batch))
         if engine is None or not same_shapes(engine.layout.given, (params,)):
             engine = open_engine(options, None, (params,), batch, key, known=engine)
-            warn_of(engine.layout.unevenness, engine.layout.mixing)
+            for warning in engine.layout.warnings:
+                warn(warning)
         if engine.alone:
             engine.plan("grads", batch, key)
         held = engine.sliced(params)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
+from jaxpp.errors import warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
@@ -28,7 +29,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven, warn_of
+from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_time import Links, balance_time
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
@@ -42,6 +43,31 @@ from jaxpp.stages.program import Pack, Program, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
+
+
+class ModelStateWarning(UserWarning):
+    """Running statistics are among the parameters, where the optimizer changes them and the model does not."""
+
+
+def _trained_statistics(params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
+    """Warns of running statistics among the parameters, by Flax's names for them; not of those that the optimizer leaves alone."""
+
+    def is_statistic(node: Tree) -> bool:
+        return "BatchStat" in (type(node).__name__, getattr(getattr(node, "type", None), "__name__", ""))
+
+    found, leaf = list[str](), 0
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_statistic):
+        count = len(jax.tree.leaves(node))
+        named = any(getattr(key, "key", None) == "batch_stats" for key in path)
+        if (named or is_statistic(node)) and not frozen.issuperset(range(leaf, leaf + count)):
+            found.append(f"params{jax.tree_util.keystr(path)}")
+        leaf += count
+    if not found:
+        return None
+    rule = "running statistics are updated by the model, and the optimizer trains them like parameters here"
+    got = ", ".join([*found[:3], f"... ({len(found)})"] if len(found) > 4 else found)
+    fix = "pass has_state=True, with a loss_fn(params, model_state, batch) that returns loss, (new_model_state, aux)"
+    return ModelStateWarning(f"params: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
 @dataclass(frozen=True)
@@ -59,8 +85,7 @@ class Layout:
     packs: tuple[tuple[Pack, ...], ...]  # the small gradients that each stage sums as one vector
     state_owner: tuple[int, ...]  # the stage of each model state leaf
     specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded inside its stage; empty if none is
-    unevenness: str | None  # what to warn of, where the cut that was found is uneven
-    mixing: str | None  # what to warn of, where a step is not what the loss says of the whole batch
+    warnings: tuple[Warning, ...]  # what to tell the user of these stages
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
@@ -159,6 +184,8 @@ class _Layouts:
         if like or loss.primitives != spine:
             cuts = self._choose(loss, variables[0], specs, tracing.frozen)
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key)
+        trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
+        unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
         owner = owners(loss, cuts)
         first = tracing.cut(loss, cuts, owner, merge.reducers)
         layout = Layout(
@@ -173,8 +200,7 @@ class _Layouts:
             packs=tuple(code.packs for code in first.stages),
             state_owner=first.state_home,
             specs=specs,
-            unevenness=uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None,
-            mixing=merge.warning,
+            warnings=tuple(warning for warning in (trained, unevenness, merge.warning) if warning is not None),
             weight=merge.weight,
         )
         return layout, first
@@ -336,7 +362,8 @@ class Preparer:
         if loss_fn != options.loss_fn:
             merge = self.tracing.merge(loss, loss_fn, layout.variables, microbatch, key)
             reducers = merge.reducers
-            warn_of(mixing=merge.warning)
+            if merge.warning is not None:
+                warn(merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
         return self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known)
 

@@ -14,7 +14,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.loss.aux import Reducer, reducers_of
-from jaxpp.stages.loss.example_axis import Examples, advice, follow, judge, place_of
+from jaxpp.stages.loss.example_axis import Examples, MicrobatchWarning, advice, follow, judge, place_of
 from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, trace_loss
@@ -159,7 +159,7 @@ class Tracing:
             remarks.append(
                 f"aux: the step has the rows of {count} microbatches, or the mean over them.\n  Got: {got}.\n  Fix: {fix}."
             )
-        return Merge(reducers, "\n".join(remarks) or None, weight, whole)
+        return Merge(reducers, MicrobatchWarning("\n".join(remarks)) if remarks else None, weight, whole)
 
     def _trial(
         self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None, count: int
@@ -194,7 +194,7 @@ class Merge(NamedTuple):
     """How the losses and aux values of the microbatches become those of the step."""
 
     reducers: Mapping[int, Reducer]  # of the aux leaves that are not averaged
-    warning: str | None  # where that is not what the loss says of the whole batch
+    warning: MicrobatchWarning | None  # where that is not what the loss says of the whole batch
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     whole: bool  # whether the loss of the step is known to be that of the whole batch
 

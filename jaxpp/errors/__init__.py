@@ -149,9 +149,9 @@ class BankError(JaxppError):
     """A parameter set that a bank does not have, cannot take, or cannot bring to the device."""
 
 
-def warn(message: str, category: type[Warning]) -> None:
+def warn(warning: Warning) -> None:
     """Warn at the user's own line: the innermost one that is no part of jaxpp."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _PACKAGE in pathlib.Path(frame.f_code.co_filename).parents:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(warning, stacklevel=level)

@@ -13,7 +13,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves, read_given, swapped, variables_of
 from jaxpp.engine.state import State, States, states_of
 from jaxpp.engine.tracing import Tracing, check_key, same_shapes
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError, StateError, warn
 from jaxpp.errors.checks import check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Functions, Unchanged
@@ -33,7 +33,6 @@ from jaxpp.runtime.edges import check_alive
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.stages.by_hand import by_hand
-from jaxpp.stages.cuts.balance import warn_of
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.stage_table import Stages, bytes_in_words, tabulate
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, TaskNames, Tree
@@ -471,7 +470,8 @@ class Forward:
         whole = self._joined(variables)
         key = Tracing(options).key_for(whole, batch, key)
         engine = self._cut(whole, batch, key, before and before.engine)
-        warn_of(engine.layout.unevenness, engine.layout.mixing)
+        for warning in engine.layout.warnings:
+            warn(warning)
         if agree is not None:
             first = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
             agree(lambda: opening_texts(options, engine.placed, first, batch, key))

@@ -117,8 +117,7 @@ def _derived(
         reducers=found,
         packs=(),
         state_owner=first.state_home,
-        unevenness=None,
-        mixing=None,
+        warnings=(),
         weight=None,
         copies=copies,
     )

@@ -47,7 +47,7 @@ class Detector:
         if dead and not self._warned:
             self._warned = True
             self._waiting.clear()
-            warn(_message(dead, list(self._zeros)), DeadStageWarning)
+            warn(DeadStageWarning(_message(dead, list(self._zeros))))
 
 
 def _is_here(value: Leaf) -> bool:

@@ -309,7 +309,7 @@ def warn_of_devices(schedule: Schedule, places: Sequence[Place], data_parallel: 
         fix = f"pass num_stages={stages * stages // ranks} to use all; or {these} to use no more"
     else:
         return
-    warn(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.", DevicesWarning)
+    warn(DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}."))
 
 
 def _grid(mesh: object, num_ranks: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpp
 from jaxpp.errors import ArgumentError, ParamsError
@@ -288,3 +289,46 @@ def test_devices_that_a_schedule_by_name_leaves_idle_are_told():
     made = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
     for silent in ({"schedule": made, "num_microbatches": 8}, {"schedule": "interleaved", "devices": jax.devices()[:4]}):
         assert not told_of_devices(num_stages=8, **silent)
+
+
+class Normed(nn.Module):
+    """A layer with a batch normalisation that uses its running statistics."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=True)(nn.Dense(6)(x))
+        return nn.Dense(2)(jnp.tanh(x))
+
+
+def normed_loss(variables, batch):
+    return jnp.mean((Normed().apply(variables, batch["x"]) - batch["y"]) ** 2)
+
+
+def nnx_loss(graph, params, batch):
+    return jnp.mean((nnx.merge(graph, params)(batch["x"]) - batch["y"]) ** 2)
+
+
+def told_of_statistics(loss, optimizer, params):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxpp.Pipeline(loss, optimizer, num_stages=1).init(params, BATCH)
+    assert all(each.category is jaxpp.ModelStateWarning for each in caught), caught
+    return [str(each.message) for each in caught]
+
+
+def test_running_statistics_that_the_optimizer_trains_are_told():
+    variables = Normed().init(KEY, BATCH["x"])
+    (told,) = told_of_statistics(normed_loss, optax.sgd(0.1), variables)
+    assert "Got: params['batch_stats']['BatchNorm_0']['mean'], params['batch_stats']['BatchNorm_0']['var'].\n" in told
+    assert "Fix: pass has_state=True, with a loss_fn(params, model_state, batch) that returns" in told
+    mask = {"params": "train", "batch_stats": "keep"}
+    frozen = optax.multi_transform({"train": optax.sgd(0.1), "keep": optax.set_to_zero()}, mask)
+    assert not told_of_statistics(normed_loss, frozen, variables)
+
+
+def test_running_statistics_of_nnx_are_told_too_and_a_plain_model_is_not():
+    model = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.BatchNorm(6, use_running_average=True, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(nnx.Sequential(model, nnx.Linear(6, 2, rngs=nnx.Rngs(1))))
+    (told,) = told_of_statistics(functools.partial(nnx_loss, graph), optax.sgd(0.1), state)
+    assert "mean" in told and "var" in told and "kernel" not in told, told
+    assert not told_of_statistics(loss_fn, optax.adamw(0.1), PARAMS)

@@ -15,10 +15,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import Float, Int
 
-from jaxpp.errors import CutError, warn
+from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
-from jaxpp.stages.loss.example_axis import MicrobatchWarning
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
 _Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged from each of some starts to an end
@@ -320,7 +319,7 @@ def check_giant(loss: TracedLoss, num_stages: int) -> None:
     raise CutError(f"num_stages={num_stages}", rule, got, fix)
 
 
-def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
+def uneven(loss: TracedLoss, cuts: Cuts) -> UnevenStagesWarning | None:
     """What to warn of: the largest stage of the best cut costs more than ``UNEVEN`` times the mean. None if it does not."""
     num_stages = len(cuts) + 1
     costs = np.asarray(loss.costs)
@@ -345,15 +344,7 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> str | None:
         f"{_share(loss, heaviest):.0%} in one {eqn.primitive.name}.",
         f"Fix: {_remedy(loss, range(start + 1, start + len(stages[largest])), eqn, num_stages)}.",
     ]
-    return "\n  ".join(lines)
-
-
-def warn_of(unevenness: str | None = None, mixing: str | None = None) -> None:
-    """Warn, at the user's own line, of what ``uneven`` found, and of a step that is not what the loss says of the whole batch."""
-    if unevenness is not None:
-        warn(unevenness, UnevenStagesWarning)
-    if mixing is not None:
-        warn(mixing, MicrobatchWarning)
+    return UnevenStagesWarning("\n  ".join(lines))
 
 
 def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> str:
