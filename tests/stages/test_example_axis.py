@@ -65,6 +65,12 @@ def recurrent(params, batch):
     return states
 
 
+def aligned(params, batch):
+    steps = jnp.stack([logits(params, batch) * k for k in range(1, 9)], 1)
+    labels = 1 + batch["t"][:, :3] % 4
+    return optax.ctc_loss(steps, jnp.zeros(steps.shape[:2]), labels, jnp.zeros(labels.shape)).mean()
+
+
 def accumulated(params, batch):
     def add(total, row):
         return total + (jnp.tanh(row @ params["a"]) ** 2).sum(), ()
@@ -110,6 +116,8 @@ MEANS = {
     "two means": lambda p, b: losses(p, b).mean() + 0.1 * (logits(p, b) ** 2).mean(),
     "means of two axes": lambda p, b: (logits(p, b) ** 2).mean(0).mean(),
     "a mean of what is masked": lambda p, b: (losses(p, b) * b["mask"]).mean(),
+    "a column of constants": lambda p, b: (losses(p, b)[:, None] * jnp.ones((len(b["x"]), 3)).at[:, 0].set(0.5)).mean(),
+    "a loss over alignments (CTC)": aligned,
     "a log-probability by index": lambda p, b: -jax.nn.log_softmax(logits(p, b))[jnp.arange(len(b["y"])), b["y"]].mean(),
     "a log-probability along an axis": lambda p, b: -jnp.take_along_axis(logits(p, b), b["y"][:, None], 1).mean(),
     "one-hot labels": lambda p, b: -(jax.nn.one_hot(b["y"], 5) * jax.nn.log_softmax(logits(p, b))).sum(1).mean(),
@@ -174,6 +182,10 @@ OTHERS = {
     "the first": (lambda p, b: losses(p, b)[0], "taken by their places"),
     "weights by place": (lambda p, b: (losses(p, b) * jnp.linspace(0, 1, len(b["x"]))).mean(), "depends on its place"),
     "a shuffle": (lambda p, b: (losses(p, b) * losses(p, b)[::-1]).mean(), "in another order"),
+    "the first row left out": (
+        lambda p, b: (losses(p, b) * jnp.ones(len(b["x"])).at[0].set(0)).mean(),
+        "depends on its place in the batch",
+    ),
     "a product of means": (lambda p, b: losses(p, b).mean() * logits(p, b).mean(), "two sums over the examples are multiplied"),
     "a sum and weight decay": (lambda p, b: losses(p, b).sum() + (p["a"] ** 2).sum(), "a term that is none"),
     "means over two counts": (

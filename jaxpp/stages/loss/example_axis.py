@@ -663,15 +663,21 @@ class _Follower:
         (operand, indices, update), named = at.operands[:3], at.eqn.params["dimension_numbers"]
         values = [operand.value, indices.value, update.value]
         mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed or all(value.kind == Relation.SAME for value in values):
-            return mixed[0] if mixed else Value(placed=bool(operand.axes))
+        if mixed:
+            return mixed[0]
         if indices.value.kind in _REDUCED:
             return self._mixed("an index is computed of all examples")
+        own = False  # whether each example writes at its own place
         if operand.axes:
             axis, columns = operand.axes[0], named.scatter_dims_to_operand_dims
             numbered = axis in columns and self._numbers(indices, columns.index(axis))
-            window = axis not in named.inserted_window_dims and axis not in columns and not indices.axes
-            if axis in named.operand_batching_dims or numbered or window:
+            window = axis not in named.inserted_window_dims and axis not in columns and not indices.axes and bool(update.axes)
+            own = axis in named.operand_batching_dims or numbered or window
+        if all(value.kind == Relation.SAME for value in values):
+            placed = bool(operand.axes) and (operand.value.placed or update.value.placed or not own)
+            return Value(degree=0 if all(value.degree == 0 for value in values) else None, placed=placed)
+        if operand.axes:
+            if own:
                 return self._rows_of(self._joined([operand.value, update.value], sums=True), [replace(indices.value, placed=False)])
             return self._mixed("rows of examples are put at other places")
         if not (update.axes or indices.axes):
