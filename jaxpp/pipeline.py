@@ -267,13 +267,15 @@ class Pipeline(Forward):
         ``jax.random.key``'s, other kinds at their first step. The pipeline keeps the newest state as ``pipe.state``.
 
         Args:
-            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
-            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair. A function that needs inputs
+                too, as a Flax model's ``init`` does, gets the items of the batch that have the names of these arguments
+                (``batch["x"]`` for ``__call__(self, x)``), or the batch if it is one array.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used, unless ``init_fn`` needs inputs.
 
         Raises:
             ArgumentError: other arguments, or in another order.
             CutError: too many stages, or cuts that the model does not have.
-            InitError: ``init_fn`` cannot be traced.
+            InitError: ``init_fn`` cannot be traced, or needs inputs that are not certain; the message has the line to write.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
         given, setup = self._open_given("init", init_or_params, args)

@@ -122,8 +122,8 @@ class Forward:
         ``jax.jit(init_fn)(key)``. ``init(params, batch)`` copies existing parameters to their owners.
 
         Args:
-            init_or_params: ``init_fn(key) -> params``, or the parameters.
-            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with inputs too as ``Pipeline.init``.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used, unless ``init_fn`` needs inputs.
 
         Returns:
             the parameters, the user's own tree, each leaf on the device of the stage that uses it.

@@ -422,6 +422,13 @@ CASES = {
         )
         for how, copied in (("a pickle", pickle.dumps), ("a deep copy", copy.deepcopy), ("a copy", copy.copy))
     },
+    "the name of a platform for the device of gather": (
+        lambda: jaxpp.gather(PARAMS, "cpu"),
+        ArgumentError,
+        "jaxpp.gather(tree, device): a tree is gathered on one of JAX's devices.",
+        "'cpu'.",
+        "pass one of jax.devices(), such as jax.devices()[0], or leave it out.",
+    ),
     "a deep copy of a Forward": (
         lambda: copy.deepcopy(jaxpp.Forward(lambda params, x: x @ params["w1"], num_stages=1)),
         ArgumentError,
@@ -490,6 +497,66 @@ def test_a_list_of_labels_is_not_taken_for_numbers_that_all_microbatches_share()
 @pytest.mark.parametrize("kind", [JaxppError, CutError])
 def test_ten_violations_are_all_listed(kind):
     assert str(kind("here", "a rule", [str(k) for k in range(10)], "this")).endswith("       9.\n  Fix: this.")
+
+
+KEYS = {
+    "a number": (3, "int 3"),
+    "a string": ("k", "str 'k'"),
+    "floats": (jnp.ones(2), "f32[2]"),
+    "integers with a sign": (np.zeros(2, np.int32), "i32[2]"),
+    "three integers": (np.ones(3, np.uint32), "u32[3]"),
+    "two raw keys": (np.zeros((2, 2), np.uint32), "u32[2,2]"),
+    "two keys": (jax.random.split(jax.random.key(0)), "key<fry>[2]"),
+}
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    """A pipeline whose loss takes a key, and one whose loss takes none."""
+    pipe = pipeline(lambda params, x, key: loss_fn(params, x + jax.random.uniform(key)), num_stages=1)
+    return pipe, pipe.init(PARAMS, X), *started(num_stages=1)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_is_no_key_is_refused_wherever_a_key_is_taken(keyed, kind):
+    key, got = KEYS[kind]
+    pipe, state, plain, plain_state = keyed
+    draws = lambda params, x, key: x @ params["w1"] + jax.random.uniform(key)  # noqa: E731
+    calls = {
+        "step": lambda: pipe.step(state, X, key),
+        "step without a key": lambda: plain.step(plain_state, X, key),
+        "evaluate": lambda: pipe.evaluate(state, X, key),
+        "verify": lambda: pipe.verify(state, X, key),
+        "profile": lambda: pipe.profile(state, X, key),
+        "forecast": lambda: pipe.forecast(PARAMS, X, key),
+        "collectives": lambda: pipe.collectives(X, key),
+        "reads": lambda: pipe.reads(X, key),
+        "apply": lambda: pipe.apply(state, X, draws, key),
+        "apply, key unused": lambda: pipe.apply(state, X, lambda params, x, key: x @ params["w1"], key),
+        "stream": lambda: next(pipe.stream(state, [X], draws, key)),
+        "generate": lambda: generated(pipe, state, key=key),
+        "value_and_grad": lambda: jaxpp.value_and_grad(pipe._options.loss_fn, num_stages=1)(PARAMS, X, key),
+        "tune": lambda: jaxpp.tune(loss_fn, optax.sgd(0.1), PARAMS, X, key, keep=False),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ArgumentError) as error:
+            call()
+        text = str(error.value)
+        assert text.startswith("key: a key is ") and f"  Got: {got}.\n  Fix: pass jax.random.key(seed)." in text, name
+
+
+def test_a_raw_key_and_its_shape_are_keys(keyed):
+    pipe, state, *_ = keyed
+    raw = jax.random.PRNGKey(0)
+    assert pipe.evaluate(state, X, raw).loss == pipe.evaluate(state, X, np.asarray(raw)).loss
+    assert pipe.collectives(X, jax.ShapeDtypeStruct((2,), "uint32")) is not None
+
+
+@pytest.mark.parametrize("keep", [3, None, 0, ["folder"]])
+def test_tune_refuses_what_is_neither_a_choice_nor_a_folder(keep):
+    with pytest.raises(ArgumentError) as error:
+        jaxpp.tune(loss_fn, optax.sgd(0.1), PARAMS, X, keep=keep)
+    assert str(error.value).startswith("jaxpp.tune(..., keep=...): keep is True or False, or the name of a folder.\n  Got: ")
 
 
 def test_a_string_is_the_name_of_one_cut():
