@@ -510,10 +510,14 @@ KEYS = {
 }
 
 
+def drawing(params, x, key):
+    return loss_fn(params, x + jax.random.uniform(key))
+
+
 @pytest.fixture(scope="module")
 def keyed():
     """A pipeline whose loss takes a key, and one whose loss takes none."""
-    pipe = pipeline(lambda params, x, key: loss_fn(params, x + jax.random.uniform(key)), num_stages=1)
+    pipe = pipeline(drawing, num_stages=1)
     return pipe, pipe.init(PARAMS, X), *started(num_stages=1)
 
 
@@ -535,7 +539,7 @@ def test_what_is_no_key_is_refused_wherever_a_key_is_taken(keyed, kind):
         "apply, key unused": lambda: pipe.apply(state, X, lambda params, x, key: x @ params["w1"], key),
         "stream": lambda: next(pipe.stream(state, [X], draws, key)),
         "generate": lambda: generated(pipe, state, key=key),
-        "value_and_grad": lambda: jaxpp.value_and_grad(pipe._options.loss_fn, num_stages=1)(PARAMS, X, key),
+        "value_and_grad": lambda: jaxpp.value_and_grad(drawing, num_stages=1)(PARAMS, X, key),
         "tune": lambda: jaxpp.tune(loss_fn, optax.sgd(0.1), PARAMS, X, key, keep=False),
     }
     for name, call in calls.items():
