@@ -13,6 +13,7 @@ from functools import cached_property, partial
 import numpy as np
 import optax
 
+from jaxpp.engine.init_arguments import with_inputs
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
 from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
@@ -284,6 +285,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         Pipeline(loss_fn, optimizer, num_stages=1, balance=value, **given)  # what cannot be an option is refused before any work
     limits = _agreed(limits, places)
     used = places[: max(space.num_ranks)]
+    init_or_params, _ = with_inputs("jaxpp.tune", init_or_params, batch)
     machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=used, options=dict(options), keep=keep)
     _check_params(machine.param_bytes, limits.hbm, len(used))
     found = search(machine, space, limits, saves=remat is None)

@@ -85,17 +85,17 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
         return InitArguments(init_or_params, args[0], where=where)
     if len(args) == 2 and callable(init_or_params) and _may_be_key(args[0]) and kinds[2] not in (_FUNCTION, _KEY):
         check_key(args[0])
-        made, line = with_inputs(where, init_or_params, args[1]) if kinds[0] == _FUNCTION else (init_or_params, "")
+        made, line = with_inputs(where, init_or_params, args[1])
         return InitArguments(made, args[1], args[0], where, line)
     raise _wrong_init(where, ", ".join(kinds))
 
 
-def with_inputs(where: str, init: Callable[..., Tree], batch: Batch) -> tuple[Callable[[Key], Tree], str]:
-    """``init`` as a function of the key alone, and that as a line of code if ``init`` takes inputs too, as Flax's does.
+def with_inputs(where: str, init: Tree, batch: Batch) -> tuple[Tree, str]:
+    """``init``, if a function, as one of the key alone, and that as a line of code if it takes inputs too, as Flax's does.
 
     The inputs are those of the batch that have the names of what ``init`` takes; or the batch, if it is one array.
     """
-    wanted = _inputs_of(init)
+    wanted = _inputs_of(init) if _kind(init) == _FUNCTION else []
     if not wanted:
         return init, ""
     given = batch if isinstance(batch, Mapping) else {}

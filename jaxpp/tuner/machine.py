@@ -27,7 +27,7 @@ import optax
 
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
-from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of, with_inputs
+from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.evaluate import StepCosts, step_seconds
@@ -82,8 +82,6 @@ class Devices:
         self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
-        if self._makes:
-            self._made, _ = with_inputs("jaxpp.tune", init_or_params, batch)
         whole = self._open(Candidate(make("naive", 1, 1), "keep"))
         self.param_bytes = sum(map(count_bytes, jax.tree.leaves(whole.engine.layout.given[0])))
         engine, kinds = whole.engine, Counter((each.platform, each.device_kind, each.process_index) for each in self._devices)
